@@ -1,0 +1,146 @@
+"""The `data` section of a recipe, and how any recipe is read.
+
+A recipe is one YAML file that both rooms read: `data_prep` its `data` section, `pipeline` the whole of it.
+Every section is a frozen pydantic model that refuses unknown keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class UserError(Exception):
+    """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set."""
+
+
+class Section(BaseModel):
+    """A part of a recipe: immutable, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class Source(Section):
+    """Where rows come from. Exactly one of `hub`, `files` and `embedded`."""
+
+    hub: str | None = None  # hub id, "owner/name"
+    config: str | None = None  # the hub data set's configuration
+    revision: str | None = None  # commit of the hub data set
+    split: str = "train"  # split of the hub data set, slices allowed
+    files: str | None = None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
+    embedded: str | None = None  # a corpus that data_prep generates itself, by name
+    format: Literal["auto", "document", "lines", "wikitext", "alpaca", "messages"] = "auto"
+    weight: float = Field(1.0, gt=0)  # share of this source's rows that is used
+    limit: int | None = Field(None, gt=0)  # rows of this source
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if sum(origin is not None for origin in (self.hub, self.files, self.embedded)) != 1:
+            raise ValueError("give exactly one of hub, files, embedded")
+        return self
+
+
+class DataConfig(Section):
+    """What to tokenise, how, and where the shards are."""
+
+    dir: Path  # the prepared data: tokenizer/, train/, validation/
+    root: Path = Path(".")  # local files of the sources are relative to this
+    kind: Literal["text", "instruct"] = "text"
+    tokenizer: str  # hub id, directory, or sentencepiece .model (relative to root if it exists there)
+    sources: list[Source] = Field(min_length=1)
+    validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
+    validation_fraction: float = Field(0.0, ge=0, lt=1)
+    block: int = Field(256, gt=1)  # tokens per row
+    shards: int = Field(4, gt=0)  # files per split; the unit of parallel work
+    template: Literal["alpaca", "chat"] = "alpaca"  # instruct only
+    overlong: Literal["drop", "truncate", "split"] = "truncate"  # instruct: examples longer than block
+    limit_rows: int | None = Field(None, gt=0)  # rows over all sources
+    limit_tokens: int | None = Field(None, gt=0)  # tokens over all sources
+    seed: int = 0
+
+
+def read_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too).
+
+    Raises UserError when the file is missing or not a mapping, or an override has no `=`.
+    """
+    if not path.is_file():
+        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for those that come along")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe {path} must be a mapping of sections")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {override!r} must read key.sub=value, for example train.lr=2e-5")
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            child = node.get(parent)
+            if child is None:
+                child = node[parent] = {}
+            if not isinstance(child, dict):
+                raise UserError(f"override {override!r}: {parent} is a value, not a section")
+            node = child
+        node[leaf] = _scalar(value)
+    return tree
+
+
+def _scalar(text: str) -> Any:
+    """Parse an override's value as YAML, and as a float where YAML 1.1 would not (2e-5)."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
+    """Validate `tree` as `cls`. Raises UserError naming the first bad key and the nearest known one."""
+    try:
+        return cls.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
+        if first["type"] == "extra_forbidden":
+            known = _known_keys(cls, first["loc"][:-1])
+            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise UserError(f"unknown key {path}; {hint}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        given = "" if isinstance(first["input"], dict) else f" (given: {first['input']!r})"
+        raise UserError(f"{path or cls.__name__}: {message}{given}") from None
+
+
+def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section that stands at `loc` below `cls`."""
+    current: type[Section] = cls
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, Section)]
+        if nested:
+            current = nested[0]
+    return list(current.model_fields)
+
+
+def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
+    """The `data` section of a recipe."""
+    tree = read_recipe(path, overrides)
+    if "data" not in tree:
+        raise UserError(f"recipe {path} has no data section")
+    return parse_section(DataConfig, tree["data"], "data")
