@@ -1,0 +1,44 @@
+# make setup        .venv with exact versions        make test         lint, types, tests
+# make quickstart   the whole product on a laptop    make bench        side-by-side measurements
+PYTHON ?= python3
+# Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
+TORCH_ARGS ?=
+BIN := .venv/bin
+# CPU machines build DeepSpeed's communication helper once (about 30 s) into a cache that ranks share.
+export DS_BUILD_OPS := 0
+
+.PHONY: setup quickstart test lint format bench clean
+
+setup: .venv/ready
+
+# torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may.
+# The lock is complete, so dependencies are not resolved again; openicl's own pins would contradict it.
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet setuptools==84.2.1 wheel==0.48.0
+	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep '^torch==' requirements.lock)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+quickstart: setup
+	$(BIN)/python launch/quickstart.py
+
+test: setup lint
+	$(BIN)/python -m pytest tests
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
+
+clean:
+	rm -rf runs build *.egg-info

@@ -1,0 +1,43 @@
+"""Global, rank-free batch order.
+
+Step s of a run consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of the
+rows per epoch, one epoch after the other. Nothing of it depends on the number of ranks, the micro-batch or
+the accumulation, so the topology may change at any restart and the data order does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+class BatchOrder:
+    """Which rows each step consumes, and which of them a rank takes."""
+
+    def __init__(self, rows: int, batch: int, seed: int) -> None:
+        self.rows, self.batch, self.seed = rows, batch, seed
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def step_rows(self, step: int) -> np.ndarray:
+        """Rows of the global batch of `step`, int64 [batch]."""
+        positions = np.arange(step * self.batch, (step + 1) * self.batch)
+        epochs, offsets = np.divmod(positions, self.rows)
+        self._epochs = {e: self._permutation(e) for e in np.unique(epochs).tolist()}
+        return np.array([self._epochs[e][o] for e, o in zip(epochs, offsets, strict=True)])
+
+    def rank_rows(self, step: int, rank: int, ranks: int) -> np.ndarray:
+        """Rows of `step` that `rank` of `ranks` takes: a contiguous slice, int64 [batch / ranks]."""
+        return np.split(self.step_rows(step), ranks)[rank]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        cached = self._epochs.get(epoch)
+        if cached is not None:
+            return cached
+        return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+
+
+def micro_batches(rows: np.ndarray, micro: int) -> Iterator[np.ndarray]:
+    """Cut a rank's rows into micro-batches of `micro` rows."""
+    for start in range(0, len(rows), micro):
+        yield rows[start : start + micro]

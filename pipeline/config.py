@@ -1,0 +1,188 @@
+"""The typed run configuration: one tree, unknown keys refused, and the batch equation.
+
+A recipe (YAML) plus `key=value` overrides becomes a `RunConfig`. Every default of training lives here.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+from pydantic import Field, model_validator
+
+from data_prep.config import DataConfig, Section, UserError, parse_section, read_recipe
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on the linear layers of the body; the head stays frozen."""
+
+    r: int = Field(32, gt=0)  # rank
+    alpha: float = Field(16, gt=0)  # scale = alpha / r
+    dropout: float = Field(0.05, ge=0, lt=1)
+    targets: str | list[str] = "all-linear"  # module names, or every linear layer except the head
+
+
+class ModelConfig(Section):
+    """Which model, and in which form it trains.
+
+    `path` alone: a pre-trained model. `architecture` alone: a new model. Both: a pre-trained model that must
+    have this architecture, which also lets a dry run plan without network.
+    """
+
+    path: str | None = None  # hub id or directory of a pre-trained causal LM
+    revision: str | None = None  # commit of the hub model
+    architecture: dict[str, Any] | None = None  # Hugging Face configuration keys, with model_type
+    dtype: Literal["float32", "bfloat16"] = (
+        "bfloat16"  # of weights and activations; optimizer: float32
+    )
+    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    activation_checkpointing: bool = False
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _some_origin(self) -> ModelConfig:
+        if self.path is None and self.architecture is None:
+            raise ValueError("give path (pre-trained), architecture (a new model), or both")
+        if self.architecture is not None and "model_type" not in self.architecture:
+            raise ValueError("architecture needs model_type, for example llama")
+        return self
+
+
+class ObjectiveConfig(Section):
+    """What is minimised; see pipeline/objectives.py for the names and their parameters."""
+
+    name: str = "emo"
+    params: dict[str, float] = {}  # the objective's own parameters, e.g. {cap: 3}
+    # The cost embedding: `pretrained` (the head of model.path as it was before training), `live` (the
+    # head as it trains), or a model directory, hub id or tensor file. Unused by objectives without costs.
+    cost: str = "pretrained"
+    z_loss: float = Field(0.0, ge=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+
+
+class TrainConfig(Section):
+    """Optimisation, and when to look, save and stop."""
+
+    epochs: float | None = Field(None, gt=0)  # passes over the data; or
+    steps: int | None = Field(None, gt=0)  # optimizer steps
+    batch: int = Field(16, gt=0)  # rows per optimizer step, over all ranks
+    micro_batch: int = Field(4, gt=0)  # rows per forward pass and rank
+    lr: float = Field(2e-5, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)  # share of the steps
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip: float = Field(1.0, ge=0)  # gradient norm; 0 = no clipping
+    seed: int = 42  # data order, dropout, and the weights of a new model
+    log_every: int = Field(10, gt=0)  # steps
+    eval_every: int = Field(0, ge=0)  # steps between validation passes; 0 = only at the end
+    eval_rows: int = Field(512, gt=0)  # at most so many validation rows
+    save_every: int = Field(
+        0, ge=0
+    )  # steps between checkpoints; 0 = only at the end or when stopped
+    keep_last: int = Field(2, gt=0)  # complete checkpoints that stay
+    export_checkpoints: bool = (
+        False  # each checkpoint also holds an export, for scheduled evaluation
+    )
+    tensorboard: bool = True
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of epochs and steps")
+        return self
+
+
+class RunConfig(Section):
+    """A whole run: `data` for data_prep, the rest for the trainer."""
+
+    run_dir: Path
+    data: DataConfig
+    model: ModelConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig
+    deepspeed: Path = Path(
+        "ds_configs/zero3.json"
+    )  # relative to the repository or the working directory
+
+
+class Batch(NamedTuple):
+    """batch = micro * accumulation * ranks, in rows."""
+
+    batch: int
+    micro: int
+    accumulation: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batch} rows per step = {self.micro} per pass x {self.accumulation} accumulated "
+            f"x {self.ranks} ranks"
+        )
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """The resolved configuration of a recipe file with `key=value` overrides."""
+    return parse_section(RunConfig, read_recipe(path, overrides), "")
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
+    """Solve the batch equation for the accumulation steps.
+
+    Raises UserError when no whole number fits, naming values that would.
+    """
+    if batch % ranks:
+        raise UserError(
+            f"train.batch={batch} does not divide over {ranks} ranks; "
+            f"set train.batch={max(ranks, batch - batch % ranks)} or change the number of ranks"
+        )
+    per_rank = batch // ranks
+    micro = min(micro, per_rank)
+    if per_rank % micro:
+        fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
+        raise UserError(
+            f"train.micro_batch={micro} does not divide the {per_rank} rows that each of {ranks} ranks "
+            f"takes of train.batch={batch}; set train.micro_batch={fits}"
+        )
+    return Batch(batch, micro, per_rank // micro, ranks)
+
+
+def total_steps(train: TrainConfig, rows: int) -> int:
+    """Optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
+
+    Raises UserError when the data are too few for one step.
+    """
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    steps = int(train.epochs * rows / train.batch)
+    if steps == 0:
+        raise UserError(
+            f"{rows} rows x {train.epochs} epochs are less than one batch of {train.batch}; "
+            "set a smaller train.batch or more train.epochs"
+        )
+    return steps
+
+
+def lr_at(train: TrainConfig, step: int, steps: int) -> float:
+    """Learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0.
+
+    The first step has a rate above 0, as in transformers' schedules shifted by one.
+    """
+    warmup = math.ceil(train.warmup_ratio * steps)
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    if train.schedule == "cosine":
+        return train.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    if train.schedule == "linear":
+        return train.lr * (1 - progress)
+    return train.lr

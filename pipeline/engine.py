@@ -1,0 +1,285 @@
+"""The only file that knows DeepSpeed: start, initialise, step, save, load.
+
+Gradients are those of  sum of token losses / valid tokens of the global batch,  whatever the number of ranks,
+the micro-batch or the accumulation: each micro-batch's loss is a sum, and the divisor is known beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from transformers.integrations import HfDeepSpeedConfig
+
+from data_prep.config import UserError
+from pipeline.config import Batch, RunConfig
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
+OWNED_BY_RECIPE = {
+    "train_batch_size": "train.batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.batch and train.micro_batch",
+    "optimizer": "train.lr, train.betas, train.eps, train.weight_decay",
+    "scheduler": "train.schedule and train.warmup_ratio",
+    "gradient_clipping": "train.clip",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+
+
+class World(NamedTuple):
+    """This process among the ranks."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+class Sums(NamedTuple):
+    """Sums over the valid tokens of a global batch, and what the ranks agreed on."""
+
+    loss: float
+    nll: float
+    demd: float  # nan where no cost embedding is at hand
+    tokens: int
+    stop: bool
+
+
+def start_world(timeout_minutes: float = 60) -> World:
+    """Join the process group that the launcher describes; alone when there is none.
+
+    The long timeout covers loading and saving, where one rank may work while the others wait.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    accelerator = get_accelerator()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(local_rank)
+    backend = (
+        "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
+    )
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        verbose=False,
+    )
+    if accelerator.device_name() == "cpu":
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
+    device = torch.device(accelerator.current_device_name())
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def main_first(world: World) -> contextlib.AbstractContextManager[None]:
+    """Let rank 0 through the block first, then the others."""
+
+    @contextlib.contextmanager
+    def ordered() -> Iterator[None]:
+        if not world.is_main:
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if world.is_main:
+                dist.barrier()
+
+    return ordered()
+
+
+def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
+    """The DeepSpeed configuration: the file that the recipe names, completed from the recipe.
+
+    Raises UserError when the file is missing, is no JSON, or sets what the recipe owns.
+    """
+    path = config.deepspeed if config.deepspeed.exists() else REPOSITORY / config.deepspeed
+    if not path.is_file():
+        raise UserError(f"deepspeed={config.deepspeed} does not exist; see ds_configs/")
+    try:
+        tree = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"deepspeed={path} is not JSON: {error}") from None
+    for key, instead in OWNED_BY_RECIPE.items():
+        if key in tree:
+            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
+    on_cpu = get_accelerator().device_name() == "cpu"
+    zero = tree.get("zero_optimization", {})
+    if on_cpu:
+        zero["overlap_comm"] = False  # gloo has no streams to overlap on
+        for part in ("offload_optimizer", "offload_param"):
+            zero.get(part, {}).pop("pin_memory", None)
+    train = config.train
+    adam: dict[str, Any] = {
+        "lr": train.lr,
+        "betas": list(train.betas),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+    }
+    if on_cpu and "offload_optimizer" not in zero:
+        adam["torch_adam"] = True  # the fused one is a CUDA kernel
+    tree.update(
+        train_batch_size=batch.batch,
+        train_micro_batch_size_per_gpu=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+        optimizer={"type": "AdamW", "params": adam},
+        gradient_clipping=train.clip,
+        bf16={"enabled": config.model.dtype == "bfloat16"},
+        steps_per_print=10**9,
+    )
+    return tree
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    """The ZeRO stage of a DeepSpeed configuration."""
+    return int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
+    """While the returned object lives, transformers builds models partitioned if the stage is 3."""
+    return HfDeepSpeedConfig(ds_config)
+
+
+class Engine:
+    """A model and its optimizer under DeepSpeed."""
+
+    def __init__(self, model: nn.Module, ds_config: dict[str, Any], world: World) -> None:
+        self.world = world
+        self.stage = zero_stage(ds_config)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.ds, *_ = deepspeed.initialize(
+            model=model, model_parameters=trainable, config=ds_config
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model inside the engine."""
+        return self.ds.module
+
+    def train_step(
+        self,
+        micro_batches: Iterable[dict[str, Tensor]],
+        valid: int,
+        lr: float,
+        seed: int,
+        stop: bool,
+    ) -> Sums:
+        """One optimizer step on this rank's micro-batches; `valid` counts the whole global batch.
+
+        Raises NonFiniteLossError before the weights are touched when a loss is not finite.
+        """
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = lr
+        # Dropout follows from (seed, rank) alone, so a resumed run needs no saved generator state.
+        torch.manual_seed(seed * 1_000_003 + self.world.rank)
+        self.ds.train()
+        totals = self._zeros()
+        batches = list(micro_batches)
+        for i, micro in enumerate(batches):
+            sums = self.ds(**self._to_device(micro))
+            totals += _detached(sums)
+            # DeepSpeed averages over ranks; the loss is a share of a sum over all of them.
+            self.ds.backward(sums.loss * (self.world.ranks / max(1, valid)), scale_wrt_gas=False)
+            if i + 1 == len(batches):
+                totals[4] = float(stop)
+                shared = self.share(totals)
+                if not np.isfinite(shared.loss):
+                    raise NonFiniteLossError(shared.loss)
+            self.ds.step()
+        return shared
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[dict[str, Tensor]]) -> Sums:
+        """Sums over this rank's micro-batches and all ranks; every rank must bring equally many."""
+        self.ds.eval()
+        totals = self._zeros()
+        for micro in micro_batches:
+            totals += _detached(self.ds(**self._to_device(micro)))
+        return self.share(totals)
+
+    def share(self, totals: Tensor) -> Sums:
+        """Add [loss, nll, demd, tokens, stop] over all ranks."""
+        dist.all_reduce(totals)
+        loss, nll, demd, tokens, stop = totals.tolist()
+        return Sums(loss, nll, demd, int(tokens), stop > 0)
+
+    def gradient_norm(self) -> float:
+        """Norm of the last step's gradient over all parameters, before clipping."""
+        norm = self.ds.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of the state below `directory`; all ranks must call."""
+        self.ds.save_checkpoint(
+            str(directory), tag="state", save_latest=False, exclude_frozen_parameters=True
+        )
+
+    def load(self, directory: Path) -> None:
+        """Read the state that `save` wrote on as many ranks; all ranks must call."""
+        path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
+        if path is None:
+            raise UserError(
+                f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint"
+            )
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(5, dtype=torch.float64, device=self.world.device)
+
+    def _to_device(self, micro: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v.to(self.world.device, non_blocking=True) for k, v in micro.items()}
+
+
+class NonFiniteLossError(Exception):
+    """The loss of a step is nan or infinite; the weights are still those before the step."""
+
+
+def _detached(sums: Any) -> Tensor:
+    """[loss, nll, demd, tokens, 0] of one micro-batch, float64, left on the device."""
+    parts = [sums.loss.detach(), sums.nll, sums.demd, sums.tokens, torch.zeros_like(sums.nll)]
+    return torch.stack([p.to(torch.float64) for p in parts])
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed for the dropout of one step."""
+    return zlib.crc32(f"{seed}/{step}".encode())
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def end_world() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

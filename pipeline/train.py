@@ -1,0 +1,185 @@
+"""The training loop, and the command behind launch/*.sh.
+
+for each step s:
+    rows    = positions [s*B, (s+1)*B) of the seeded order           (batches.py)
+    divisor = supervised tokens of those rows, over all ranks
+    loss    = sum over tokens of the objective / divisor             (objectives.py, fused.py)
+    AdamW step at the scheduled rate                                 (engine.py)
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_prep.config import UserError
+from data_prep.shards import TokenDataset
+from pipeline import checkpoint, engine, resume
+from pipeline.batches import BatchOrder, micro_batches
+from pipeline.config import RunConfig, load_config, lr_at, solve_batch, total_steps
+from pipeline.engine import Engine, NonFiniteLossError, World
+from pipeline.export import ExportError, export_model
+from pipeline.metrics import Metrics
+from pipeline.model import (
+    build_model,
+    check_fits,
+    load_objective,
+    model_config,
+    write_initial_weights,
+)
+from pipeline.plan import print_plan
+from pipeline.stop import EXIT_STOPPED, StopRequest
+
+log = logging.getLogger(__name__)
+
+
+def train(config: RunConfig, world: World) -> bool:
+    """Train, or go on training, the run of `config`. True when it is finished, false when stopped."""
+    data = TokenDataset(config.data.dir / "train")
+    held_out = config.data.dir / "validation"
+    validation = TokenDataset(held_out) if held_out.is_dir() else None
+    hf_config = model_config(config.model)
+    check_fits(hf_config, config.model, data.manifest)
+    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+    steps = total_steps(config.train, len(data))
+    order = BatchOrder(len(data), batch.batch, config.train.seed)
+
+    with engine.main_first(world):
+        if world.is_main:
+            resume.claim_run_dir(config, data.fingerprint)
+            if config.model.path is None:
+                write_initial_weights(config)
+    if (config.run_dir / checkpoint.EXPORT).is_dir():
+        log.info("%s is finished: its export stands in export/", config.run_dir)
+        return True
+    stop = StopRequest(config.run_dir)
+    objective, cost = load_objective(config, hf_config.vocab_size)
+    ds_config = engine.deepspeed_config(config, batch)
+    partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
+    trainer = Engine(build_model(config, objective, cost), ds_config, world)
+    del partitioned
+    step, tokens = resume.load_newest(trainer, config.run_dir)
+    log.info("%s; steps %d to %d; objective %s", batch, step, steps, objective.name)
+    metrics = Metrics(
+        config.run_dir, step, steps, world.is_main, config.train.tensorboard, config.run_dir.name
+    )
+
+    finished, last_lr, saved = True, 0.0, step
+    while step < steps:
+        rows = order.step_rows(step)
+        mine = np.split(rows, world.ranks)[world.rank]
+        last_lr = lr_at(config.train, step, steps)
+        try:
+            sums = trainer.train_step(
+                _tensors(data, mine, batch.micro),
+                valid=int(data.valid[rows].sum()),
+                lr=last_lr,
+                seed=engine.step_seed(config.train.seed, step),
+                stop=stop.reason is not None,
+            )
+        except NonFiniteLossError as error:
+            raise UserError(
+                resume.record_bad_batch(config.run_dir, step, data, rows, error)
+            ) from None
+        step, tokens = step + 1, tokens + sums.tokens
+        metrics.step(sums)
+        if step % config.train.log_every == 0 or step == steps:
+            metrics.log(step, tokens, last_lr, trainer.gradient_norm())
+        if validation is not None and _due(step, config.train.eval_every, steps):
+            metrics.validation(step, tokens, evaluate(trainer, validation, config, batch.micro))
+        if sums.stop and step < steps:
+            finished = False
+        if not finished or _due(step, config.train.save_every, steps):
+            resume.save(trainer, config, step, tokens, data.fingerprint)
+            saved = step
+        if not finished:
+            metrics.say(f"stopped after step {step}; the same command goes on from there")
+            break
+    if finished:
+        if saved != steps:
+            resume.save(trainer, config, step, tokens, data.fingerprint)
+        info = resume.export_info(config, step, tokens, data.fingerprint)
+        export_model(trainer, config, config.run_dir / checkpoint.EXPORT, info)
+        metrics.say(f"finished; export: {config.run_dir / checkpoint.EXPORT}")
+    metrics.close()
+    return finished
+
+
+def evaluate(
+    trainer: Engine, validation: TokenDataset, config: RunConfig, micro: int
+) -> engine.Sums:
+    """Sums over the first train.eval_rows validation rows; ranks take equally many micro-batches."""
+    ranks, rank = trainer.world.ranks, trainer.world.rank
+    count = min(len(validation), config.train.eval_rows)
+    rounds = -(-count // (ranks * micro))
+    padded = np.resize(np.arange(count), rounds * ranks * micro)
+    real = np.arange(len(padded)) < count
+    mine = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
+    return trainer.evaluate(_tensors(validation, padded[mine], micro, real[mine]))
+
+
+def _tensors(
+    data: TokenDataset, rows: np.ndarray, micro: int, real: np.ndarray | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches of rows as tensors; rows that are not `real` supervise nothing."""
+    for at, part in enumerate(micro_batches(rows, micro)):
+        arrays = data.batch(part)
+        if real is not None:
+            arrays["labels"][~real[at * micro : at * micro + len(part)]] = -100
+        yield {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def main(kind: str, argv: list[str] | None = None) -> int:
+    """Run a recipe whose data are of `kind`, text or instruct. Exit codes: 0 finished, 2 a mistake in the input, 75 stopped before the end."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed launch/continual.sh", description="Train a recipe; run it again to go on."
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="resolve, check and plan; train nothing"
+    )
+    parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args(argv)
+    main_rank = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if main_rank else logging.ERROR, format="%(message)s", stream=sys.stdout
+    )
+    for noisy in ("httpx", "DeepSpeed", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        config = load_config(args.recipe, args.overrides)
+        if config.data.kind != kind:
+            script = {"text": "continual", "instruct": "instruct"}[config.data.kind]
+            raise UserError(
+                f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh"
+            )
+        if args.dry_run:
+            ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 1))
+            if main_rank:
+                print_plan(config, ranks)
+            return 0
+        started = time.perf_counter()
+        world = engine.start_world()
+        finished = train(config, world)
+        log.info("%.0f s", time.perf_counter() - started)
+    except (UserError, ExportError) as error:
+        if main_rank:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    engine.end_world()
+    return 0 if finished else EXIT_STOPPED
