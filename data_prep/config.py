@@ -34,9 +34,7 @@ class Source(Section):
     config: str | None = None  # the hub data set's configuration
     revision: str | None = None  # commit of the hub data set
     split: str = "train"  # split of the hub data set, slices allowed
-    files: str | None = (
-        None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
-    )
+    files: str | None = None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
     embedded: str | None = None  # a corpus that data_prep generates itself, by name
     format: Literal["auto", "document", "lines", "wikitext", "alpaca", "messages"] = "auto"
     weight: float = Field(1.0, gt=0)  # share of this source's rows that is used
@@ -53,20 +51,16 @@ class DataConfig(Section):
     """What to tokenise, how, and where the shards are."""
 
     dir: Path  # the prepared data: tokenizer/, train/, validation/
-    root: Path = Path(".")  # local files of the sources are relative to this
+    root: Path = Path()  # local files of the sources are relative to this
     kind: Literal["text", "instruct"] = "text"
-    tokenizer: (
-        str  # hub id, directory, or sentencepiece .model (relative to root if it exists there)
-    )
+    tokenizer: str  # hub id, directory, or sentencepiece .model (relative to root if it exists there)
     sources: list[Source] = Field(min_length=1)
     validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     block: int = Field(256, gt=1)  # tokens per row
     shards: int = Field(4, gt=0)  # files per split; the unit of parallel work
     template: Literal["alpaca", "chat"] = "alpaca"  # instruct only
-    overlong: Literal["drop", "truncate", "split"] = (
-        "truncate"  # instruct: examples longer than block
-    )
+    overlong: Literal["drop", "truncate", "split"] = "truncate"  # instruct: examples longer than block
     limit_rows: int | None = Field(None, gt=0)  # rows over all sources
     limit_tokens: int | None = Field(None, gt=0)  # tokens over all sources
     seed: int = 0
@@ -88,9 +82,7 @@ def read_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 def _read_tree(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(
-            f"recipe {path} does not exist; see launch/recipes/ for those that come along"
-        )
+        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for those that come along")
     try:
         tree = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -105,11 +97,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` laid on `base`: sections key by key, everything else whole."""
     merged = dict(base)
     for key, value in over.items():
-        both = (
-            isinstance(value, dict)
-            and isinstance(base.get(key), dict)
-            and "model_type" not in value
-        )
+        both = isinstance(value, dict) and isinstance(base.get(key), dict) and "model_type" not in value
         merged[key] = _merge(base[key], value) if both else value
     return merged
 

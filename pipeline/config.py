@@ -34,9 +34,7 @@ class ModelConfig(Section):
     path: str | None = None  # hub id or directory of a pre-trained causal LM
     revision: str | None = None  # commit of the hub model
     architecture: dict[str, Any] | None = None  # Hugging Face configuration keys, with model_type
-    dtype: Literal["float32", "bfloat16"] = (
-        "bfloat16"  # of weights and activations; optimizer: float32
-    )
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; optimizer: float32
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
     activation_checkpointing: bool = False
     lora: LoraConfig | None = None
@@ -80,13 +78,9 @@ class TrainConfig(Section):
     log_every: int = Field(10, gt=0)  # steps
     eval_every: int = Field(0, ge=0)  # steps between validation passes; 0 = only at the end
     eval_rows: int = Field(512, gt=0)  # at most so many validation rows
-    save_every: int = Field(
-        0, ge=0
-    )  # steps between checkpoints; 0 = only at the end or when stopped
+    save_every: int = Field(0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
     keep_last: int = Field(2, gt=0)  # complete checkpoints that stay
-    export_checkpoints: bool = (
-        False  # each checkpoint also holds an export, for scheduled evaluation
-    )
+    export_checkpoints: bool = False  # each checkpoint also holds an export, for scheduled evaluation
     tensorboard: bool = True
 
     @model_validator(mode="after")
@@ -104,9 +98,7 @@ class RunConfig(Section):
     model: ModelConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig
-    deepspeed: Path = Path(
-        "ds_configs/zero3.json"
-    )  # relative to the repository or the working directory
+    deepspeed: Path = Path("ds_configs/zero3.json")  # relative to the repository or the working directory
 
 
 class Batch(NamedTuple):

@@ -80,9 +80,7 @@ def start_world(timeout_minutes: float = 60) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
-    backend = (
-        "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
-    )
+    backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     deepspeed.init_distributed(
         dist_backend=backend,
         timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -170,9 +168,7 @@ class Engine:
         self.world = world
         self.stage = zero_stage(ds_config)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.ds, *_ = deepspeed.initialize(
-            model=model, model_parameters=trainable, config=ds_config
-        )
+        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
 
     @property
     def model(self) -> nn.Module:
@@ -241,9 +237,7 @@ class Engine:
         """Read the state that `save` wrote on as many ranks; all ranks must call."""
         path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
-            raise UserError(
-                f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint"
-            )
+            raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
 
     def _zeros(self) -> Tensor:
         return torch.zeros(5, dtype=torch.float64, device=self.world.device)

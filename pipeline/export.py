@@ -100,11 +100,7 @@ def _write_weights(model: nn.Module, target: Path, is_main: bool) -> None:
     scaling = _adapter_scaling(model)
     for name, parts in exported_tensors(model):
         partitioned = [p for p in parts if hasattr(p, "ds_id")]
-        gather = (
-            deepspeed.zero.GatheredParameters(partitioned)
-            if partitioned
-            else contextlib.nullcontext()
-        )
+        gather = deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext()
         with gather:
             if is_main:
                 weight, *adapters = (p.detach() for p in parts)
@@ -136,9 +132,7 @@ def _adapter_scaling(model: nn.Module) -> float:
     return peft_config["default"].lora_alpha / peft_config["default"].r if peft_config else 1.0
 
 
-def _write_rest(
-    base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]
-) -> None:
+def _write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Configuration, generation defaults, tokenizer, model card and export.json."""
     settings = base.config.to_dict()
     settings["architectures"] = [type(base).__name__.removeprefix("Fused")]
@@ -168,9 +162,7 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
 def _check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     """Load the export on the CPU and compare its logits [1, T, V] with the trained model's."""
     unset_hf_deepspeed_config()
-    model, report = AutoModelForCausalLM.from_pretrained(
-        directory, dtype="auto", output_loading_info=True
-    )
+    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if wrong:
         raise ExportError(f"{directory}: tensors do not fit the configuration: {sorted(wrong)[:3]}")

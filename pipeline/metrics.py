@@ -98,9 +98,7 @@ class Metrics:
                 self._board.close()
 
     def _write(self, group: str, record: dict[str, float]) -> None:
-        shown = {
-            k: (None if isinstance(v, float) and math.isnan(v) else v) for k, v in record.items()
-        }
+        shown = {k: (None if isinstance(v, float) and math.isnan(v) else v) for k, v in record.items()}
         self._file.write(json.dumps(shown) + "\n")
         self._file.flush()
         if self._board is not None:

@@ -27,9 +27,7 @@ from torch import Tensor
 
 from data_prep.config import UserError
 
-EPS = (
-    1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
-)
+EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
 
 
 class Coefficients(NamedTuple):
@@ -163,9 +161,7 @@ def _check_unit(objective: str, **values: float) -> None:
             raise UserError(f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})")
 
 
-_FACTORIES: dict[
-    str, tuple[Callable[..., CoefficientFunction], bool]
-] = {  # name: (make, needs cost)
+_FACTORIES: dict[str, tuple[Callable[..., CoefficientFunction], bool]] = {  # name: (make, needs cost)
     "mle": (mle, False),
     "emo": (emo, True),
     "emo2": (emo2, True),
@@ -190,9 +186,7 @@ def get_objective(name: str, **params: float | None) -> Objective:
     known = inspect.signature(make).parameters
     for key in params:
         if key not in known:
-            raise UserError(
-                f"unknown parameter {key!r} of objective {name}; {_nearest(key, known)}"
-            )
+            raise UserError(f"unknown parameter {key!r} of objective {name}; {_nearest(key, known)}")
     bound = tuple((key, params.get(key, known[key].default)) for key in known)
     return Objective(name, needs_cost, make(**params), bound)
 

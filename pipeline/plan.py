@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from data_prep.shards import TokenDataset
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from data_prep.config import UserError
-from data_prep.shards import TokenDataset
 from pipeline.config import RunConfig, solve_batch, total_steps
 from pipeline.engine import deepspeed_config, zero_stage
 from pipeline.model import add_lora, attention, model_config
@@ -43,9 +43,7 @@ def state_bytes(
     share = [1 / ranks if stage >= s else 1.0 for s in (3, 2, 1)]
     width = 2 if bf16 else 4
     optimizer = trainable * (12 if bf16 else 8) * share[2]
-    return States(
-        parameters * width * share[0], trainable * 4 * share[1], 0.0 if offload else optimizer
-    )
+    return States(parameters * width * share[0], trainable * 4 * share[1], 0.0 if offload else optimizer)
 
 
 def count_parameters(config: RunConfig) -> tuple[int, int]:
@@ -70,13 +68,9 @@ def print_plan(config: RunConfig, ranks: int) -> None:
     total, trainable = count_parameters(config)
     stage = zero_stage(ds_config)
     offload = "offload_optimizer" in ds_config.get("zero_optimization", {})
-    states = state_bytes(
-        total, trainable, stage, ranks, config.model.dtype == "bfloat16", offload=offload
-    )
+    states = state_bytes(total, trainable, stage, ranks, config.model.dtype == "bfloat16", offload=offload)
     table = Table("what", "value", title=str(config.run_dir), show_header=False)
-    table.add_row(
-        "model", config.model.path or f"new {(config.model.architecture or {})['model_type']}"
-    )
+    table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
     table.add_row("parameters", f"{total:,} ({trainable:,} trainable), {config.model.dtype}")
     table.add_row("attention", attention(config.model.attn_implementation))
     table.add_row("objective", f"{objective.name} {config.objective.params or ''}".strip())

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import yaml
+from data_prep.shards import TokenDataset
 
 from data_prep.config import UserError
-from data_prep.shards import TokenDataset
 from pipeline import checkpoint
 from pipeline.config import RunConfig, dump_config
 from pipeline.engine import REPOSITORY, Engine, NonFiniteLossError, barrier, gather_objects

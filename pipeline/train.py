@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from data_prep.shards import TokenDataset
 from torch import Tensor
 
 from data_prep.config import UserError
-from data_prep.shards import TokenDataset
 from pipeline import checkpoint, engine, resume
 from pipeline.batches import BatchOrder, micro_batches
 from pipeline.config import RunConfig, load_config, lr_at, solve_batch, total_steps
@@ -87,9 +87,7 @@ def train(config: RunConfig, world: World) -> bool:
                 stop=stop.reason is not None,
             )
         except NonFiniteLossError as error:
-            raise UserError(
-                resume.record_bad_batch(config.run_dir, step, data, rows, error)
-            ) from None
+            raise UserError(resume.record_bad_batch(config.run_dir, step, data, rows, error)) from None
         step, tokens = step + 1, tokens + sums.tokens
         metrics.step(sums)
         if step % config.train.log_every == 0 or step == steps:
@@ -114,9 +112,7 @@ def train(config: RunConfig, world: World) -> bool:
     return finished
 
 
-def evaluate(
-    trainer: Engine, validation: TokenDataset, config: RunConfig, micro: int
-) -> engine.Sums:
+def evaluate(trainer: Engine, validation: TokenDataset, config: RunConfig, micro: int) -> engine.Sums:
     """Sums over the first train.eval_rows validation rows; ranks take equally many micro-batches."""
     ranks, rank = trainer.world.ranks, trainer.world.rank
     count = min(len(validation), config.train.eval_rows)
@@ -143,15 +139,16 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 
 def main(kind: str, argv: list[str] | None = None) -> int:
-    """Run a recipe whose data are of `kind`, text or instruct. Exit codes: 0 finished, 2 a mistake in the input, 75 stopped before the end."""
+    """Run a recipe whose data are of `kind`, text or instruct.
+
+    Exit codes: 0 finished, 2 a mistake in the input, 75 stopped before the end.
+    """
     parser = argparse.ArgumentParser(
         prog="deepspeed launch/continual.sh", description="Train a recipe; run it again to go on."
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="resolve, check and plan; train nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
@@ -165,9 +162,7 @@ def main(kind: str, argv: list[str] | None = None) -> int:
         config = load_config(args.recipe, args.overrides)
         if config.data.kind != kind:
             script = {"text": "continual", "instruct": "instruct"}[config.data.kind]
-            raise UserError(
-                f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh"
-            )
+            raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
         if args.dry_run:
             ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 1))
             if main_rank:
