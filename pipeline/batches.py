@@ -26,15 +26,16 @@ class BatchOrder:
         self._epochs = {e: self._permutation(e) for e in np.unique(epochs).tolist()}
         return np.array([self._epochs[e][o] for e, o in zip(epochs, offsets, strict=True)])
 
-    def rank_rows(self, step: int, rank: int, ranks: int) -> np.ndarray:
-        """Rows of `step` that `rank` of `ranks` takes: a contiguous slice, int64 [batch / ranks]."""
-        return np.split(self.step_rows(step), ranks)[rank]
-
     def _permutation(self, epoch: int) -> np.ndarray:
         cached = self._epochs.get(epoch)
         if cached is not None:
             return cached
         return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+
+
+def rank_rows(rows: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    """The contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
+    return np.split(rows, ranks)[rank]
 
 
 def micro_batches(rows: np.ndarray, micro: int) -> Iterator[np.ndarray]:

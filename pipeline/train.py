@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_prep.config import UserError
 from pipeline import checkpoint, engine, resume
-from pipeline.batches import BatchOrder, micro_batches
+from pipeline.batches import BatchOrder, micro_batches, rank_rows
 from pipeline.config import RunConfig, load_config, lr_at, solve_batch, total_steps
 from pipeline.engine import Engine, NonFiniteLossError, World
 from pipeline.export import ExportError, export_model
@@ -76,7 +76,7 @@ def train(config: RunConfig, world: World) -> bool:
     finished, last_lr, saved = True, 0.0, step
     while step < steps:
         rows = order.step_rows(step)
-        mine = np.split(rows, world.ranks)[world.rank]
+        mine = rank_rows(rows, world.rank, world.ranks)
         last_lr = lr_at(config.train, step, steps)
         try:
             sums = trainer.train_step(
