@@ -1,0 +1,354 @@
+"""Output head and loss in one: hidden states and labels in, summed loss and gradients out.
+
+The logits of all tokens never exist together. Tokens are taken in chunks; each chunk's logits become
+the chunk's gradient in place (`kernels.py`) and are used up by two matrix products at once, in the
+forward pass, so that nothing is computed twice. Between forward and backward only the gradients
+[N, H] and [V, H] are held.
+
+Tokens are sorted by label first: a row of transport costs then serves all tokens with that target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data_prep.config import UserError
+from pipeline.cost import CostEmbedding
+from pipeline.kernels import Costs, Terms, process_chunk, statistics_dtype
+from pipeline.objectives import Objective
+
+IGNORE = -100
+COST_MB = 8  # of cost rows alive at a time on a CPU
+WEIGHT_BLOCK = 4096  # rows of the head whose gradient is formed at a time in half precision
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid tokens; divide by the global batch's token count for means."""
+
+    loss: Tensor  # scalar float32, the only differentiable one
+    nll: Tensor  # negative log-likelihood, nats; detached
+    demd: Tensor  # earth mover distance; detached, NaN where no cost embedding was given
+    tokens: Tensor  # int64 count
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about the loss that is no tensor of the model."""
+
+    terms: Terms
+    cost: CostEmbedding | None
+    logit_scale: float = 1.0
+    memory_mb: float | None = None
+
+
+class _Plan(NamedTuple):
+    """Valid tokens in label order, and the runs of equal labels."""
+
+    order: Tensor  # [T] positions in the flat batch
+    labels: Tensor  # [T] ascending if a cost embedding is used
+    targets: Tensor  # [U] distinct labels (empty without a cost embedding)
+    which: Tensor  # [T] index into targets
+    ends: list[int]  # end of each target's run of tokens
+
+
+def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
+    order = (labels != IGNORE).nonzero()[:, 0]
+    chosen = labels[order]
+    if len(chosen):
+        low, high = torch.stack(chosen.aminmax()).tolist()
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
+    if not by_label:
+        return _Plan(order, chosen, chosen[:0], chosen[:0], [])
+    chosen, by = torch.sort(chosen, stable=True)
+    targets, which, counts = torch.unique_consecutive(chosen, return_inverse=True, return_counts=True)
+    return _Plan(order[by], chosen, targets, which, counts.cumsum(0).tolist())
+
+
+def _chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
+    """Tokens per chunk that keep its logits within the memory budget."""
+    budget = spec.memory_mb or (64 if device.type == "cpu" else 512)
+    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize))
+
+
+def _pieces(plan: _Plan, start: int, stop: int, most: int) -> list[tuple[int, int, int, int]]:
+    """Cut tokens [start, stop) where `most` distinct targets are full: (from, to, target from, to)."""
+    if not plan.ends:
+        return [(start, stop, 0, 0)]
+    pieces = []
+    while start < stop:
+        first = int(plan.which[start])
+        last = min(first + most, len(plan.ends))
+        end = min(stop, plan.ends[last - 1])
+        pieces.append((start, end, first, int(plan.which[end - 1]) + 1))
+        start = end
+    return pieces
+
+
+class _Accumulator:
+    """Gradients of one call, each None if nobody wants it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> None:
+        self.hidden, self.weight = hidden, weight
+        stats = statistics_dtype(hidden.dtype)
+        self.d_hidden = torch.zeros_like(hidden) if needs[0] else None
+        self.d_weight: Tensor | None = None
+        self.wants_weight = needs[1]
+        self.d_bias = torch.zeros(len(weight), dtype=stats, device=hidden.device) if needs[2] else None
+
+    def add(self, G: Tensor, row: Tensor, order: Tensor, scale: float) -> None:
+        """Use up one chunk: G [n, V] in the model's dtype, row [n], order [n]."""
+        factor = (row * scale)[:, None]
+        if self.d_hidden is not None:
+            part = torch.mm(G, self.weight)
+            self.d_hidden[order] = (
+                part.mul_(factor)
+                if part.dtype == row.dtype
+                else (part.to(row.dtype).mul_(factor).to(part.dtype))
+            )
+        if self.wants_weight:
+            self._add_weight(G, (self.hidden[order] * factor).to(G.dtype))
+        if self.d_bias is not None:
+            self.d_bias += torch.mv(G.to(row.dtype).t(), row)
+
+    def _add_weight(self, G: Tensor, scaled: Tensor) -> None:
+        """d_weight += G^T scaled, summed over chunks in float32."""
+        stats = statistics_dtype(G.dtype)
+        first = self.d_weight is None
+        if self.d_weight is None:
+            self.d_weight = torch.empty(self.weight.shape, dtype=stats, device=G.device)
+        if G.dtype == stats:
+            self.d_weight.addmm_(G.t(), scaled, beta=0.0 if first else 1.0)
+            return
+        for start in range(0, len(self.weight), WEIGHT_BLOCK):
+            block = slice(start, start + WEIGHT_BLOCK)
+            part = torch.mm(G[:, block].t(), scaled)
+            if first:
+                self.d_weight[block] = part
+            else:
+                self.d_weight[block] += part
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.wants_weight and self.d_weight is None:  # no valid token
+            stats = statistics_dtype(self.weight.dtype)
+            self.d_weight = torch.zeros_like(self.weight, dtype=stats)
+        return self.d_hidden, self.d_weight, self.d_bias
+
+
+def _logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(h W^T - shift, target logit with bias [n], shift [n] or None) for a chunk.
+
+    In half precision the product is rounded to 8 bits, coarse for a logit of 30 and fine near 0. So the
+    target's logit, computed in float32, is subtracted inside the product, before the rounding: logits
+    that compete with the target keep their digits.
+    """
+    stats = statistics_dtype(h.dtype)
+    z = out[: len(h)]
+    if h.dtype == stats:
+        torch.mm(h, weight.t(), out=z)
+        target = z.gather(1, y[:, None])[:, 0]
+        shift = None
+    else:
+        target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
+        shift = target.to(h.dtype)
+        z.copy_(-shift[:, None].expand_as(z))
+        z.addmm_(h, weight.t())
+    if bias is not None:
+        target = target + bias[y]
+    return z, target, shift
+
+
+def _compute(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    spec: Spec,
+    needs: tuple[bool, bool, bool],
+) -> tuple[LossSums, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """The sums, and the gradients of the loss sum that `needs` asks for."""
+    V, device = len(weight), hidden.device
+    stats = statistics_dtype(hidden.dtype)
+    cost = None if spec.cost is None else spec.cost.to(device)
+    plan = _plan(labels, V, by_label=cost is not None)
+    total = len(plan.order)
+    n = min(_chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
+    most = max(1, COST_MB * 2**20 // (V * stats.itemsize)) if device.type == "cpu" else n
+    gradients = _Accumulator(hidden, weight, needs)
+    sums = torch.zeros(3, dtype=torch.promote_types(stats, torch.float64), device=device)
+    buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
+    wide_bias = None if bias is None else bias.to(stats)
+    for start in range(0, total, n):
+        stop = min(start + n, total)
+        order, y = plan.order[start:stop], plan.labels[start:stop]
+        h = hidden[order]
+        if spec.logit_scale != 1.0:
+            h.mul_(spec.logit_scale)
+        z, target, shift = _logits(h, weight, wide_bias, y, buffer)
+        rows = []
+        for i, j, u, v in _pieces(plan, start, stop, most):
+            costs = None
+            if cost is not None:
+                costs = Costs(cost.costs(plan.targets[u:v]).to(stats), plan.which[i:j] - u)
+            part = slice(i - start, j - start)
+            tokens = process_chunk(
+                z[part],
+                y[part],
+                target[part],
+                None if shift is None else shift[part],
+                wide_bias,
+                costs,
+                spec.terms,
+                gradient=any(needs),
+            )
+            sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
+            rows.append(tokens.row)
+        if any(needs):
+            gradients.add(z, torch.cat(rows), order, spec.logit_scale)
+    loss, nll, demd = sums.to(stats).unbind()
+    if cost is None:
+        demd = torch.full_like(nll, torch.nan)
+    count = torch.tensor(total, dtype=torch.int64, device=device)
+    return LossSums(loss, nll, demd, count), gradients.finish()
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Gradients are made in forward and handed out, scaled, in backward: once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, labels, spec, needs):
+        sums, ctx.gradients = _compute(hidden, weight, bias, labels, spec, needs)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(*sums[1:])
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss, *_):
+        if ctx.gradients is None:
+            raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
+        gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done
+        scaled = [
+            None if g is None else g.mul_(d_loss).to(dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
+    V = len(weight)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise UserError(
+            f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head "
+            "module itself (fuse_head) or gather the weight around loss and backward"
+        )
+    if hidden.shape != (len(labels), weight.shape[1]):
+        raise UserError(
+            f"fused loss: hidden {list(hidden.shape)}, labels {list(labels.shape)} and head "
+            f"{list(weight.shape)} do not fit; expected [N, H], [N], [V, H]"
+        )
+    if hidden.dtype != weight.dtype:
+        raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}")
+    if spec.cost is None and spec.terms.objective.needs_cost:
+        raise UserError(f"objective {spec.terms.objective.name} needs a cost embedding")
+    if spec.cost is not None and spec.cost.vocab_size != V:
+        raise UserError(
+            f"the cost embedding has {spec.cost.vocab_size} rows but the head has {V}; "
+            "both must share one vocabulary"
+        )
+
+
+def make_spec(
+    objective: Objective,
+    cost: CostEmbedding | None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    memory_mb: float | None = None,
+) -> Spec:
+    """Check the options and bundle them. Raises UserError naming the option that is off."""
+    if softcap is not None and softcap <= 0:
+        raise UserError(f"softcap must be above 0 (given: {softcap:g})")
+    if z_loss < 0:
+        raise UserError(f"z_loss must not be negative (given: {z_loss:g})")
+    if not 0 <= label_smoothing < 1:
+        raise UserError(f"label_smoothing must lie in [0, 1) (given: {label_smoothing:g})")
+    if memory_mb is not None and memory_mb <= 0:
+        raise UserError(f"memory_mb must be above 0 (given: {memory_mb:g})")
+    return Spec(Terms(objective, softcap, z_loss, label_smoothing), cost, logit_scale, memory_mb)
+
+
+@torch.compiler.disable
+def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> LossSums:
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    labels = labels.reshape(-1)
+    _check(hidden, weight, labels, spec)
+    inputs = (hidden, weight, bias)
+    recording = torch.is_grad_enabled()
+    needs = tuple(recording and x is not None and x.requires_grad for x in inputs)
+    return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs))
+
+
+def fused_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    cost: CostEmbedding | None = None,
+    *,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> LossSums:
+    """Loss of `hidden` [..., H] against `labels` [...] through the head `weight` [V, H] (+ `bias` [V]).
+
+    labels[i] is the token that hidden[i] predicts (nothing is shifted); -100 leaves a token out.
+    With a cost embedding DEMD is reported for every objective. Options, see `make_spec`:
+        softcap          logits become cap * tanh(logits / cap)
+        logit_scale      factor on h W^T, before the soft cap
+        z_loss           weight of (log sum exp z)^2 per token
+        label_smoothing  share e: (1 - e) * loss + e * mean_i(-log p_i), for every objective
+        memory_mb        budget of a chunk's logits; by default 64 on a CPU, 512 elsewhere
+    """
+    return _apply(hidden, weight, bias, labels, make_spec(objective, cost, **options))
+
+
+class FusedHead(nn.Linear):
+    """An output head that computes the loss itself when it is given labels.
+
+    Made from an existing Linear by `fuse_head`. The weight is used inside the module's own forward, so
+    everything that gathers parameters around modules (ZeRO-3, FSDP) treats it like any other.
+    """
+
+    spec: Spec
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None
+    ) -> Tensor | LossSums:
+        """Logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
+        if labels is None:
+            return super().forward(hidden)
+        return _apply(hidden, self.weight, self.bias, labels, self.spec)
+
+
+def fuse_head(
+    head: nn.Linear, objective: Objective, cost: CostEmbedding | None = None, **options: Any
+) -> None:
+    """Turn `head` into a FusedHead in place; parameters and their names stay.
+
+    `options` as in `fused_linear_loss`. Calling it again changes the objective.
+    """
+    if type(head) not in (nn.Linear, FusedHead):
+        raise UserError(f"fuse_head needs a torch.nn.Linear (got {type(head).__name__})")
+    head.__class__ = FusedHead
+    head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]

@@ -1,0 +1,99 @@
+"""Every objective written out naively in float64 with autograd, to compare the fused kernels with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = 1e-10
+
+
+def token_losses(
+    name: str, m: Tensor, D: Tensor, p_y: Tensor, *, gamma: float = 0.8, w_min: float = 0.0,
+    ratio_cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Per-token loss as the paper and the released code have it; weights detached."""
+    shifted = D + p_y.detach()  # D' of the released code: the gradient is that of D
+    match name:
+        case "mle":
+            return m
+        case "emo":
+            ratio = (m / (D + EPS)).detach()
+            if ratio_cap is not None:
+                ratio = ratio.clamp(max=ratio_cap)
+            return 0.5 * (m + ratio * D)
+        case "emo2":
+            return (D / (m + EPS)).detach() * m + D
+        case "demd":
+            return D
+        case "tailr":
+            return (p_y / (gamma + (1 - gamma) * p_y)).detach().clamp(w_min, 1) * m
+        case "mixce":
+            return (gamma + (1 - gamma) * p_y).detach() * m
+        case "dft":
+            return p_y.detach() * m
+        case "emo_compat":
+            return 0.5 * (m + (m / (shifted + EPS)).detach() * shifted)
+        case "emo2_compat":
+            return (shifted / (m + EPS)).detach() * m + shifted
+    raise AssertionError(name)
+
+
+def unit_rows(E: Tensor) -> Tensor:
+    """Rows of length one; zero rows stay zero."""
+    norm = E.norm(dim=1, keepdim=True)
+    return E / torch.where(norm == 0, torch.ones_like(norm), norm)
+
+
+def cost_matrix(E: Tensor) -> Tensor:
+    """C [V, V] with a zero diagonal."""
+    unit = unit_rows(E.double())
+    C = (1 - unit @ unit.T).clamp(min=0)
+    return C.fill_diagonal_(0)
+
+
+def losses_from_logits(
+    z: Tensor, labels: Tensor, C: Tensor, name: str, *, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, **params: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, nll, demd) per valid token, float64."""
+    valid = labels != -100
+    z, y = z[valid], labels[valid]
+    log_p = z.log_softmax(-1)
+    m = -log_p.gather(1, y[:, None])[:, 0]
+    D = (log_p.exp() * C[y]).sum(-1)
+    loss = token_losses(name, m, D, (-m).exp(), **params)
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(-1)
+    if z_loss:
+        loss = loss + z_loss * z.logsumexp(-1) ** 2
+    return loss, m, D
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, E: Tensor, name: str, *,
+    bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    **params: float,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Sums and gradients of the sum, all float64, from whatever the inputs' dtype holds."""
+    h, W = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    b = None if bias is None else bias.detach().double().requires_grad_()
+    z = logit_scale * (h @ W.T)
+    if b is not None:
+        z = z + b
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    loss, m, D = losses_from_logits(z, labels, cost_matrix(E), name, **params)
+    total = loss.sum()
+    total.backward()
+    out = {"loss": total.detach(), "nll": m.sum().detach(), "demd": D.sum().detach()}
+    out |= {"d_hidden": h.grad, "d_weight": W.grad}
+    if b is not None:
+        out["d_bias"] = b.grad
+    return out
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Euclidean norm of the difference over that of `want`."""
+    size = want.double().norm()
+    return float((got.double() - want.double()).norm() / (size if size > 0 else 1.0))
