@@ -7,6 +7,7 @@ Adapters are merged into the weights. The export is checked by loading it and co
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -134,11 +135,10 @@ def _adapter_scaling(model: nn.Module) -> float:
 
 def _write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Configuration, generation defaults, tokenizer, model card and export.json."""
-    settings = base.config.to_dict()
-    settings["architectures"] = [type(base).__name__.removeprefix("Fused")]
-    settings["use_cache"] = True
-    settings["dtype"] = config.model.dtype
-    write_atomic(target / "config.json", json.dumps(settings, indent=1, default=str))
+    settings = copy.deepcopy(base.config)
+    settings.architectures = [type(base).__name__.removeprefix("Fused")]
+    settings.use_cache = True
+    settings.save_pretrained(target)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(target)
     tokenizer = config.data.dir / "tokenizer"

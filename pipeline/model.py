@@ -159,7 +159,6 @@ def build_model(config: RunConfig, objective: Objective, cost: CostEmbedding | N
         model,
         objective,
         cost,
-        live=config.objective.cost == "live",
         z_loss=config.objective.z_loss,
         label_smoothing=config.objective.label_smoothing,
     )

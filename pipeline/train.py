@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from data_prep.shards import TokenDataset
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from data_prep.config import UserError
 from pipeline import checkpoint, engine, resume
@@ -158,6 +160,8 @@ def main(kind: str, argv: list[str] | None = None) -> int:
     )
     for noisy in ("httpx", "DeepSpeed", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         config = load_config(args.recipe, args.overrides)
         if config.data.kind != kind:

@@ -1,0 +1,101 @@
+"""The whole story on a laptop, by the commands that a cluster runs: raw text to report in minutes.
+
+Every step below is a command of the product, printed before it runs; nothing here trains or scores by itself.
+Starting it again goes on where it stopped; `rm -rf runs/quickstart` starts afresh.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RUN = Path("runs/quickstart")
+RECIPES = Path("launch/recipes")
+BIN = Path(sys.executable).parent
+RANKS = 2
+NOTICE = (
+    "Toy tasks. The corpora and the eight tasks come from a small generated world, and the models have a few "
+    "million parameters. The numbers show that every part works; they say nothing about LLaMA or real tasks."
+)
+
+
+def steps() -> list[tuple[str, list[str]]]:
+    """Title and command of every step, in order."""
+    python = str(BIN / "python")
+    deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(RANKS), "launch/continual.sh"]
+    pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
+    models = {"base": RUN / "pretrain/export"} | {o: RUN / o / "export" for o in ("mle", "emo")}
+    evaluate = [
+        (
+            f"Score {name} on the eight tasks",
+            [python, "-m", "eval", "run", "--model", str(path), "--name", name, "--tasks", "all"]
+            + ["--data", str(RUN / "tasks"), "--out", str(RUN / "results")],
+        )
+        for name, path in models.items()
+    ]
+    generate = [
+        (
+            f"Sample text from {name}",
+            [python, "-m", "eval", "generate", "--model", str(path), "--name", name]
+            + ["--out", str(RUN / "results"), "--samples", "8"],
+        )
+        for name, path in models.items()
+    ]
+    return [
+        ("Generate the eight tasks", [python, "-m", "data_prep", "world", str(RUN / "tasks")]),
+        ("Tokenise the pre-training corpus", [python, "-m", "data_prep", "prepare", str(pretrain)]),
+        ("Tokenise the adaptation corpus", [python, "-m", "data_prep", "prepare", str(adapt)]),
+        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [*deepspeed, str(pretrain)]),
+        *(
+            (
+                f"Continue it with {objective.upper()} (ZeRO-3, 2 ranks)",
+                [*deepspeed, str(adapt), f"objective.name={objective}", f"run_dir={RUN / objective}"],
+            )
+            for objective in ("mle", "emo")
+        ),
+        *evaluate,
+        *generate,
+        (
+            "Write the report",
+            [python, "-m", "eval", "report", str(RUN / "results"), "--out", str(RUN)]
+            + [f"--run=base={RUN / 'pretrain'}", f"--run=mle={RUN / 'mle'}", f"--run=emo={RUN / 'emo'}"]
+            + ["--notice", NOTICE],
+        ),
+    ]
+
+
+def main() -> int:
+    """Run all steps; stop at the first that fails, with its exit code."""
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    plan = steps()
+    began = time.perf_counter()
+    for number, (title, command) in enumerate(plan, start=1):
+        elapsed = time.perf_counter() - began
+        print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)
+        print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment)
+        if done.returncode:
+            print(f"error: step {number} ended with exit code {done.returncode}", file=sys.stderr)
+            return done.returncode
+    print(f"\nDone in {time.perf_counter() - began:.0f} s.")
+    print(f"Report:  {REPOSITORY / RUN / 'report.html'}  (open it in a browser)")
+    print(f"Numbers: {REPOSITORY / RUN / 'results.json'}")
+    print(
+        "Next:    deepspeed launch/continual.sh launch/recipes/llama-7b-wikitext103.yaml --dry-run --ranks 4"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
