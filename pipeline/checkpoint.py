@@ -108,10 +108,10 @@ def remove(directory: Path) -> None:
 
 
 def prune(run_dir: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` complete checkpoints, and whatever is left partial."""
+    """Delete all but the newest `keep_last` complete checkpoints, and what is left partial or converted."""
     for directory in checkpoints(run_dir)[:-keep_last]:
         remove(directory)
-    for directory in run_dir.glob("step-*.partial"):
+    for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
 
 

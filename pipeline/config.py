@@ -82,6 +82,10 @@ class TrainConfig(Section):
     keep_last: int = Field(2, gt=0)  # complete checkpoints that stay
     export_checkpoints: bool = False  # each checkpoint also holds an export, for scheduled evaluation
     tensorboard: bool = True
+    max_minutes: float | None = Field(None, gt=0)  # then save and stop, as at any stop request
+    max_skipped: int = Field(5, gt=0)  # steps in a row without finite gradient before the run ends
+    spike_factor: float = Field(0.0, ge=0)  # a loss this many times the usual one is a spike; 0 = off
+    spike_stops: bool = False  # a spike ends the run instead of being noted
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:

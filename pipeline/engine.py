@@ -11,13 +11,14 @@ import datetime
 import json
 import os
 import socket
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -62,6 +63,7 @@ class Sums(NamedTuple):
     demd: float  # nan where no cost embedding is at hand
     tokens: int
     stop: bool
+    applied: bool = True  # whether the weights were updated
 
 
 def start_world(timeout_minutes: float = 60) -> World:
@@ -185,7 +187,7 @@ class Engine:
     ) -> Sums:
         """One optimizer step on this rank's micro-batches; `valid` counts the whole global batch.
 
-        Raises NonFiniteLossError before the weights are touched when a loss is not finite.
+        DeepSpeed does not apply a step whose gradient norm is not finite; `applied` says so.
         """
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr
@@ -193,19 +195,14 @@ class Engine:
         torch.manual_seed(seed * 1_000_003 + self.world.rank)
         self.ds.train()
         totals = self._zeros()
-        batches = list(micro_batches)
-        for i, micro in enumerate(batches):
+        totals[4] = float(stop)
+        for micro in micro_batches:
             sums = self.ds(**self._to_device(micro))
             totals += _detached(sums)
             # DeepSpeed averages over ranks; the loss is a share of a sum over all of them.
             self.ds.backward(sums.loss * (self.world.ranks / max(1, valid)), scale_wrt_gas=False)
-            if i + 1 == len(batches):
-                totals[4] = float(stop)
-                shared = self.share(totals)
-                if not np.isfinite(shared.loss):
-                    raise NonFiniteLossError(shared.loss)
             self.ds.step()
-        return shared
+        return self.share(totals)._replace(applied=self.ds.was_step_applied())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Tensor]]) -> Sums:
@@ -246,14 +243,25 @@ class Engine:
         return {k: v.to(self.world.device, non_blocking=True) for k, v in micro.items()}
 
 
-class NonFiniteLossError(Exception):
-    """The loss of a step is nan or infinite; the weights are still those before the step."""
-
-
 def _detached(sums: Any) -> Tensor:
     """[loss, nll, demd, tokens, 0] of one micro-batch, float64, left on the device."""
     parts = [sums.loss.detach(), sums.nll, sums.demd, sums.tokens, torch.zeros_like(sums.nll)]
     return torch.stack([p.to(torch.float64) for p in parts])
+
+
+def to_universal(state: Path, target: Path) -> None:
+    """Rewrite a saved state so that any number of ranks can load it; one process, no process group.
+
+    Raises UserError with the converter's last line when it fails.
+    """
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    # DeepSpeed wants a description of tensor-parallel layouts; there are none, and it can say so itself.
+    command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
+    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{state} cannot be converted for another number of ranks: {last}")
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -271,6 +279,12 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe", "Timed out")
+    return dist.is_initialized() and dist.get_world_size() > 1 and any(s in str(error) for s in signs)
 
 
 def end_world() -> None:

@@ -52,17 +52,19 @@ class Metrics:
         if not self.active or not self._window:
             return
         now = time.perf_counter()
-        count = sum(s.tokens for s in self._window)
-        nll = _mean(sum(s.nll for s in self._window), count)
+        done = [s for s in self._window if s.applied]
+        count = sum(s.tokens for s in done)
+        nll = _mean(sum(s.nll for s in done), count)
         record = {
             "step": step,
             "tokens": tokens,
-            "loss": _mean(sum(s.loss for s in self._window), count),
+            "loss": _mean(sum(s.loss for s in done), count),
             "nll": nll,
             "perplexity": math.exp(min(nll, 100.0)),
-            "demd": _mean(sum(s.demd for s in self._window), count),
+            "demd": _mean(sum(s.demd for s in done), count),
             "lr": lr,
             "grad_norm": grad_norm,
+            "skipped": len(self._window) - len(done),
             "tokens_per_s": count / (now - self._since),
         }
         self._window, self._since = [], now

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data_prep.shards import Manifest
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from data_prep.config import UserError
+from data_prep.shards import Manifest
+from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RunConfig
 from pipeline.cost import CostEmbedding, load_cost
 from pipeline.fused import LossSums, fuse_head

@@ -5,18 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
-from data_prep.shards import TokenDataset
 
 from data_prep.config import UserError
 from pipeline import checkpoint
 from pipeline.config import RunConfig, dump_config
-from pipeline.engine import REPOSITORY, Engine, NonFiniteLossError, barrier, gather_objects
+from pipeline.engine import (
+    REPOSITORY,
+    Engine,
+    World,
+    barrier,
+    gather_objects,
+    main_first,
+    to_universal,
+)
 from pipeline.export import export_model
 
 log = logging.getLogger(__name__)
@@ -36,6 +43,10 @@ FREE = {
     "train.keep_last",
     "train.export_checkpoints",
     "train.tensorboard",
+    "train.max_minutes",
+    "train.max_skipped",
+    "train.spike_factor",
+    "train.spike_stops",
 }
 
 
@@ -58,27 +69,52 @@ def claim_run_dir(config: RunConfig, fingerprint: str) -> None:
     checkpoint.write_atomic(path, yaml.safe_dump(mine, sort_keys=False))
 
 
-def load_newest(engine: Engine, run_dir: Path) -> tuple[int, int]:
-    """Load the newest checkpoint that is valid by content; its steps and supervised tokens, or 0, 0.
+class Saved(NamedTuple):
+    """A checkpoint that is valid by content."""
 
-    Torn ones are passed over with a line that says why; every rank hashes a part of the files.
+    directory: Path
+    step: int
+    tokens: int  # supervised tokens up to this step
+    ranks: int
+    zero_stage: int
+
+
+def newest_valid(run_dir: Path, world: World) -> Saved | None:
+    """The newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
+
+    Others are passed over with a line that says why. Every rank hashes a part of the files.
     """
     for directory in reversed(checkpoint.checkpoints(run_dir)):
-        found = checkpoint.problem(directory, engine.world.rank, engine.world.ranks)
+        found = checkpoint.problem(directory, world.rank, world.ranks)
         problems = [p for p in gather_objects(found) if p is not None]
-        if problems:
-            log.warning("%s is not used: %s", directory.name, problems[0])
-            continue
-        state = json.loads((directory / checkpoint.STATE).read_text())
-        if (state["ranks"], state["zero_stage"]) != (engine.world.ranks, engine.stage):
-            raise UserError(
-                f"{directory} was saved by {state['ranks']} ranks at ZeRO stage {state['zero_stage']}; "
-                f"go on with as many and that stage (now: {engine.world.ranks}, {engine.stage})"
-            )
-        engine.load(directory)
-        log.info("resumed from %s", directory)
-        return int(state["step"]), int(state["tokens"])
-    return 0, 0
+        if not problems:
+            state = json.loads((directory / checkpoint.STATE).read_text())
+            return Saved(directory, *(int(state[k]) for k in ("step", "tokens", "ranks", "zero_stage")))
+        log.warning("%s is not used: %s", directory.name, problems[0])
+    return None
+
+
+def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
+    """Where this many ranks can load `saved` from, and whether that is a universal copy.
+
+    On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
+    Raises UserError when the ZeRO stage differs, which DeepSpeed's universal format does not bridge.
+    """
+    if saved.zero_stage != stage:
+        raise UserError(
+            f"{saved.directory} was saved at ZeRO stage {saved.zero_stage}, not {stage}; "
+            f"set deepspeed=ds_configs/zero{saved.zero_stage}.json, or start a new run_dir from an export"
+        )
+    if saved.ranks == world.ranks:
+        return saved.directory, False
+    copy = saved.directory.with_name(saved.directory.name + ".universal")
+    with main_first(world):
+        if world.is_main:
+            name, ranks = saved.directory.name, saved.ranks
+            log.info("%s was saved by %d ranks: converting it for %d", name, ranks, world.ranks)
+            shutil.rmtree(copy, ignore_errors=True)
+            to_universal(saved.directory / "state", copy / "state")
+    return copy, True
 
 
 def save(engine: Engine, config: RunConfig, step: int, tokens: int, fingerprint: str) -> None:
@@ -109,19 +145,6 @@ def save(engine: Engine, config: RunConfig, step: int, tokens: int, fingerprint:
         checkpoint.publish(config.run_dir, step)
         checkpoint.prune(config.run_dir, config.train.keep_last)
     barrier()
-
-
-def record_bad_batch(
-    run_dir: Path, step: int, data: TokenDataset, rows: np.ndarray, error: NonFiniteLossError
-) -> str:
-    """Write where the rows of a step with a non-finite loss come from; the message for the user."""
-    path = run_dir / "bad_batch.json"
-    rows_from = data.provenance(rows)
-    checkpoint.write_atomic(path, json.dumps({"step": step, "loss": str(error), "rows": rows_from}))
-    return (
-        f"the loss of step {step} is {error}; its rows are listed in {path}; lower train.lr, or look at "
-        "the rows; the last checkpoint is untouched"
-    )
 
 
 def export_info(config: RunConfig, step: int, tokens: int, fingerprint: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stop requests: a signal, or a file named STOP in the run directory.
+"""Stop requests: a signal, a file named STOP in the run directory, a time limit, or a launcher that is gone.
 
 A request only sets a flag. The trainer shares the flag over all ranks at each step (see engine.py), so that
 they agree on the step at which they save once and end with `EXIT_STOPPED`.
@@ -6,9 +6,13 @@ they agree on the step at which they save once and end with `EXIT_STOPPED`.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 # sysexits' EX_TEMPFAIL: nothing is wrong; run the same command again to go on.
 EXIT_STOPPED = 75
@@ -17,18 +21,41 @@ EXIT_STOPPED = 75
 class StopRequest:
     """Whether this process has been asked to stop."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, minutes: float | None = None) -> None:
         self.file = run_dir / "STOP"
-        self.signal: str | None = None
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self._signal: str | None = None
+        self._launchers = _launchers()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
+        self._signal = signal.Signals(number).name
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None."""
-        if self.signal is not None:
-            return self.signal
-        return f"the file {self.file}" if self.file.exists() else None
+        """Why to stop, or None. Cheap enough to ask at every step."""
+        if self._signal is not None:
+            return self._signal
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            return "the time limit train.max_minutes"
+        if self.file.exists():
+            return f"the file {self.file}"
+        if _launchers() != self._launchers:
+            return "the launcher is gone"
+        return None
+
+
+def _launchers() -> list[int]:
+    """The process that started this one and, under DeepSpeed's launcher, the command that started that.
+
+    The `deepspeed` command of a single node does not pass signals on; killed, it would leave the ranks running.
+    """
+    parent = os.getppid()
+    try:
+        process = psutil.Process(parent)
+        if "deepspeed.launcher.launch" in process.cmdline():
+            return [parent, process.ppid()]
+    except psutil.Error:
+        pass
+    return [parent]

@@ -20,16 +20,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data_prep.shards import TokenDataset
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from data_prep.config import UserError
+from data_prep.shards import TokenDataset
 from pipeline import checkpoint, engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
 from pipeline.config import RunConfig, load_config, lr_at, solve_batch, total_steps
-from pipeline.engine import Engine, NonFiniteLossError, World
+from pipeline.engine import Engine, World
 from pipeline.export import ExportError, export_model
+from pipeline.guard import Guard
 from pipeline.metrics import Metrics
 from pipeline.model import (
     build_model,
@@ -63,35 +64,46 @@ def train(config: RunConfig, world: World) -> bool:
     if (config.run_dir / checkpoint.EXPORT).is_dir():
         log.info("%s is finished: its export stands in export/", config.run_dir)
         return True
-    stop = StopRequest(config.run_dir)
+    stop = StopRequest(config.run_dir, config.train.max_minutes)
     objective, cost = load_objective(config, hf_config.vocab_size)
     ds_config = engine.deepspeed_config(config, batch)
+    saved = resume.newest_valid(config.run_dir, world)
+    source = None
+    if saved is not None:
+        source, universal = resume.loadable(saved, engine.zero_stage(ds_config), world)
+        if universal:
+            ds_config["checkpoint"] = {"load_universal": True}
     partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
     trainer = Engine(build_model(config, objective, cost), ds_config, world)
     del partitioned
-    step, tokens = resume.load_newest(trainer, config.run_dir)
+    step, tokens = 0, 0
+    if saved is not None and source is not None:
+        trainer.load(source)
+        step, tokens = saved.step, saved.tokens
+        log.info("resumed from %s", saved.directory)
     log.info("%s; steps %d to %d; objective %s", batch, step, steps, objective.name)
     metrics = Metrics(
         config.run_dir, step, steps, world.is_main, config.train.tensorboard, config.run_dir.name
     )
+    guard = Guard(config.run_dir, config.train, writes=world.is_main)
 
-    finished, last_lr, saved = True, 0.0, step
+    finished, last_lr, saved_step = True, 0.0, step
     while step < steps:
         rows = order.step_rows(step)
         mine = rank_rows(rows, world.rank, world.ranks)
         last_lr = lr_at(config.train, step, steps)
-        try:
-            sums = trainer.train_step(
-                _tensors(data, mine, batch.micro),
-                valid=int(data.valid[rows].sum()),
-                lr=last_lr,
-                seed=engine.step_seed(config.train.seed, step),
-                stop=stop.reason is not None,
-            )
-        except NonFiniteLossError as error:
-            raise UserError(resume.record_bad_batch(config.run_dir, step, data, rows, error)) from None
+        sums = trainer.train_step(
+            _tensors(data, mine, batch.micro),
+            valid=int(data.valid[rows].sum()),
+            lr=last_lr,
+            seed=engine.step_seed(config.train.seed, step),
+            stop=stop.reason is not None,
+        )
         step, tokens = step + 1, tokens + sums.tokens
         metrics.step(sums)
+        warning = guard.observe(step, sums, lambda rows=rows: data.provenance(rows))
+        if warning:
+            metrics.say(warning)
         if step % config.train.log_every == 0 or step == steps:
             metrics.log(step, tokens, last_lr, trainer.gradient_norm())
         if validation is not None and _due(step, config.train.eval_every, steps):
@@ -100,12 +112,14 @@ def train(config: RunConfig, world: World) -> bool:
             finished = False
         if not finished or _due(step, config.train.save_every, steps):
             resume.save(trainer, config, step, tokens, data.fingerprint)
-            saved = step
+            saved_step = step
         if not finished:
             metrics.say(f"stopped after step {step}; the same command goes on from there")
+            if world.is_main:
+                stop.file.unlink(missing_ok=True)
             break
     if finished:
-        if saved != steps:
+        if saved_step != steps:
             resume.save(trainer, config, step, tokens, data.fingerprint)
         info = resume.export_info(config, step, tokens, data.fingerprint)
         export_model(trainer, config, config.run_dir / checkpoint.EXPORT, info)
@@ -180,5 +194,15 @@ def main(kind: str, argv: list[str] | None = None) -> int:
         if main_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError as error:
+        if not engine.lost_a_peer(error):
+            raise
+        print(
+            f"error: rank {os.environ['RANK']} lost another rank, whose own message stands above if it had one; "
+            "the same command goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # the process group is beyond an orderly end
     engine.end_world()
     return 0 if finished else EXIT_STOPPED
