@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -162,7 +163,8 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
 def _check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     """Load the export on the CPU and compare its logits [1, T, V] with the trained model's."""
     unset_hf_deepspeed_config()
-    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    model, report = loaded
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if wrong:
         raise ExportError(f"{directory}: tensors do not fit the configuration: {sorted(wrong)[:3]}")

@@ -49,7 +49,7 @@ class StopRequest:
 def _launchers() -> list[int]:
     """The process that started this one and, under DeepSpeed's launcher, the command that started that.
 
-    The `deepspeed` command of a single node does not pass signals on; killed, it would leave the ranks running.
+    The `deepspeed` command of a single node passes no signals on; killed, it would leave the ranks running.
     """
     parent = os.getppid()
     try:

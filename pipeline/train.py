@@ -10,6 +10,7 @@ for each step s:
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -101,7 +102,7 @@ def train(config: RunConfig, world: World) -> bool:
         )
         step, tokens = step + 1, tokens + sums.tokens
         metrics.step(sums)
-        warning = guard.observe(step, sums, lambda rows=rows: data.provenance(rows))
+        warning = guard.observe(step, sums, functools.partial(data.provenance, rows))
         if warning:
             metrics.say(warning)
         if step % config.train.log_every == 0 or step == steps:
@@ -198,7 +199,7 @@ def main(kind: str, argv: list[str] | None = None) -> int:
         if not engine.lost_a_peer(error):
             raise
         print(
-            f"error: rank {os.environ['RANK']} lost another rank, whose own message stands above if it had one; "
+            f"error: rank {os.environ['RANK']} lost another rank (its message may stand above); "
             "the same command goes on from the last checkpoint",
             file=sys.stderr,
             flush=True,
