@@ -35,10 +35,18 @@ class Source(Section):
     revision: str | None = None  # commit of the hub data set
     split: str = "train"  # split of the hub data set, slices allowed
     files: str | None = None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
-    embedded: str | None = None  # a corpus that data_prep generates itself, by name
-    format: Literal["auto", "document", "lines", "wikitext", "alpaca", "messages"] = "auto"
-    weight: float = Field(1.0, gt=0)  # share of this source's rows that is used
-    limit: int | None = Field(None, gt=0)  # rows of this source
+    embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
+    seed: int = 0  # embedded only: which corpus
+    # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
+    # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`.
+    # `auto`: wikitext or lines for text files, the form that a row's columns show for the others.
+    format: Literal["auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages"] = (
+        "auto"
+    )
+    column: str | None = None  # column of the text; unset: text, content, sentence, document or story
+    clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
+    weight: float = Field(1.0, gt=0)  # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times
+    limit: int | None = Field(None, gt=0)  # rows of this source that are read at most
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
@@ -53,7 +61,9 @@ class DataConfig(Section):
     dir: Path  # the prepared data: tokenizer/, train/, validation/
     root: Path = Path()  # local files of the sources are relative to this
     kind: Literal["text", "instruct"] = "text"
-    tokenizer: str  # hub id, directory, or sentencepiece .model (relative to root if it exists there)
+    tokenizer: str | None = None  # hub id, directory, or .model (relative to root if it exists there); or
+    train_tokenizer: int | None = Field(None, gt=0)  # pieces of a sentencepiece model trained on the sources
+    tokenizer_revision: str | None = None  # commit of the hub tokenizer
     sources: list[Source] = Field(min_length=1)
     validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
     validation_fraction: float = Field(0.0, ge=0, lt=1)
@@ -61,9 +71,23 @@ class DataConfig(Section):
     shards: int = Field(4, gt=0)  # files per split; the unit of parallel work
     template: Literal["alpaca", "chat"] = "alpaca"  # instruct only
     overlong: Literal["drop", "truncate", "split"] = "truncate"  # instruct: examples longer than block
-    limit_rows: int | None = Field(None, gt=0)  # rows over all sources
-    limit_tokens: int | None = Field(None, gt=0)  # tokens over all sources
-    seed: int = 0
+    limit_rows: int | None = Field(None, gt=0)  # training rows (documents, lines, examples), all sources
+    limit_tokens: int | None = Field(None, gt=0)  # training tokens, all sources
+    strict: bool = True  # a broken line or missing column is an error, not a counted rejection
+    max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
+    dedup: Literal["none", "exact", "near"] = "exact"  # near: MinHash over 5-word shingles as well
+    near_threshold: float = Field(0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
+    contamination: str | None = None  # tasks whose test rows are looked for: a directory under root, or world
+    contamination_ngram: int = Field(8, ge=3)  # words in a row that count as an overlap
+    seed: int = 0  # of weighted subsampling and of the split
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if (self.tokenizer is None) == (self.train_tokenizer is None):
+            raise ValueError("give exactly one of tokenizer and train_tokenizer")
+        if self.validation and self.validation_fraction:
+            raise ValueError("give validation or validation_fraction, not both")
+        return self
 
 
 def read_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Texts and conversations -> token ids, in a worker process.
+
+A worker parses a payload again (cheap), takes the rows that the plan gave to the shard, and returns their ids
+flat, so that little travels between processes. It imports no transformers and starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from data_prep.plan import Part
+from data_prep.rows import Rejected, Row, parse
+from data_prep.shards import token_dtype
+from data_prep.templates import Conversation, render
+from data_prep.tokenizer import encoder
+
+
+class EncodeSettings(NamedTuple):
+    """All that the ids depend on, besides the rows."""
+
+    tokenizer: Path  # saved directory
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    template: str
+    block: int  # instruct: longest example
+    overlong: str  # instruct: drop, truncate or split longer ones
+
+
+class Encoded(NamedTuple):
+    """Sequences of a payload, flat."""
+
+    ids: np.ndarray  # uint16 or uint32
+    lengths: np.ndarray  # int64 [sequences]
+    spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
+    documents: int  # rows that went in
+    counts: Counter[str]  # what was cut or dropped, by reason
+
+
+class Encoder:
+    """Encodes the rows of payloads."""
+
+    def __init__(self, settings: EncodeSettings) -> None:
+        self.settings = settings
+        self.tokenizer: Tokenizer = encoder(settings.tokenizer)
+        self.dtype = token_dtype(settings.vocab_size)
+        self.bos = [] if settings.bos_id is None else [settings.bos_id]
+        self.eos = [] if settings.eos_id is None else [settings.eos_id]
+
+    def encode(self, part: Part) -> Encoded:
+        """Encode the rows of a payload that the shard takes, copies next to each other."""
+        rows: list[Row] = []
+        for row, copies in zip(parse(part.payload, part.spec), part.copies.tolist(), strict=True):
+            if copies:
+                if isinstance(row, Rejected):
+                    raise RuntimeError("a source changed since it was planned; run prepare with --force")
+                rows += [row] * copies
+        if part.spec.kind == "text":
+            return self.texts([row for row in rows if isinstance(row, str)])
+        return self.conversations([row for row in rows if isinstance(row, Conversation)])
+
+    def texts(self, texts: list[str]) -> Encoded:
+        """Each text as BOS, its tokens, EOS."""
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        sequences = [self.bos + one.ids + self.eos for one in found]
+        lengths = np.array([len(s) for s in sequences], np.int64)
+        flat = [np.array(s, self.dtype) for s in sequences]
+        ids = np.concatenate(flat) if flat else np.zeros(0, self.dtype)
+        return Encoded(ids, lengths, [], len(texts), Counter())
+
+    def conversations(self, conversations: list[Conversation]) -> Encoded:
+        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
+        turns = [render(c, self.settings.template) for c in conversations]
+        texts = [turn.text for example in turns for turn in example]
+        found = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        counts: Counter[str] = Counter()
+        sequences: list[tuple[np.ndarray, np.ndarray]] = []
+        for example in turns:
+            ids, spans = list(self.bos), []
+            for turn in example:
+                one = next(found)
+                first = _first_token(one, turn.start)
+                if first < len(one.ids) and one.offsets[first][0] < turn.start:
+                    counts["response_shares_token_with_prompt"] += 1
+                spans.append((len(ids) + first, len(ids) + len(one.ids) + len(self.eos)))
+                ids += one.ids + self.eos
+            sequences += self._fit(np.array(ids, self.dtype), np.array(spans, np.int64), counts)
+        lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
+        flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
+        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts)
+
+    def _fit(
+        self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """An example as sequences of at most `block` tokens, each with something supervised."""
+        block, policy = self.settings.block, self.settings.overlong
+        if len(ids) <= block:
+            return [(ids, spans)]
+        counts["overlong"] += 1
+        if policy == "drop":
+            counts["overlong_dropped"] += 1
+            counts["overlong_tokens_lost"] += len(ids)
+            return []
+        fitted = []
+        kept = 0
+        for start in range(0, len(ids) if policy == "split" else 1, block):
+            piece = ids[start : start + block]
+            own = np.clip(spans - start, 0, len(piece))
+            own = own[own[:, 0] < own[:, 1]]
+            # A piece's first token is predicted by nothing: supervised alone, it teaches nothing.
+            if len(own) and own[-1, 1] > 1:
+                fitted.append((piece, own))
+                kept += len(piece)
+            elif policy == "split":
+                counts["overlong_pieces_without_response"] += 1
+        counts["overlong_tokens_lost"] += len(ids) - kept
+        if not fitted:
+            counts["overlong_without_response"] += 1
+        else:
+            counts[{"truncate": "overlong_truncated", "split": "overlong_split"}[policy]] += 1
+        return fitted
+
+
+def _first_token(encoding: object, start: int) -> int:
+    """The first token that holds a character at or after `start`: where the response begins."""
+    ends = np.array([end for _, end in encoding.offsets])  # type: ignore[attr-defined]
+    return int(np.searchsorted(ends, start, side="right"))
+
+
+_ENCODER: Encoder | None = None
+
+
+def set_up(settings: EncodeSettings) -> None:
+    """Make this process's encoder; the first thing that a worker does."""
+    global _ENCODER
+    _ENCODER = Encoder(settings)
+
+
+def encode_part(part: Part) -> Encoded:
+    """Encode with this process's encoder."""
+    assert _ENCODER is not None, "set_up comes first"
+    return _ENCODER.encode(part)

@@ -1,0 +1,117 @@
+"""Packing token sequences into rows: documents into fixed blocks, examples into bins.
+
+Pure functions of lengths and ids; nothing here knows files or tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Rows(NamedTuple):
+    """Ragged rows, flat: what a shard's columns are made of."""
+
+    ids: np.ndarray  # tokens of all rows, one after the other
+    lengths: np.ndarray  # int64 [rows]: tokens of each row
+    segments: np.ndarray  # int64: segment lengths of all rows
+    segment_counts: np.ndarray  # int64 [rows]
+    spans: np.ndarray  # int64: start, end of supervised tokens in the row, all rows; empty for text
+    span_counts: np.ndarray  # int64 [rows]: numbers in spans, twice the spans
+    valid: np.ndarray  # int64 [rows]: supervised targets after the shift
+
+
+class BlockPacker:
+    """Documents, in order, into rows of exactly `block` tokens.
+
+    A document that does not fit goes on in the next row as a segment of its own. What is left at the
+    end is less than a block; it is dropped, and `remainder` says how many tokens that were.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self._ids = np.zeros(0, np.uint16)
+        self._lengths = np.zeros(0, np.int64)
+
+    @property
+    def remainder(self) -> int:
+        """Tokens that wait for the rest of their block."""
+        return len(self._ids)
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray) -> Rows:
+        """Append documents (flat ids and their lengths); returns the rows that became full."""
+        ids = np.concatenate([self._ids.astype(ids.dtype), ids])
+        lengths = np.concatenate([self._lengths, lengths])
+        full = len(ids) // self.block
+        used = full * self.block
+        ends = np.cumsum(lengths)
+        cuts = np.union1d(ends[ends < used], np.arange(1, full + 1) * self.block)
+        segments = np.diff(cuts, prepend=0)
+        counts = np.bincount((cuts - 1) // self.block, minlength=full) if full else cuts
+        self._ids = ids[used:]
+        rest = np.diff(np.concatenate([[used], ends[ends > used]]))
+        self._lengths = rest[rest > 0]
+        none = np.zeros(0, np.int64)
+        return Rows(
+            ids[:used],
+            np.full(full, self.block),
+            segments,
+            counts,
+            none,
+            np.zeros(full, np.int64),
+            self.block - counts,
+        )
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Bins of `capacity`: each length, longest first, goes into the first bin that still has room.
+
+    lengths: int64 [n], each in 1..capacity. Returns the members of each bin, in the order they came
+    in; ties keep their order. A tree of the largest room below each node finds the bin in log time.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    leaves = 1 << max(0, (len(lengths) - 1).bit_length())
+    room = [capacity] * (2 * leaves)  # node k has children 2k and 2k + 1; leaves are bins
+    bins: list[list[int]] = []
+    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(item)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [np.array(members) for members in bins]
+
+
+def packed_rows(
+    ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, spans: list[np.ndarray], block: int
+) -> Iterator[Rows]:
+    """Examples into rows, one `Rows` of a single row at a time.
+
+    ids: flat tokens (may be a memory map); starts, lengths: int64 [n] places of the examples in it;
+    spans: for each example int64 [k, 2], supervised tokens relative to its start.
+    """
+    for members in first_fit_decreasing(lengths, block):
+        sizes = lengths[members]
+        offsets = np.cumsum(sizes) - sizes
+        row_spans = [spans[m] + offset for m, offset in zip(members, offsets, strict=True)]
+        # The first token of a segment has nothing before it that could predict it.
+        valid = sum(int((s[:, 1] - np.maximum(s[:, 0], 1)).sum()) for s in (spans[m] for m in members))
+        flat = np.concatenate(row_spans).reshape(-1)
+        yield Rows(
+            np.concatenate([ids[starts[m] : starts[m] + lengths[m]] for m in members]),
+            sizes.sum(keepdims=True),
+            sizes,
+            np.array([len(members)]),
+            flat,
+            np.array([len(flat)]),
+            np.array([valid]),
+        )

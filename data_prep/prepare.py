@@ -1,0 +1,273 @@
+"""`prepare`: a recipe's data section -> tokenizer, shards and manifests. Runs again without harm.
+
+What happens, in this order, each step only if its result is not there yet:
+    settings.json       written by the first job; another job must have the same settings
+    plan.npz            which rows each shard takes; made by one job while the others wait
+    tokenizer/          saved, or trained
+    train/, validation/ shards of this job, each with a note that it is whole
+    manifest.json       of each split whose shards are all whole, by whichever job finishes last
+A job that dies leaves nothing that is believed; it is simply started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.config import DataConfig, UserError
+from data_prep.encode import EncodeSettings, encode_part, set_up
+from data_prep.files import locked, remove_abandoned, write_once
+from data_prep.parallel import Workers
+from data_prep.plan import SPLITS, Plan, make_plan
+from data_prep.rows import Rejected, parse, plain_text
+from data_prep.shards import FORMAT, MANIFEST, Manifest, manifest_text, shard_name, token_dtype
+from data_prep.sources import Input, open_inputs
+from data_prep.templates import VERSIONS
+from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint, train_sentencepiece
+from data_prep.write import read_note, write_shard
+
+TOOL = f"data_prep {FORMAT}"
+SETTINGS, PLAN = "settings.json", "plan.npz"
+TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
+# Keys that say where things are, not what they hold.
+PLACES = ("dir", "root", "tokenizer", "tokenizer_revision")
+
+Say = Callable[[str], None]
+
+
+def prepare(
+    config: DataConfig, shard: tuple[int, int], workers: int, force: bool, finish: bool, say: Say
+) -> None:
+    """Make this job's shards, and whatever they need first.
+
+    shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
+    """
+    directory = config.dir
+    if force and directory.is_dir():
+        _clear(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _claim(config)
+    if all((directory / split / MANIFEST).is_file() for split in _splits(config)):
+        say(f"{directory} is already prepared; nothing to do")
+        return
+    with locked(directory / ".lock", lambda: say("another job is planning; waiting for it")):
+        inputs = open_inputs(config)
+        plan = _plan(config, inputs, workers, say)
+        settings = _tokenizer(config, plan, inputs, say)
+    if not finish:
+        _shards(config, plan, inputs, settings, shard, workers, say)
+    _finish(config, plan, settings, finish, say)
+
+
+def _claim(config: DataConfig) -> None:
+    """Write the settings, or compare them with those of the data that are there."""
+    file = config.dir / SETTINGS
+    wanted = _decisive(config)
+    write_once(file, json.dumps(wanted, indent=1, sort_keys=True) + "\n")
+    found = json.loads(file.read_text())
+    if found != wanted:
+        keys = [k for k in sorted(found | wanted) if found.get(k) != wanted.get(k)]
+        differs = "; ".join(f"{k} was {_short(found.get(k))}, now {_short(wanted.get(k))}" for k in keys)
+        raise UserError(
+            f"{config.dir} was prepared with other settings ({differs}); "
+            "set another data.dir, or prepare with --force"
+        )
+
+
+def _decisive(config: DataConfig) -> dict[str, Any]:
+    """The settings that decide what the data hold, and where the tokenizer is from."""
+    tree = config.model_dump(mode="json")
+    places = {name: tree.pop(name) for name in PLACES}
+    template = VERSIONS[config.template] if config.kind == "instruct" else None
+    named = {name: places[name] for name in ("tokenizer", "tokenizer_revision")}
+    return tree | {"format": FORMAT, "template": template} | named
+
+
+def _plan(config: DataConfig, inputs: list[Input], workers: int, say: Say) -> Plan:
+    file = config.dir / PLAN
+    if file.is_file():
+        return Plan.load(file)
+    say(f"reading {len(inputs)} inputs")
+    with Workers(workers, _nothing) as pool:
+        plan = make_plan(config, inputs, pool)
+    plan.save(file)
+    rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
+    say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
+    say(f"rejected: {rejected or 'none'}")
+    return plan
+
+
+def _nothing() -> None:
+    """Planning workers need no setting up."""
+
+
+def _tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> EncodeSettings:
+    """The saved tokenizer's settings; loads or trains it first if it is not there."""
+    place = config.dir / "tokenizer"
+    if not (place / "tokenizer.json").is_file():
+        part = config.dir / ".tokenizer.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+        if config.train_tokenizer is not None:
+            say(f"training a tokenizer of {config.train_tokenizer} pieces")
+            model = part / "model" / "tokenizer.model"
+            train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
+            load_tokenizer(model).save_pretrained(part)
+            shutil.rmtree(model.parent)
+        else:
+            assert config.tokenizer is not None
+            local = config.root / config.tokenizer
+            source = local if local.exists() else config.tokenizer
+            load_tokenizer(source, config.tokenizer_revision).save_pretrained(part)
+        part.rename(place)
+    tokenizer = load_tokenizer(place)
+    return EncodeSettings(
+        place,
+        len(tokenizer),
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        config.template,
+        config.block,
+        config.overlong,
+    )
+
+
+def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
+    """The training rows' text, an even sample of it if there is much."""
+    step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
+    count = 0
+    for shard in range(config.shards):
+        for part in plan.parts(inputs, shard):
+            rows = parse(part.payload, part.spec)
+            for row, copies in zip(rows, part.copies.tolist(), strict=True):
+                if copies and not isinstance(row, Rejected):
+                    count += 1
+                    if count % step == 0:
+                        yield plain_text(row)
+
+
+def _shards(
+    config: DataConfig,
+    plan: Plan,
+    inputs: list[Input],
+    settings: EncodeSettings,
+    shard: tuple[int, int],
+    workers: int,
+    say: Say,
+) -> None:
+    """Make those of this job's shards that are not there."""
+    index, jobs = shard
+    todo = []
+    for number, split in enumerate(_splits(config)):
+        directory = config.dir / split
+        directory.mkdir(exist_ok=True)
+        remove_abandoned(directory)
+        for one in range(index, config.shards, jobs):
+            if read_note(directory, one, config.shards) is None:
+                todo.append((directory, one, number * config.shards + one))
+    if not todo:
+        say(f"all shards of job {index}/{jobs} are there")
+        return
+    dtype = token_dtype(settings.vocab_size)
+    with Workers(min(workers, _most_workers(plan)), set_up, settings) as pool:
+        for directory, one, planned in todo:
+            began = time.perf_counter()
+            encoded = pool.map(encode_part, plan.parts(inputs, planned))
+            info = write_shard(directory, one, config, dtype, encoded)
+            seconds = time.perf_counter() - began
+            say(
+                f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
+                f"{info.tokens / seconds:,.0f} tokens/s"
+            )
+
+
+def _most_workers(plan: Plan) -> int:
+    """More workers than pieces would only start up."""
+    return max(1, len(plan.pieces))
+
+
+def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: bool, say: Say) -> None:
+    """Write the manifest of every split whose shards are all there; exactly one job does."""
+    for split in _splits(config):
+        directory = config.dir / split
+        infos = [read_note(directory, i, config.shards) for i in range(config.shards)]
+        missing = [i for i, info in enumerate(infos) if info is None]
+        if missing:
+            what = f"{split}: {len(missing)} of {config.shards} shards are still to be made"
+            if required:
+                raise UserError(f"{what}, the first is {shard_name(missing[0], config.shards)}")
+            say(what)
+            continue
+        manifest = _manifest(config, plan, settings, split, [i for i in infos if i is not None])
+        if write_once(directory / MANIFEST, manifest_text(manifest)):
+            say(
+                f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
+                f"{manifest.waste:.2%} padding"
+            )
+
+
+def _manifest(
+    config: DataConfig, plan: Plan, settings: EncodeSettings, split: str, infos: list[Any]
+) -> Manifest:
+    fingerprint = tokenizer_fingerprint(load_tokenizer(settings.tokenizer))
+    decisive = _decisive(config)
+    counts: Counter[str] = Counter()
+    for info in infos:
+        counts.update(info.counts)
+    total = {
+        key: sum(getattr(info, key) for info in infos)
+        for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
+    }
+    if split == "train" and not total["rows"]:
+        raise UserError(f"the training data are less than one block of {config.block} tokens; set data.block")
+    content = [config.kind, config.block, fingerprint, *(info.sha256 for info in infos)]
+    return Manifest(
+        format=FORMAT,
+        tool=TOOL,
+        kind=config.kind,
+        split=split,
+        block=config.block,
+        vocab_size=settings.vocab_size,
+        tokenizer_fingerprint=fingerprint,
+        bos_id=settings.bos_id,
+        eos_id=settings.eos_id,
+        template=decisive["template"],
+        fingerprint=_digest(content),
+        config_fingerprint=_digest(
+            {k: v for k, v in decisive.items() if k not in PLACES} | {"t": fingerprint}
+        ),
+        config=decisive,
+        sources=plan.summary["sources"],
+        rejected=plan.summary["rejected"],
+        counts=dict(sorted(counts.items())),
+        **total,
+        waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
+        shards=infos,
+    )
+
+
+def _splits(config: DataConfig) -> list[str]:
+    return list(SPLITS) if config.validation or config.validation_fraction else [SPLITS[0]]
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _clear(directory: Path) -> None:
+    """Remove what an earlier preparation made, and only that."""
+    for name in (*SPLITS, "tokenizer", ".tokenizer.part"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in (SETTINGS, PLAN, ".lock"):
+        (directory / name).unlink(missing_ok=True)

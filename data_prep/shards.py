@@ -1,0 +1,231 @@
+"""THE format of prepared data: Arrow shards and a manifest; the reader that training uses.
+
+A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.from_file` memory-maps too, and
+`manifest.json`, which is written last: without it the directory is not a data set. Columns of a row:
+
+    input_ids        list<uint16 or uint32>   tokens, at most `block`
+    segment_lengths  list<uint32>             documents or examples in the row; they sum to its tokens
+    loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised tokens
+    valid            uint32                   supervised targets after the shift
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+from data_prep.config import Section, UserError
+
+FORMAT = 1  # raised whenever the same configuration would give other bytes
+MANIFEST = "manifest.json"
+IGNORE = -100  # label of a position that predicts nothing
+FORGET_EVERY = 32 << 20  # bytes of rows after which mapped pages are handed back
+
+
+class ShardInfo(Section):
+    """One shard file."""
+
+    file: str
+    bytes: int
+    sha256: str
+    rows: int
+    tokens: int
+    valid_tokens: int
+    segments: int  # documents or examples, parts of cut ones counted singly
+    documents: int  # documents or examples that went in
+    counts: dict[str, int] = {}  # what was cut, dropped or left over, by reason
+
+
+class Manifest(Section):
+    """What a prepared data set is, and what became of its sources."""
+
+    format: int
+    tool: str
+    kind: str
+    split: str
+    block: int
+    vocab_size: int
+    tokenizer_fingerprint: str
+    bos_id: int | None
+    eos_id: int | None
+    template: str | None  # name and version
+    fingerprint: str  # of the content: shards, block, tokenizer
+    config_fingerprint: str  # of the settings that decide the content
+    config: dict[str, Any]
+    sources: list[dict[str, Any]]  # identity and row counts of each source
+    rejected: dict[str, int]  # rows of the sources, by reason
+    counts: dict[str, int]  # sums of the shards' counts
+    rows: int
+    tokens: int
+    valid_tokens: int
+    documents: int
+    segments: int
+    waste: float  # share of the rows' block * rows places that is padding
+    shards: list[ShardInfo]
+
+
+def shard_name(index: int, count: int) -> str:
+    """File name of shard `index` of `count`."""
+    return f"shard-{index:05d}-of-{count:05d}.arrow"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 when the vocabulary allows, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def schema(kind: str, dtype: np.dtype) -> pa.Schema:
+    """Arrow schema of a shard."""
+    uint32 = pa.list_(pa.uint32())
+    columns = [("input_ids", pa.list_(pa.from_numpy_dtype(dtype))), ("segment_lengths", uint32)]
+    if kind == "instruct":
+        columns.append(("loss_spans", uint32))
+    return pa.schema([*columns, ("valid", pa.uint32())])
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a data set. Raises UserError when it is missing or unreadable."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        state = "is not complete" if directory.is_dir() else "does not exist"
+        raise UserError(f"prepared data {directory} {state}; run: python -m data_prep prepare RECIPE")
+    try:
+        manifest = Manifest.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{file} is not a manifest of this version ({place}: {first['msg']}); "
+            "run: python -m data_prep prepare RECIPE --force"
+        ) from None
+    if manifest.format != FORMAT:
+        raise UserError(
+            f"{file} has format {manifest.format}, this version reads {FORMAT}; "
+            "run: python -m data_prep prepare RECIPE --force"
+        )
+    return manifest
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The manifest as the bytes that are written."""
+    return json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+
+
+class Shard:
+    """One memory-mapped shard: random access to its rows without copying the rest."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        stream = pa.ipc.open_stream(pa.py_buffer(self._map))
+        batches = list(stream)
+        names = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
+        self.columns = {name: [_ragged(batch.column(name)) for batch in batches] for name in names}
+        valid = [batch.column("valid").to_numpy() for batch in batches]
+        self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+        self._touched = 0
+
+    def row(self, row: int) -> list[np.ndarray]:
+        """Columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        at = row - self._starts[batch]
+        cells = []
+        for ragged in self.columns.values():
+            offsets, values = ragged[batch]
+            cells.append(values[offsets[at] : offsets[at + 1]])
+            self._touched += cells[-1].nbytes
+        return cells
+
+    def forget(self) -> None:
+        """Hand mapped pages back from time to time: resident memory stays flat over an epoch."""
+        if self._touched > FORGET_EVERY and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0
+
+
+def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and values of a list column, as views of the mapped file."""
+    return column.offsets.to_numpy(), column.values.to_numpy()
+
+
+class TokenDataset:
+    """The rows of a prepared data set, as training reads them.
+
+    Raises UserError, with the command to run, when the directory is missing or incomplete.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.fingerprint = self.manifest.fingerprint
+        self._shards: list[Shard] = []
+        for info in self.manifest.shards:
+            path = directory / info.file
+            size = path.stat().st_size if path.is_file() else -1
+            if size != info.bytes:
+                what = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
+                raise UserError(f"{path} {what}; run: python -m data_prep prepare RECIPE --force")
+            try:
+                self._shards.append(Shard(path, self.manifest.kind))
+            except (pa.ArrowInvalid, OSError, KeyError) as error:
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"{path} is damaged ({reason}); run: python -m data_prep prepare RECIPE --force"
+                ) from None
+        self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
+        self.valid = np.concatenate([shard.valid for shard in self._shards])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows as int64 arrays [b, block]: input_ids, labels, position_ids.
+
+        Labels are shifted: labels[i] is the token that position i predicts, or -100 where the next token
+        belongs to another segment, is not supervised or is padding. Positions restart at 0 in every
+        segment; padding (ids 0) is a last segment of its own.
+        """
+        width = self.manifest.block
+        ids = np.zeros((len(rows), width), np.int64)
+        labels = np.full((len(rows), width), IGNORE, np.int64)
+        positions = np.empty((len(rows), width), np.int64)
+        for i, row in enumerate(rows):
+            tokens, segments, *spans = self._row(int(row))
+            n = len(tokens)
+            ids[i, :n] = tokens
+            if spans:
+                for start, end in spans[0].reshape(-1, 2).tolist():
+                    first = max(start, 1)
+                    labels[i, first - 1 : end - 1] = tokens[first:end]
+            else:
+                labels[i, : n - 1] = tokens[1:]
+            ends = np.cumsum(segments, dtype=np.int64)
+            labels[i, ends - 1] = IGNORE
+            starts = np.concatenate([[0], ends])
+            lengths = np.append(segments, width - n)
+            positions[i] = np.arange(width) - np.repeat(starts, lengths)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
+        """Shard file and row in that shard, of each row."""
+        places = (self._place(int(row)) for row in rows)
+        return [(self.manifest.shards[shard].file, at) for shard, at in places]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return shard, int(row - self._starts[shard])
+
+    def _row(self, row: int) -> list[np.ndarray]:
+        shard, at = self._place(row)
+        cells = self._shards[shard].row(at)
+        self._shards[shard].forget()
+        return cells

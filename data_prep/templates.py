@@ -1,0 +1,67 @@
+"""Instruction examples as text, and which part of it carries loss.
+
+A conversation becomes turns; a turn is a prompt directly followed by a response. Encoded, the example is BOS,
+then for each turn its text and EOS. Loss is on the tokens of the response and on EOS, nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1"}  # raised when the text of a template changes
+
+
+class Exchange(NamedTuple):
+    """A prompt and the response to it. `input` is Alpaca's additional context, often empty."""
+
+    prompt: str
+    response: str
+    input: str = ""
+
+
+class Conversation(NamedTuple):
+    """What an instruction row says, whatever form it was in."""
+
+    exchanges: tuple[Exchange, ...]
+    system: str = ""
+
+
+class Turn(NamedTuple):
+    """A stretch of rendered text; loss from `start` on."""
+
+    text: str
+    start: int  # character at which the response begins
+
+
+_ALPACA = "Below is an instruction that describes a task"
+_ALPACA_PLAIN = _ALPACA + ". Write a response that appropriately completes the request."
+_ALPACA_INPUT = (
+    _ALPACA + ", paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+
+
+def render(conversation: Conversation, template: str) -> list[Turn]:
+    """The turns of a conversation in `template`, a key of VERSIONS."""
+    write = {"alpaca": _alpaca, "chat": _chat}[template]
+    turns = []
+    for i, exchange in enumerate(conversation.exchanges):
+        prompt = write(exchange, conversation.system, first=i == 0)
+        turns.append(Turn(prompt + exchange.response, len(prompt)))
+    return turns
+
+
+def _alpaca(exchange: Exchange, system: str, first: bool) -> str:
+    """The Alpaca prompt; a system message stands in the place of its preface, later turns have none."""
+    preface = ""
+    if first:
+        preface = (system or (_ALPACA_INPUT if exchange.input else _ALPACA_PLAIN)) + "\n\n"
+    context = f"### Input:\n{exchange.input}\n\n" if exchange.input else ""
+    return f"{preface}### Instruction:\n{exchange.prompt}\n\n{context}### Response:"
+
+
+def _chat(exchange: Exchange, system: str, first: bool) -> str:
+    """A plain transcript with the names of the speakers."""
+    preface = f"{system}\n\n" if first and system else ""
+    context = f"\n\n{exchange.input}" if exchange.input else ""
+    return f"{preface}USER: {exchange.prompt}{context}\nASSISTANT:\n"

@@ -1,0 +1,262 @@
+"""Tokenizers: where they come from, and what identifies one.
+
+Everything ends as a Hugging Face fast tokenizer whose saved directory `AutoTokenizer` loads unchanged. A
+sentencepiece model is converted here piece by piece, because transformers' own conversion ranks merges by id
+instead of by score and drops the dummy prefix, and then differs from sentencepiece on real text (lines that
+start with a space, for one).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from data_prep.config import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPACE = "\u2581"  # sentencepiece writes a space as this sign
+FILES = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+]
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
+SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer at `path`: a directory (tokenizer.json, else tokenizer.model, else vocab.json and
+    merges.txt), a sentencepiece .model file, or a hub id.
+
+    Raises UserError when nothing usable is there.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    place = Path(path)
+    if not place.exists():
+        place = _download(str(path), revision)
+    try:
+        backend, names = _read(place)
+    except UserError:
+        raise
+    except Exception as error:  # a broken file; `tokenizers` raises plain Exception
+        reason = " ".join(str(error).split())
+        raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast | Path) -> Tokenizer:
+    """The bare encoder of training text: adds no special token, and finds none in the text.
+
+    "</s>" in a document is five characters, never the end-of-sequence id. Takes a tokenizer or its
+    saved directory (so that workers need not import transformers).
+    """
+    if isinstance(tokenizer, Path):
+        backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    else:
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = None
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Identity by content: vocabulary, merges, text rules, special tokens; 64 hex digits.
+
+    What only decides which special tokens a caller gets added (the post-processor) is left out.
+    """
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    for volatile in ("post_processor", "truncation", "padding", "version"):
+        tree.pop(volatile, None)
+    tree["specials"] = [getattr(tokenizer, f"{name}_id") for name in SPECIALS[:2]]
+    text = json.dumps(tree, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a sentencepiece BPE model of LLaMA's kind (bytes as fallback, digits apart) into `path`.
+
+    Deterministic: one thread, no sampling. Raises UserError when the text cannot fill the vocabulary.
+    """
+    import sentencepiece
+
+    sentences = (line for text in texts for line in text.splitlines() if line.strip())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as sink:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=sentences,
+                model_writer=sink,
+                vocab_size=vocab_size,
+                model_type="bpe",
+                byte_fallback=True,
+                split_digits=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                character_coverage=0.9999,
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            path.unlink(missing_ok=True)
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"no tokenizer of {vocab_size} pieces can be trained on this text ({reason}); "
+                "set a smaller data.train_tokenizer"
+            ) from None
+
+
+def _download(hub: str, revision: str | None) -> Path:
+    """The tokenizer files of a hub model, from the cache or the network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(hub, revision=revision, allow_patterns=FILES))
+    except HFValidationError:
+        raise UserError(
+            f"tokenizer {hub} does not exist; give a directory, a .model file or a hub id"
+        ) from None
+    except Exception as error:  # offline, not found, gated: many classes, one meaning here
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"tokenizer {hub} is neither a local path nor reachable on the hub ({reason})"
+        ) from None
+
+
+def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The backend and the names of the special tokens, from a directory or a .model file."""
+    if place.is_file():
+        return _from_sentencepiece(place)
+    if (place / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(place / "tokenizer.json")), _special_names(place)
+    if (place / "tokenizer.model").is_file():
+        backend, names = _from_sentencepiece(place / "tokenizer.model")
+        return backend, names | _special_names(place)
+    if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
+        backend, names = _from_byte_bpe(place)
+        return backend, names | _special_names(place)
+    raise UserError(
+        f"tokenizer {place} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+    )
+
+
+def _special_names(place: Path) -> dict[str, str]:
+    """Special tokens that a directory's own configuration names."""
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (place / file).is_file():
+            continue
+        tree: dict[str, Any] = json.loads((place / file).read_text())
+        for name in SPECIALS:
+            value = tree.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value:
+                names[name] = value
+    return names
+
+
+def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """A BPE sentencepiece model as a fast tokenizer with the same ids for every text."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    model.ParseFromString(file.read_bytes())
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    odd = {p.type for p in model.pieces} - {NORMAL, UNKNOWN, CONTROL, BYTE}
+    rewrites = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    if trainer.model_type != trainer.BPE or rewrites or odd:
+        raise UserError(
+            f"tokenizer {file} is not a plain BPE sentencepiece model as LLaMA's is; "
+            "give a directory with its tokenizer.json"
+        )
+    vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges(model.pieces, vocab),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=bool(trainer.byte_fallback),
+        )
+    )
+    prefix = [normalizers.Prepend(SPACE)] if normalizer.add_dummy_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    controls = [p.piece for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
+    backend.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in controls])
+    names = {"unk_token": unknown}
+    for name, piece in (("bos_token", trainer.bos_piece), ("eos_token", trainer.eos_piece)):
+        if piece in vocab:
+            names[name] = piece
+    _begin_with_bos(backend, names)
+    return backend, names
+
+
+def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, best score first, as sentencepiece ranks them."""
+    ranked = []
+    for i, piece in enumerate(pieces):
+        if piece.type != NORMAL:
+            continue
+        text = piece.piece
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-piece.score, i, vocab[left], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
+    backend = Tokenizer(models.BPE.from_file(str(place / "vocab.json"), str(place / "merges.txt")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    if backend.token_to_id("</s>") is not None:  # OPT; it knows <|endoftext|> too, but does not use it
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+        names["pad_token"] = "<pad>"
+    elif backend.token_to_id("<|endoftext|>") is not None:
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    else:
+        raise UserError(f"tokenizer {place} has neither <|endoftext|> nor </s>: which ends a text?")
+    specials = [AddedToken(n, special=True, normalized=False) for n in sorted(set(names.values()))]
+    backend.add_special_tokens(specials)
+    if names["bos_token"] == "</s>":
+        _begin_with_bos(backend, names)
+    return backend, names
+
+
+def _begin_with_bos(backend: Tokenizer, names: dict[str, str]) -> None:
+    """Callers of the saved tokenizer get a BOS, as the models that use it were trained."""
+    bos = names.get("bos_token")
+    if bos is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
+        )

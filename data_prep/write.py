@@ -1,0 +1,254 @@
+"""Writing a shard: packed rows into an Arrow stream, and a note beside it that says it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+from data_prep.config import DataConfig
+from data_prep.encode import Encoded
+from data_prep.files import part_file, write_text
+from data_prep.pack import BlockPacker, Rows, packed_rows
+from data_prep.shards import ShardInfo, schema, shard_name
+
+BATCH_ROWS = 1024  # rows of an Arrow record batch
+
+
+class ShardWriter:
+    """Rows into one shard file, hashed on the way."""
+
+    def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype) -> None:
+        self._file, self._kind, self._dtype = file, kind, dtype
+        self._schema = schema(kind, dtype)
+        self._hash = hashlib.sha256()
+        self._waiting: list[Rows] = []
+        self._waiting_rows = 0
+        self.rows = self.tokens = self.valid = self.segments = self.bytes = 0
+        self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), self._schema)
+
+    closed = False  # Arrow asks the file that it writes to
+
+    def write(self, data: bytes) -> int:
+        """Called by Arrow."""
+        self._hash.update(data)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Called by Arrow."""
+        self._file.flush()
+
+    def add(self, rows: Rows) -> None:
+        """Append rows; they are written BATCH_ROWS at a time."""
+        self._waiting.append(rows)
+        self._waiting_rows += len(rows.lengths)
+        if self._waiting_rows >= BATCH_ROWS:
+            self._write_waiting(last=False)
+
+    def finish(self, name: str, documents: int, counts: Counter[str]) -> ShardInfo:
+        """Write what waits and the end of the stream."""
+        self._write_waiting(last=True)
+        self._stream.close()
+        return ShardInfo(
+            file=name,
+            bytes=self.bytes,
+            sha256=self._hash.hexdigest(),
+            rows=self.rows,
+            tokens=self.tokens,
+            valid_tokens=self.valid,
+            segments=self.segments,
+            documents=documents,
+            counts=dict(sorted((+counts).items())),
+        )
+
+    def _write_waiting(self, last: bool) -> None:
+        if not self._waiting_rows:
+            return
+        rows = Rows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
+        columns = [
+            _lists(rows.ids.astype(self._dtype), rows.lengths),
+            _lists(rows.segments.astype(np.uint32), rows.segment_counts),
+        ]
+        if self._kind == "instruct":
+            columns.append(_lists(rows.spans.astype(np.uint32), rows.span_counts))
+        columns.append(pa.array(rows.valid.astype(np.uint32)))
+        batch = pa.record_batch(columns, schema=self._schema)
+        done = 0
+        while done < batch.num_rows and (last or batch.num_rows - done >= BATCH_ROWS):
+            self._stream.write_batch(_own(batch.slice(done, BATCH_ROWS)))
+            done += BATCH_ROWS
+        self._count(rows, min(done, batch.num_rows))
+        self._waiting = [_after(rows, done)] if done < batch.num_rows else []
+        self._waiting_rows = max(0, batch.num_rows - done)
+
+    def _count(self, rows: Rows, written: int) -> None:
+        self.rows += written
+        self.tokens += int(rows.lengths[:written].sum())
+        self.valid += int(rows.valid[:written].sum())
+        self.segments += int(rows.segment_counts[:written].sum())
+
+
+def write_shard(
+    directory: Path, index: int, config: DataConfig, dtype: np.dtype, encoded: Iterable[Encoded]
+) -> ShardInfo:
+    """Pack encoded sequences into shard `index` of a split and put it in place, then its note."""
+    name = shard_name(index, config.shards)
+    counts: Counter[str] = Counter()
+    documents = 0
+
+    def counted() -> Iterator[Encoded]:
+        nonlocal documents
+        for one in encoded:
+            documents += one.documents
+            counts.update(one.counts)
+            yield one
+
+    with part_file(directory / name) as file:
+        writer = ShardWriter(file, config.kind, dtype)
+        quota = token_quota(config, index) if directory.name == "train" else None
+        if config.kind == "text":
+            _blocks(writer, counted(), config.block, quota, counts)
+        else:
+            _bins(writer, counted(), config.block, quota, dtype, directory, counts)
+        info = writer.finish(name, documents, counts)
+    write_text(note_path(directory, index, config.shards), info.model_dump_json(indent=1) + "\n")
+    return info
+
+
+def note_path(directory: Path, index: int, count: int) -> Path:
+    """The note that a shard is whole."""
+    return directory / shard_name(index, count).replace(".arrow", ".json")
+
+
+def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
+    """What the note of a whole shard says; None when the shard has to be made."""
+    note, shard = note_path(directory, index, count), directory / shard_name(index, count)
+    try:
+        info = ShardInfo.model_validate_json(note.read_bytes())
+        whole = shard.stat().st_size == info.bytes
+    except (OSError, ValidationError):
+        return None
+    return info if whole else None
+
+
+def token_quota(config: DataConfig, index: int) -> int | None:
+    """Tokens that training shard `index` takes of data.limit_tokens; whole rows for text."""
+    if config.limit_tokens is None:
+        return None
+    unit = config.block if config.kind == "text" else 1
+    share, rest = divmod(config.limit_tokens // unit, config.shards)
+    return (share + (index < rest)) * unit
+
+
+def _blocks(
+    writer: ShardWriter,
+    encoded: Iterable[Encoded],
+    block: int,
+    quota: int | None,
+    counts: Counter[str],
+) -> None:
+    packer = BlockPacker(block)
+    left = None if quota is None else quota // block
+    for one in encoded:
+        rows = packer.add(one.ids, one.lengths)
+        if left is not None and len(rows.lengths) >= left:
+            writer.add(_before(rows, left))
+            counts["stopped_at_limit_tokens"] += 1
+            return
+        writer.add(rows)
+        left = None if left is None else left - len(rows.lengths)
+    counts["remainder_tokens_dropped"] += packer.remainder
+
+
+def _bins(
+    writer: ShardWriter,
+    encoded: Iterable[Encoded],
+    block: int,
+    quota: int | None,
+    dtype: np.dtype,
+    directory: Path,
+    counts: Counter[str],
+) -> None:
+    """Bins need all lengths of the shard first: the ids wait in a file that has no name."""
+    import tempfile
+
+    lengths: list[int] = []
+    spans: list[np.ndarray] = []
+    total = 0
+    with tempfile.TemporaryFile(dir=directory) as spool:
+        for one in encoded:
+            spool.write(one.ids.tobytes())
+            lengths += one.lengths.tolist()
+            spans += one.spans
+            total += len(one.ids)
+            if quota is not None and total > quota:
+                break
+        spool.flush()
+        size = np.array(lengths, np.int64)
+        ends = np.cumsum(size)
+        if quota is not None and total > quota:
+            size = size[ends <= quota]
+            counts["stopped_at_limit_tokens"] += 1
+        if not len(size):
+            return
+        ids = np.memmap(spool, dtype, mode="r", shape=(total,))
+        for rows in packed_rows(ids, ends[: len(size)] - size, size, spans, block):
+            writer.add(rows)
+        del ids
+
+
+def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, values)
+
+
+def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A slice whose lists begin at 0, so that only its own values are written, and bytes are canonical."""
+    columns = []
+    for column in batch.columns:
+        if isinstance(column, pa.ListArray):
+            offsets = column.offsets.to_numpy()
+            values = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+            columns.append(pa.ListArray.from_arrays(offsets - offsets[0], values))
+        else:
+            columns.append(column)
+    return pa.record_batch(columns, schema=batch.schema)
+
+
+def _before(rows: Rows, count: int) -> Rows:
+    """The first `count` rows."""
+    tokens = rows.lengths[:count].sum()
+    segments = rows.segment_counts[:count].sum()
+    spans = rows.span_counts[:count].sum()
+    return Rows(
+        rows.ids[:tokens],
+        rows.lengths[:count],
+        rows.segments[:segments],
+        rows.segment_counts[:count],
+        rows.spans[:spans],
+        rows.span_counts[:count],
+        rows.valid[:count],
+    )
+
+
+def _after(rows: Rows, count: int) -> Rows:
+    """All but the first `count` rows."""
+    tokens = rows.lengths[:count].sum()
+    segments = rows.segment_counts[:count].sum()
+    spans = rows.span_counts[:count].sum()
+    return Rows(
+        rows.ids[tokens:],
+        rows.lengths[count:],
+        rows.segments[segments:],
+        rows.segment_counts[count:],
+        rows.spans[spans:],
+        rows.span_counts[count:],
+        rows.valid[count:],
+    )
