@@ -7,34 +7,48 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism; see parallel.py
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from data_prep.config import UserError, load_data_config
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 2 a mistake in the input or damaged data."""
+    """Run a command. Exit codes: 0 done, 2 a mistake in the input or damaged data, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    try:
+        commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
+        commands[args.command](args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="make the shards of a recipe; run it again to go on")
     prepare.add_argument("recipe", type=Path)
     prepare.add_argument("overrides", nargs="*", metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
-    prepare.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    prepare.add_argument("--finish", action="store_true", help="only write the manifests")
+    prepare.add_argument("--workers", type=_positive, default=_cpus(), help="processes (%(default)s)")
+    prepare.add_argument("--finish", action="store_true", help="make no shard, only write the manifests")
     prepare.add_argument("--force", action="store_true", help="discard what is there and start over")
+    inspect = commands.add_parser("inspect", help="show what was prepared")
+    inspect.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
+    inspect.add_argument("--samples", type=int, default=3, help="rows to show (%(default)s)")
+    inspect.add_argument("--seed", type=int, default=0, help="which rows")
+    verify = commands.add_parser("verify", help="compute everything again and compare")
+    verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     world = commands.add_parser("world", help="write the eight tasks of the embedded world")
     world.add_argument("directory", type=Path)
-    world.add_argument("--train", type=int, default=400, help="rows of a train split")
-    world.add_argument("--test", type=int, default=100, help="rows of a test split")
+    world.add_argument("--train", type=_positive, default=400, help="rows of a train split (%(default)s)")
+    world.add_argument("--test", type=_positive, default=100, help="rows of a test split (%(default)s)")
     world.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    try:
-        {"prepare": _prepare, "world": _world}[args.command](args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -42,6 +56,29 @@ def _prepare(args: argparse.Namespace) -> None:
 
     config = load_data_config(args.recipe, args.overrides)
     prepare(config, args.shard, args.workers, args.force, args.finish, lambda line: print(line, flush=True))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from data_prep.look import inspect
+    from data_prep.verify import data_sets
+
+    for place in data_sets(args.directory):
+        inspect(place, args.samples, args.seed, Console())
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from data_prep.verify import verify
+
+    right, faults = verify(args.directory)
+    for line in right:
+        print(line)
+    for fault in faults[1:]:
+        print(fault, file=sys.stderr)
+    if faults:
+        more = f" (and {len(faults) - 1} more faults, above)" if len(faults) > 1 else ""
+        raise UserError(faults[0] + more)
 
 
 def _world(args: argparse.Namespace) -> None:
@@ -59,6 +96,17 @@ def _job(text: str) -> tuple[int, int]:
     if not 0 <= i < n:
         raise argparse.ArgumentTypeError(f"{text!r}: i must be in 0..{n - 1}")
     return i, n
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1")
+    return int(text)
+
+
+def _cpus() -> int:
+    """CPUs that this process may use: a batch system may have given it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class DataConfig(Section):
     max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
     dedup: Literal["none", "exact", "near"] = "exact"  # near: MinHash over 5-word shingles as well
     near_threshold: float = Field(0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
-    contamination: str | None = None  # tasks whose test rows are looked for: a directory under root, or world
+    contamination: str | None = None  # directory under root: <task>/test.jsonl are looked for in the text
     contamination_ngram: int = Field(8, ge=3)  # words in a row that count as an overlap
     seed: int = 0  # of weighted subsampling and of the split
 

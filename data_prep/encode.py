@@ -1,7 +1,7 @@
 """Texts and conversations -> token ids, in a worker process.
 
 A worker parses a payload again (cheap), takes the rows that the plan gave to the shard, and returns their ids
-flat, so that little travels between processes. It imports no transformers and starts in a fraction of a second.
+flat, so that little travels between processes. It imports no transformers, so it starts fast.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from data_prep.plan import Part
-from data_prep.rows import Rejected, Row, parse
+from data_prep.config import UserError
+from data_prep.contamination import Finder, load
+from data_prep.plan import Part, combined
+from data_prep.rows import Rejected, Row, content_hash, parse, plain_text
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
 from data_prep.tokenizer import encoder
+
+NONE = np.zeros(0, np.int64)
 
 
 class EncodeSettings(NamedTuple):
@@ -30,6 +34,7 @@ class EncodeSettings(NamedTuple):
     template: str
     block: int  # instruct: longest example
     overlong: str  # instruct: drop, truncate or split longer ones
+    grams: Path | None  # test rows to look for, see contamination.py
 
 
 class Encoded(NamedTuple):
@@ -40,6 +45,8 @@ class Encoded(NamedTuple):
     spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
     documents: int  # rows that went in
     counts: Counter[str]  # what was cut or dropped, by reason
+    overlap: np.ndarray  # int64: grams of test rows that stand in the rows
+    overlapping: int  # rows in which one stands
 
 
 class Encoder:
@@ -51,18 +58,26 @@ class Encoder:
         self.dtype = token_dtype(settings.vocab_size)
         self.bos = [] if settings.bos_id is None else [settings.bos_id]
         self.eos = [] if settings.eos_id is None else [settings.eos_id]
+        self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
         """Encode the rows of a payload that the shard takes, copies next to each other."""
         rows: list[Row] = []
-        for row, copies in zip(parse(part.payload, part.spec), part.copies.tolist(), strict=True):
-            if copies:
-                if isinstance(row, Rejected):
-                    raise RuntimeError("a source changed since it was planned; run prepare with --force")
+        parsed = list(parse(part.payload, part.spec))
+        hashes = [content_hash(row) for row in parsed if not isinstance(row, Rejected)]
+        if len(parsed) != len(part.copies) or combined(hashes) != part.check:
+            raise UserError(f"{part.name} changed since it was planned; run prepare with --force")
+        for row, copies in zip(parsed, part.copies.tolist(), strict=True):
+            if not isinstance(row, Rejected):
                 rows += [row] * copies
         if part.spec.kind == "text":
-            return self.texts([row for row in rows if isinstance(row, str)])
-        return self.conversations([row for row in rows if isinstance(row, Conversation)])
+            encoded = self.texts([row for row in rows if isinstance(row, str)])
+        else:
+            encoded = self.conversations([row for row in rows if isinstance(row, Conversation)])
+        if self.finder is None:
+            return encoded
+        hits, texts = self.finder.overlap([plain_text(row) for row in rows])
+        return encoded._replace(overlap=hits, overlapping=texts)
 
     def texts(self, texts: list[str]) -> Encoded:
         """Each text as BOS, its tokens, EOS."""
@@ -71,7 +86,7 @@ class Encoder:
         lengths = np.array([len(s) for s in sequences], np.int64)
         flat = [np.array(s, self.dtype) for s in sequences]
         ids = np.concatenate(flat) if flat else np.zeros(0, self.dtype)
-        return Encoded(ids, lengths, [], len(texts), Counter())
+        return Encoded(ids, lengths, [], len(texts), Counter(), NONE, 0)
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
@@ -92,7 +107,7 @@ class Encoder:
             sequences += self._fit(np.array(ids, self.dtype), np.array(spans, np.int64), counts)
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts)
+        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
 
     def _fit(
         self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +19,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def part_file(path: Path) -> Iterator[IO[bytes]]:
+def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` that becomes `path` when the block ends without an error.
 
     It is locked while its writer lives, so that `remove_abandoned` can tell. Raises UserError when the
@@ -26,18 +27,28 @@ def part_file(path: Path) -> Iterator[IO[bytes]]:
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
-        with part.open("w+b") as file:
+        with full_disk(path), part.open("w+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
-            part.replace(path)
-    except OSError as error:
-        if error.errno in FULL:
-            raise UserError(f"no space left while writing {path}; free some or set data.dir") from None
-        raise
+            publish(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """Turn "no space left", as Python or a library reports it, into a UserError about `path`."""
+    try:
+        yield
+    except Exception as error:
+        code = getattr(error, "errno", None)
+        if code in FULL or "No space left on device" in str(error):
+            raise UserError(
+                f"no space left while writing {path}; free some, or set another data.dir"
+            ) from None
+        raise
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -52,17 +63,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_once(path: Path, text: str) -> bool:
-    """Like `write_text`, but True for only one of all writers; a file that is there stays."""
+    """Like `write_text`, but True for only one of all writers: a file that is there stays as it is."""
     if path.exists():
         return False
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        write_text(part, text)
-        os.link(part, path)
+        with part_file(path, lambda part, place: os.link(part, place)) as file:
+            file.write(text.encode())
     except FileExistsError:
         return False
-    finally:
-        part.unlink(missing_ok=True)
     return True
 
 
@@ -72,17 +80,11 @@ def remove_abandoned(directory: Path) -> int:
     for part in directory.glob(f".*{PART}"):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_size or _old(part):
+            # An empty part may be one that its writer has just made and is about to lock.
+            if os.fstat(file.fileno()).st_size or time.time() - part.stat().st_mtime > 60:
                 part.unlink()
                 removed += 1
     return removed
-
-
-def _old(part: Path) -> bool:
-    """Not made in this minute: its writer had the time to lock it."""
-    import time
-
-    return time.time() - part.stat().st_mtime > 60
 
 
 @contextlib.contextmanager

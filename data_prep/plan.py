@@ -9,8 +9,10 @@ near-duplicates), not with the size of the text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import xor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -50,8 +52,10 @@ class Looked(NamedTuple):
 class Part(NamedTuple):
     """Rows that a shard takes of a payload."""
 
+    name: str  # of the input
     payload: Payload
     spec: RowSpec
+    check: int  # combined content hash of the payload's usable rows
     copies: np.ndarray  # uint16 [rows of the payload]; 0: not of this shard
 
 
@@ -59,7 +63,7 @@ class Part(NamedTuple):
 class Plan:
     """Which rows of which pieces each shard takes."""
 
-    pieces: np.ndarray  # int64 [pieces, 4]: input, start, length, rows
+    pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, combined hash
     shard: np.ndarray  # int32 [rows]: shard, counted through both splits; -1: unused
     copies: np.ndarray  # uint16 [rows]: times that a row is used
     summary: dict[str, Any]  # per source: identity, counts; rejected rows by reason; rows per split
@@ -80,17 +84,32 @@ class Plan:
             summary = json.loads(file["summary"].tobytes())
             return Plan(file["pieces"], file["shard"], file["copies"], summary)
 
+    def _pieces_of(self, shard: int) -> np.ndarray:
+        """Numbers of the pieces that hold rows of a shard."""
+        rows = np.flatnonzero(self.shard == shard)
+        return np.unique(np.searchsorted(np.cumsum(self.pieces[:, 3]), rows, side="right"))
+
+    def part_count(self, shard: int) -> int:
+        """How many parts `parts` yields."""
+        return len(self._pieces_of(shard))
+
     def parts(self, inputs: list[Input], shard: int) -> Iterator[Part]:
         """What shard `shard` (counted through both splits) encodes, in order."""
         ends = np.cumsum(self.pieces[:, 3])
-        mine = np.unique(np.searchsorted(ends, np.flatnonzero(self.shard == shard), side="right"))
+        mine = self._pieces_of(shard)
         for number in np.unique(self.pieces[mine, 0]).tolist():
             own = mine[self.pieces[mine, 0] == number]
             places = (Place(*self.pieces[piece, 1:3].tolist()) for piece in own)
             for piece, payload in zip(own, inputs[number].read(places), strict=True):
                 rows = slice(ends[piece] - self.pieces[piece, 3], ends[piece])
                 copies = np.where(self.shard[rows] == shard, self.copies[rows], 0)
-                yield Part(payload, inputs[number].spec, copies)
+                check = int(self.pieces[piece, 4])
+                yield Part(inputs[number].name, payload, inputs[number].spec, check, copies)
+
+
+def combined(hashes: Iterable[int]) -> int:
+    """One number for the content of a piece, 63 bits."""
+    return reduce(xor, hashes, 0) >> 1
 
 
 def look(item: tuple[Piece, RowSpec, bool]) -> Looked:
@@ -138,7 +157,7 @@ def make_plan(config: DataConfig, inputs: list[Input], workers: Workers) -> Plan
             if limit is not None:
                 found = _first(found, limit)
                 left[id(one.source)] = limit = max(0, limit - len(found.reasons))
-            table.append((number, *found.place, len(found.reasons)))
+            table.append((number, *found.place, len(found.reasons), combined(found.hashes.tolist())))
             looked.append(found)
             count += len(found.reasons)
             if limit == 0:
@@ -157,7 +176,7 @@ def make_plan(config: DataConfig, inputs: list[Input], workers: Workers) -> Plan
     used = [one for one, _ in read]
     held_out = np.array([one.held_out for one in used])
     choice = choose(rows, config, np.array([one.source.weight for one in used]), held_out)
-    pieces = np.array(table, np.int64).reshape(-1, 4)
+    pieces = np.array(table, np.int64).reshape(-1, 5)
     return Plan(pieces, *choice, _summary(config, used, rows, choice))
 
 

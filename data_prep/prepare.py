@@ -14,26 +14,39 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data_prep import contamination
 from data_prep.config import DataConfig, UserError
 from data_prep.encode import EncodeSettings, encode_part, set_up
-from data_prep.files import locked, remove_abandoned, write_once
+from data_prep.files import locked, remove_abandoned, write_once, write_text
 from data_prep.parallel import Workers
 from data_prep.plan import SPLITS, Plan, make_plan
 from data_prep.rows import Rejected, parse, plain_text
-from data_prep.shards import FORMAT, MANIFEST, Manifest, manifest_text, shard_name, token_dtype
+from data_prep.shards import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    content_fingerprint,
+    manifest_text,
+    shard_name,
+    token_dtype,
+)
 from data_prep.sources import Input, open_inputs
 from data_prep.templates import VERSIONS
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint, train_sentencepiece
-from data_prep.write import read_note, write_shard
+from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
-SETTINGS, PLAN = "settings.json", "plan.npz"
+SETTINGS, PLAN, GRAMS, OVERLAP = "settings.json", "plan.npz", "grams.npz", "contamination.json"
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 # Keys that say where things are, not what they hold.
 PLACES = ("dir", "root", "tokenizer", "tokenizer_revision")
@@ -54,12 +67,16 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     _claim(config)
     if all((directory / split / MANIFEST).is_file() for split in _splits(config)):
+        _check_sizes(config, Plan.load(directory / PLAN))
         say(f"{directory} is already prepared; nothing to do")
         return
     with locked(directory / ".lock", lambda: say("another job is planning; waiting for it")):
         inputs = open_inputs(config)
         plan = _plan(config, inputs, workers, say)
         settings = _tokenizer(config, plan, inputs, say)
+        if config.contamination is not None and not (directory / GRAMS).is_file():
+            grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+            contamination.save(grams, directory / GRAMS)
     if not finish:
         _shards(config, plan, inputs, settings, shard, workers, say)
     _finish(config, plan, settings, finish, say)
@@ -92,7 +109,9 @@ def _decisive(config: DataConfig) -> dict[str, Any]:
 def _plan(config: DataConfig, inputs: list[Input], workers: int, say: Say) -> Plan:
     file = config.dir / PLAN
     if file.is_file():
-        return Plan.load(file)
+        plan = Plan.load(file)
+        _check_sizes(config, plan)
+        return plan
     say(f"reading {len(inputs)} inputs")
     with Workers(workers, _nothing) as pool:
         plan = make_plan(config, inputs, pool)
@@ -101,6 +120,17 @@ def _plan(config: DataConfig, inputs: list[Input], workers: int, say: Say) -> Pl
     say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
     say(f"rejected: {rejected or 'none'}")
     return plan
+
+
+def _check_sizes(config: DataConfig, plan: Plan) -> None:
+    """Refuse to go on with other files than were planned. Files that are gone are not missed here."""
+    for source in plan.summary["sources"]:
+        path = config.root / source["name"]
+        if "bytes" in source and path.is_file() and path.stat().st_size != source["bytes"]:
+            raise UserError(
+                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was planned it had "
+                f"{source['bytes']:,}; prepare with --force"
+            )
 
 
 def _nothing() -> None:
@@ -135,6 +165,7 @@ def _tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) ->
         config.template,
         config.block,
         config.overlong,
+        config.dir / GRAMS if config.contamination is not None else None,
     )
 
 
@@ -175,21 +206,19 @@ def _shards(
         say(f"all shards of job {index}/{jobs} are there")
         return
     dtype = token_dtype(settings.vocab_size)
-    with Workers(min(workers, _most_workers(plan)), set_up, settings) as pool:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+    with Workers(min(workers, len(plan.pieces)), set_up, settings) as pool, bar:
         for directory, one, planned in todo:
             began = time.perf_counter()
-            encoded = pool.map(encode_part, plan.parts(inputs, planned))
-            info = write_shard(directory, one, config, dtype, encoded)
+            title = f"{directory.name} shard {one} of {config.shards}"
+            parts = bar.track(plan.parts(inputs, planned), plan.part_count(planned), description=title)
+            info = write_shard(directory, one, config, dtype, pool.map(encode_part, parts))
             seconds = time.perf_counter() - began
             say(
                 f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
                 f"{info.tokens / seconds:,.0f} tokens/s"
             )
-
-
-def _most_workers(plan: Plan) -> int:
-    """More workers than pieces would only start up."""
-    return max(1, len(plan.pieces))
 
 
 def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: bool, say: Say) -> None:
@@ -204,12 +233,26 @@ def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: 
                 raise UserError(f"{what}, the first is {shard_name(missing[0], config.shards)}")
             say(what)
             continue
+        if config.contamination is not None:
+            _report_overlap(config, directory, say)
         manifest = _manifest(config, plan, settings, split, [i for i in infos if i is not None])
         if write_once(directory / MANIFEST, manifest_text(manifest)):
             say(
                 f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
                 f"{manifest.waste:.2%} padding"
             )
+
+
+def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
+    """contamination.json, beside the manifest that is written next."""
+    notes = [json.loads(overlap_path(directory, i, config.shards).read_text()) for i in range(config.shards)]
+    hits = {gram for note in notes for gram in note["grams"]}
+    documents = sum(note["documents"] for note in notes)
+    n = config.contamination_ngram
+    found = contamination.report(contamination.load(config.dir / GRAMS), hits, documents, n)
+    write_text(directory / OVERLAP, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    tasks = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in found["tasks"].items())
+    say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {tasks}")
 
 
 def _manifest(
@@ -226,7 +269,6 @@ def _manifest(
     }
     if split == "train" and not total["rows"]:
         raise UserError(f"the training data are less than one block of {config.block} tokens; set data.block")
-    content = [config.kind, config.block, fingerprint, *(info.sha256 for info in infos)]
     return Manifest(
         format=FORMAT,
         tool=TOOL,
@@ -238,7 +280,7 @@ def _manifest(
         bos_id=settings.bos_id,
         eos_id=settings.eos_id,
         template=decisive["template"],
-        fingerprint=_digest(content),
+        fingerprint=content_fingerprint(config.kind, config.block, fingerprint, infos),
         config_fingerprint=_digest(
             {k: v for k, v in decisive.items() if k not in PLACES} | {"t": fingerprint}
         ),
@@ -269,5 +311,5 @@ def _clear(directory: Path) -> None:
     """Remove what an earlier preparation made, and only that."""
     for name in (*SPLITS, "tokenizer", ".tokenizer.part"):
         shutil.rmtree(directory / name, ignore_errors=True)
-    for name in (SETTINGS, PLAN, ".lock"):
+    for name in (SETTINGS, PLAN, GRAMS, ".lock"):
         (directory / name).unlink(missing_ok=True)

@@ -11,6 +11,7 @@ A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.fro
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from pathlib import Path
@@ -117,6 +118,12 @@ def manifest_text(manifest: Manifest) -> str:
     return json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
 
 
+def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:
+    """Identity of a data set by what it holds: 64 hex digits."""
+    content = [kind, block, tokenizer, *(info.sha256 for info in shards)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 class Shard:
     """One memory-mapped shard: random access to its rows without copying the rest."""
 
@@ -212,6 +219,15 @@ class TokenDataset:
             lengths = np.append(segments, width - n)
             positions[i] = np.arange(width) - np.repeat(starts, lengths)
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def tokens_of(self, row: int) -> int:
+        """Tokens in a row, padding not counted."""
+        return len(self._row(row)[0])
+
+    def segment_lengths(self) -> np.ndarray:
+        """Lengths of all segments of all rows, int64."""
+        parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
         """Shard file and row in that shard, of each row."""

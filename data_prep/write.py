@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -101,13 +102,16 @@ def write_shard(
     """Pack encoded sequences into shard `index` of a split and put it in place, then its note."""
     name = shard_name(index, config.shards)
     counts: Counter[str] = Counter()
-    documents = 0
+    documents = overlapping = 0
+    overlap: set[int] = set()
 
     def counted() -> Iterator[Encoded]:
-        nonlocal documents
+        nonlocal documents, overlapping
         for one in encoded:
             documents += one.documents
             counts.update(one.counts)
+            overlap.update(one.overlap.tolist())
+            overlapping += one.overlapping
             yield one
 
     with part_file(directory / name) as file:
@@ -118,6 +122,9 @@ def write_shard(
         else:
             _bins(writer, counted(), config.block, quota, dtype, directory, counts)
         info = writer.finish(name, documents, counts)
+    if config.contamination is not None:
+        found = {"documents": overlapping, "grams": sorted(overlap)}
+        write_text(overlap_path(directory, index, config.shards), json.dumps(found) + "\n")
     write_text(note_path(directory, index, config.shards), info.model_dump_json(indent=1) + "\n")
     return info
 
@@ -125,6 +132,11 @@ def write_shard(
 def note_path(directory: Path, index: int, count: int) -> Path:
     """The note that a shard is whole."""
     return directory / shard_name(index, count).replace(".arrow", ".json")
+
+
+def overlap_path(directory: Path, index: int, count: int) -> Path:
+    """Grams of test rows that a shard's documents hold."""
+    return directory / shard_name(index, count).replace(".arrow", ".overlap.json")
 
 
 def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:

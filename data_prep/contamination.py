@@ -1,0 +1,184 @@
+"""Do test rows of the evaluation tasks stand in the training text? An n-gram overlap report.
+
+A gram is n consecutive words, letters and digits only, lower case; a test row of fewer words (but at least
+SHORTEST) is one gram of its own length. Grams are compared by a 64-bit rolling hash that numpy computes for
+many texts at once, so that the check costs little beside tokenising.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_prep.config import UserError
+from data_prep.files import write_atomically
+from data_prep.sources import open_text
+
+SHORTEST = 4  # words; shorter rows say nothing
+COLUMNS = ("text", "question")  # of a task's rows
+EXAMPLES = 5  # shown per task
+SIEVE_BITS = 24
+
+_rng = np.random.default_rng(20240501)
+_INSIDE, _FIRST = _rng.integers(
+    1, 2**63, (2, 256), np.uint64
+)  # value of a byte inside, at the start of a word
+_MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that it has an inverse modulo 2**64
+_LOWER = np.arange(256, dtype=np.uint8)
+_LOWER[ord("A") : ord("Z") + 1] += 32
+_WORD = np.zeros(256, bool)  # ASCII letters and digits, and every byte of other letters
+_WORD[[*b"abcdefghijklmnopqrstuvwxyz0123456789"]] = True
+_WORD[128:] = True
+
+
+class Grams(NamedTuple):
+    """All grams of the tasks' test rows."""
+
+    hashes: np.ndarray  # uint64 [grams], sorted, distinct
+    lengths: np.ndarray  # int64: which lengths there are, in words
+    pairs: np.ndarray  # int64 [pairs, 2]: gram, row
+    task: np.ndarray  # str [rows]
+    row: np.ndarray  # int64 [rows]: number of the row in its task's test split
+    text: np.ndarray  # str [rows]
+
+
+class Words(NamedTuple):
+    """A text's words, ready for the hashes of its grams."""
+
+    text: np.ndarray  # int64 [words]: which text each word is from
+    starts: np.ndarray  # int64 [words + 1]: first letter of each word, and the number of letters
+    prefix: np.ndarray  # uint64 [letters + 1]: hash of all letters before
+    inverses: np.ndarray  # uint64 [letters + 1]: powers of the inverse multiplier
+
+    def grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes of all n consecutive words of one text, uint64, and the text of each."""
+        begin, end = self.starts[:-n], self.starts[n:]
+        hashes = (self.prefix[end] - self.prefix[begin]) * self.inverses[begin]
+        text = self.text[: len(begin)]
+        inside = text == self.text[n - 1 :]
+        return hashes[inside], text[inside]
+
+
+def words(texts: Sequence[str]) -> Words:
+    """Split and hash texts."""
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    data = _LOWER[np.frombuffer(b" ".join(encoded), np.uint8)]
+    ends = np.cumsum([len(text) + 1 for text in encoded])
+    letters = np.flatnonzero(_WORD[data])
+    first = np.diff(letters, prepend=-2) > 1
+    chars = data[letters]
+    powers, inverses = _powers(len(letters) + 1)
+    values = np.where(first, _FIRST[chars], _INSIDE[chars]) * powers[:-1]
+    prefix = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    text = np.searchsorted(ends, letters[first], side="right")
+    return Words(text, np.append(np.flatnonzero(first), len(letters)), prefix, inverses)
+
+
+_tables = (np.ones(1, np.uint64), np.ones(1, np.uint64))
+
+
+def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of the multiplier and of its inverse modulo 2**64, uint64 [count] each."""
+    global _tables
+    if len(_tables[0]) < count:
+        size = 1 << count.bit_length()
+        bases = np.array([_MULTIPLIER, pow(_MULTIPLIER, -1, 2**64)], np.uint64)
+        _tables = tuple(  # type: ignore[assignment]
+            np.cumprod(np.concatenate([[np.uint64(1)], np.full(size, base)]), dtype=np.uint64)
+            for base in bases
+        )
+    return _tables[0][:count], _tables[1][:count]
+
+
+def collect(directory: Path, n: int) -> Grams:
+    """Grams of <directory>/<task>/test.jsonl of every task. Raises UserError when there are none."""
+    files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
+    if not files:
+        raise UserError(f"data.contamination={directory} holds no <task>/test.jsonl (.zst, .gz)")
+    rows = [(file.parent.name, *row) for file in files for row in _test_rows(file)]
+    found: list[tuple[int, int, int]] = []
+    for number, (_, _, text) in enumerate(rows):
+        own = words([text])
+        length = min(n, len(own.text))
+        if length >= SHORTEST:
+            found += [(int(h), number, length) for h in own.grams(length)[0]]
+    if not found:
+        raise UserError(f"no test row in {directory} has {SHORTEST} words")
+    hashes, gram = np.unique(np.array([f[0] for f in found], np.uint64), return_inverse=True)
+    pairs = np.stack([gram, np.array([f[1] for f in found])], axis=1)
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return Grams(hashes, np.unique([f[2] for f in found]), pairs, *columns)
+
+
+def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of a task's test rows."""
+    with open_text(file) as stream:
+        lines = stream.read().splitlines()
+    for i, line in enumerate(lines):
+        try:
+            row: dict[str, Any] = json.loads(line)
+            text = next(row[column] for column in COLUMNS if column in row)
+        except (ValueError, StopIteration):
+            raise UserError(f"{file} line {i + 1} is no JSON row with {' or '.join(COLUMNS)}") from None
+        yield int(row.get("row", i)), str(text)
+
+
+def save(grams: Grams, path: Path) -> None:
+    """For the workers."""
+    write_atomically(path, lambda sink: np.savez(sink, **grams._asdict()))
+
+
+def load(path: Path) -> Grams:
+    """What `save` wrote."""
+    with np.load(path) as file:
+        return Grams(*(file[name] for name in Grams._fields))
+
+
+class Finder:
+    """Looks for grams in texts."""
+
+    def __init__(self, grams: Grams) -> None:
+        self.grams = grams
+        self.sieve = np.zeros(1 << SIEVE_BITS, bool)  # most hashes are ruled out by one look here
+        self.sieve[grams.hashes >> np.uint64(64 - SIEVE_BITS)] = True
+
+    def overlap(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
+        """Numbers of the grams that stand in the texts, int64, distinct; and how many texts hold one."""
+        split = words(texts)
+        grams = [split.grams(n) for n in self.grams.lengths.tolist()]
+        hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
+        likely = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
+        hashes, text = hashes[likely], text[likely]
+        at = np.searchsorted(self.grams.hashes, hashes)
+        at[at == len(self.grams.hashes)] = 0
+        found = self.grams.hashes[at] == hashes
+        return np.unique(at[found]), len(np.unique(text[found]))
+
+
+def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[str, Any]:
+    """The report: for each task which test rows share grams with the training text, and how much of them.
+
+    hits: grams found in any training row; documents: training rows in which one was found.
+    """
+    seen = np.isin(np.arange(len(grams.hashes)), list(hits))
+    total = np.bincount(grams.pairs[:, 1], minlength=len(grams.row))
+    found = np.bincount(grams.pairs[:, 1], weights=seen[grams.pairs[:, 0]], minlength=len(grams.row))
+    share = found / np.maximum(total, 1)
+    tasks = {}
+    for task in np.unique(grams.task).tolist():
+        own = np.flatnonzero(grams.task == task)
+        hit = own[found[own] > 0]
+        worst = hit[np.argsort(-share[hit], kind="stable")]
+        tasks[task] = {
+            "rows": len(own),
+            "too_short": int((total[own] == 0).sum()),
+            "overlapping": len(hit),
+            "contained": int((share[own] == 1).sum()),  # every gram of the row was found
+            "overlapping_rows": {str(grams.row[r]): round(float(share[r]), 4) for r in hit},
+            "examples": [str(grams.text[r])[:300] for r in worst[:EXAMPLES]],
+        }
+    return {"ngram": n, "documents": documents, "tasks": tasks}

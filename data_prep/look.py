@@ -1,0 +1,114 @@
+"""`inspect`: a prepared data set for the eye: numbers, lengths, and rows with their loss in colour."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from data_prep.shards import IGNORE, TokenDataset
+from data_prep.tokenizer import load_tokenizer
+
+BAR = 40  # characters of the longest bar
+SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
+
+
+def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
+    """Print the summary of a data set and `samples` of its rows. Raises UserError when it is not one."""
+    data = TokenDataset(place)
+    console.print(_summary(place, data))
+    console.print(_sources(data))
+    console.print(_histogram(data))
+    overlap = place / "contamination.json"
+    if overlap.is_file():
+        console.print(_overlap(overlap))
+    tokenizer = load_tokenizer(place.parent / "tokenizer")
+    chosen = np.random.default_rng(seed).permutation(len(data))[:samples]
+    for row in np.sort(chosen).tolist():
+        file, at = data.provenance(np.array([row]))[0]
+        console.rule(f"row {row}  ({file} row {at}, {data.valid[row]} supervised tokens)")
+        console.print(coloured(data, row, tokenizer))
+    console.print(
+        Text.assemble("supervised ", ("like this", SUPERVISED), ", context ", ("like this", CONTEXT))
+    )
+
+
+def coloured(data: TokenDataset, row: int, tokenizer: object) -> Text:
+    """A row's text, segments apart, what carries loss in SUPERVISED."""
+    batch = data.batch(np.array([row]))
+    ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
+    used = data.tokens_of(row)
+    supervised = np.concatenate([[False], labels[: used - 1] != IGNORE])
+    starts = np.append(np.flatnonzero(positions[:used] == 0), used)
+    text = Text()
+    for begin, end in pairwise(starts):
+        if begin:
+            text.append("\n── next segment ──\n", MARK)
+        changes = np.flatnonzero(np.diff(supervised[begin:end])) + 1
+        before = ""
+        for stop in [*(begin + changes), end]:
+            # Decoding from the segment's start keeps spaces and split characters right.
+            upto = tokenizer.decode(ids[begin:stop])  # type: ignore[attr-defined]
+            text.append(upto[len(before) :], SUPERVISED if supervised[stop - 1] else CONTEXT)
+            before = upto
+    return text
+
+
+def _summary(place: Path, data: TokenDataset) -> Table:
+    m = data.manifest
+    table = Table(title=str(place), show_header=False)
+    rows = {
+        "kind": f"{m.kind}{f', template {m.template}' if m.template else ''}",
+        "rows": f"{m.rows:,} of {m.block} tokens",
+        "tokens": f"{m.tokens:,}",
+        "supervised": f"{m.valid_tokens:,} ({m.valid_tokens / max(1, m.tokens):.1%})",
+        "documents": f"{m.documents:,} in {m.segments:,} segments",
+        "padding": f"{m.waste:.2%}",
+        "vocabulary": f"{m.vocab_size:,}, BOS {m.bos_id}, EOS {m.eos_id}",
+        "tokenizer": m.tokenizer_fingerprint[:16],
+        "fingerprint": m.fingerprint[:16],
+    } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _sources(data: TokenDataset) -> Table:
+    table = Table("source", "format", "weight", "rows", "used here", "rejected", title="sources")
+    for source in data.manifest.sources:
+        rejected = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items())
+        used = source[data.manifest.split]
+        table.add_row(
+            *(str(source[key]) for key in ("name", "format", "weight")),
+            f"{source['rows']:,}",
+            f"{used:,}",
+            rejected or "none",
+        )
+    return table
+
+
+def _histogram(data: TokenDataset) -> Table:
+    """Segment lengths in powers of two."""
+    lengths = data.segment_lengths()
+    table = Table("tokens", "segments", "", title="segment lengths")
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(bins) if len(bins) else np.zeros(0, int)
+    for power in np.flatnonzero(counts).tolist():
+        low, high = (1 << power >> 1) + 1, 1 << power
+        bar = "█" * max(1, round(BAR * counts[power] / counts.max()))
+        table.add_row(f"{min(low, high):,} to {high:,}", f"{counts[power]:,}", bar)
+    return table
+
+
+def _overlap(file: Path) -> Table:
+    found = json.loads(file.read_text())
+    table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
+    for name, task in found["tasks"].items():
+        table.add_row(name, *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
+    table.caption = f"overlapping: shares {found['ngram']} words; contained: wholly there"
+    return table
