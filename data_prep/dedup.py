@@ -5,9 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from datasketch import MinHash, MinHashLSH
+
+if TYPE_CHECKING:
+    from datasketch import MinHash  # imported where it is used: it brings scipy along, most of a second
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
@@ -15,6 +18,8 @@ SHINGLE = 5  # words
 
 @cache
 def _blank() -> MinHash:
+    from datasketch import MinHash
+
     return MinHash(PERMUTATIONS, seed=1, scheme="affine32", hashfunc=zlib.crc32)
 
 
@@ -37,6 +42,8 @@ def near_duplicates(signatures: np.ndarray, threshold: float) -> np.ndarray:
     them for the threshold) are compared; pairs whose estimated Jaccard similarity reaches the threshold are
     joined into groups; all but the first row of a group are near-duplicates.
     """
+    from datasketch import MinHashLSH
+
     n = len(signatures)
     index = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
     leader = list(range(n))

@@ -19,7 +19,7 @@ from data_prep.plan import Part, combined
 from data_prep.rows import Rejected, Row, content_hash, parse, plain_text
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
-from data_prep.tokenizer import encoder
+from data_prep.tokenizer import TokenizerFacts, encoder
 
 NONE = np.zeros(0, np.int64)
 
@@ -27,10 +27,8 @@ NONE = np.zeros(0, np.int64)
 class EncodeSettings(NamedTuple):
     """All that the ids depend on, besides the rows."""
 
-    tokenizer: Path  # saved directory
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
+    place: Path  # of the saved tokenizer
+    tokenizer: TokenizerFacts
     template: str
     block: int  # instruct: longest example
     overlong: str  # instruct: drop, truncate or split longer ones
@@ -54,10 +52,11 @@ class Encoder:
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
-        self.tokenizer: Tokenizer = encoder(settings.tokenizer)
-        self.dtype = token_dtype(settings.vocab_size)
-        self.bos = [] if settings.bos_id is None else [settings.bos_id]
-        self.eos = [] if settings.eos_id is None else [settings.eos_id]
+        self.tokenizer: Tokenizer = encoder(settings.place)
+        facts = settings.tokenizer
+        self.dtype = token_dtype(facts.vocab_size)
+        self.bos = [] if facts.bos_id is None else [facts.bos_id]
+        self.eos = [] if facts.eos_id is None else [facts.eos_id]
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:

@@ -11,7 +11,6 @@ A job that dies leaves nothing that is believed; it is simply started again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -42,7 +41,7 @@ from data_prep.shards import (
 )
 from data_prep.sources import Input, open_inputs
 from data_prep.templates import VERSIONS
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint, train_sentencepiece
+from data_prep.tokenizer import load_tokenizer, tokenizer_facts, train_sentencepiece
 from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
@@ -156,12 +155,9 @@ def _tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) ->
             source = local if local.exists() else config.tokenizer
             load_tokenizer(source, config.tokenizer_revision).save_pretrained(part)
         part.rename(place)
-    tokenizer = load_tokenizer(place)
     return EncodeSettings(
         place,
-        len(tokenizer),
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
+        tokenizer_facts(place),
         config.template,
         config.block,
         config.overlong,
@@ -205,7 +201,7 @@ def _shards(
     if not todo:
         say(f"all shards of job {index}/{jobs} are there")
         return
-    dtype = token_dtype(settings.vocab_size)
+    dtype = token_dtype(settings.tokenizer.vocab_size)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with Workers(min(workers, len(plan.pieces)), set_up, settings) as pool, bar:
@@ -258,8 +254,7 @@ def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
 def _manifest(
     config: DataConfig, plan: Plan, settings: EncodeSettings, split: str, infos: list[Any]
 ) -> Manifest:
-    fingerprint = tokenizer_fingerprint(load_tokenizer(settings.tokenizer))
-    decisive = _decisive(config)
+    decisive, facts = _decisive(config), settings.tokenizer
     counts: Counter[str] = Counter()
     for info in infos:
         counts.update(info.counts)
@@ -275,15 +270,12 @@ def _manifest(
         kind=config.kind,
         split=split,
         block=config.block,
-        vocab_size=settings.vocab_size,
-        tokenizer_fingerprint=fingerprint,
-        bos_id=settings.bos_id,
-        eos_id=settings.eos_id,
+        vocab_size=facts.vocab_size,
+        tokenizer_fingerprint=facts.fingerprint,
+        bos_id=facts.bos_id,
+        eos_id=facts.eos_id,
         template=decisive["template"],
-        fingerprint=content_fingerprint(config.kind, config.block, fingerprint, infos),
-        config_fingerprint=_digest(
-            {k: v for k, v in decisive.items() if k not in PLACES} | {"t": fingerprint}
-        ),
+        fingerprint=content_fingerprint(config.kind, config.block, facts.fingerprint, infos),
         config=decisive,
         sources=plan.summary["sources"],
         rejected=plan.summary["rejected"],
@@ -296,10 +288,6 @@ def _manifest(
 
 def _splits(config: DataConfig) -> list[str]:
     return list(SPLITS) if config.validation or config.validation_fraction else [SPLITS[0]]
-
-
-def _digest(tree: Any) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -57,8 +57,7 @@ class Manifest(Section):
     eos_id: int | None
     template: str | None  # name and version
     fingerprint: str  # of the content: shards, block, tokenizer
-    config_fingerprint: str  # of the settings that decide the content
-    config: dict[str, Any]
+    config: dict[str, Any]  # the settings that decide the content
     sources: list[dict[str, Any]]  # identity and row counts of each source
     rejected: dict[str, int]  # rows of the sources, by reason
     counts: dict[str, int]  # sums of the shards' counts

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import (
     AddedToken,
@@ -85,11 +85,30 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
 
     What only decides which special tokens a caller gets added (the post-processor) is left out.
     """
-    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _fingerprint(tokenizer.backend_tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+class TokenizerFacts(NamedTuple):
+    """What data preparation needs to know of a saved tokenizer."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+
+def tokenizer_facts(place: Path) -> TokenizerFacts:
+    """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
+    backend, names = _read(place)
+    bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
+    return TokenizerFacts(backend.get_vocab_size(), bos, eos, _fingerprint(backend, bos, eos))
+
+
+def _fingerprint(backend: Tokenizer, bos: int | None, eos: int | None) -> str:
+    tree = json.loads(backend.to_str())
     for volatile in ("post_processor", "truncation", "padding", "version"):
         tree.pop(volatile, None)
-    tree["specials"] = [getattr(tokenizer, f"{name}_id") for name in SPECIALS[:2]]
-    text = json.dumps(tree, sort_keys=True, ensure_ascii=False)
+    text = json.dumps(tree | {"specials": [bos, eos]}, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
