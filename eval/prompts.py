@@ -1,0 +1,142 @@
+"""From test rows to token ids: one prompt per label, all with the same demonstrations, none cut at its label.
+
+A prompt longer than the model's context loses its farthest demonstrations first, for all labels together.
+If even the bare query is too long, tokens after the first are removed from its beginning, the same for all
+labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eval.forward import Item
+from eval.openicl_compat import BaseRetriever, PromptTemplate, Template
+
+
+@dataclass
+class Sample:
+    """The prompts of one test row. ids: token ids per label."""
+
+    row: int
+    demonstrations: list[int]  # those left, most similar first
+    ice: list[str]  # demonstrations as text; one per label (equal, except in OpenICL's own mode)
+    prompts: list[str]
+    ids: list[np.ndarray] = field(default_factory=list)
+    dropped: int = 0  # demonstrations
+    cut: int = 0  # tokens of the query
+
+    def items(self) -> list[Item]:
+        """Prefix and tails; prompts without a common first token are items of their own."""
+        shared = common_prefix(self.ids)
+        if shared == 0:
+            return [Item(ids, [np.empty(0, dtype=np.int64)]) for ids in self.ids]
+        group = tuple(self.demonstrations) or None
+        return [Item(self.ids[0][:shared], [ids[shared:] for ids in self.ids], group)]
+
+
+def common_prefix(rows: Sequence[np.ndarray]) -> int:
+    """Number of leading tokens that all rows share."""
+    shortest = min(len(row) for row in rows)
+    stacked = np.stack([row[:shortest] for row in rows])
+    different = np.nonzero((stacked != stacked[0]).any(axis=0))[0]
+    return int(different[0]) if len(different) else shortest
+
+
+@dataclass
+class PromptBuilder:
+    """Renders and tokenises the prompts of a retriever's test rows.
+
+    limit: longest prompt in tokens (None: unlimited). Templates are repaired unless they are used as they
+    are by OpenICL's own mode, which has its own builder below.
+    """
+
+    retriever: BaseRetriever
+    tokenizer: Any
+    labels: list[Any]
+    ice_template: PromptTemplate | None
+    prompt_template: PromptTemplate | None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        self.ice_template = None if self.ice_template is None else Template.of(self.ice_template)
+        self.prompt_template = None if self.prompt_template is None else Template.of(self.prompt_template)
+        self._demonstrations: dict[int, str] = {}
+
+    def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
+        """Samples of test rows `rows`, whose demonstrations are `indices`."""
+        samples = [self._render(row, found) for row, found in zip(rows, indices, strict=True)]
+        self._tokenise(samples)
+        long = [n for n, sample in enumerate(samples) if self._too_long(sample)]
+        low = dict.fromkeys(long, 0)  # the largest number known to be kept, or 0
+        high = {n: len(indices[n]) for n in long}  # too many
+        fitting: dict[int, Sample] = {}
+        while any(low[n] + 1 < high[n] for n in long):  # bisection: length grows with the demonstrations
+            open_ = [n for n in long if low[n] + 1 < high[n]]
+            tried = {n: (low[n] + high[n]) // 2 for n in open_}
+            trial = [self._render(rows[n], indices[n][: tried[n]]) for n in open_]
+            self._tokenise(trial)
+            for n, sample in zip(open_, trial, strict=True):
+                if self._too_long(sample):
+                    high[n] = tried[n]
+                else:
+                    low[n], fitting[n] = tried[n], sample
+        bare = [n for n in long if n not in fitting]
+        fitting |= {n: self._render(rows[n], []) for n in bare}
+        self._tokenise([fitting[n] for n in bare])
+        for n in long:
+            fitting[n].dropped = len(indices[n]) - len(fitting[n].demonstrations)
+            samples[n] = self._cut(fitting[n])
+        return samples
+
+    def ice(self, indices: list[int]) -> str:
+        """The demonstrations as text."""
+        if not indices:
+            return ""
+        for index in indices:
+            if index not in self._demonstrations:
+                whole = self.retriever.generate_ice([index], ice_template=self.ice_template)
+                self._demonstrations[index] = whole.removesuffix(self.retriever.ice_eos_token)
+        parts = [self._demonstrations[index] for index in indices]
+        return self.retriever.ice_separator.join(parts) + self.retriever.ice_eos_token
+
+    def _render(self, row: int, indices: list[int]) -> Sample:
+        ice = self.ice(indices)
+        prompts = [
+            self.retriever.generate_label_prompt(
+                row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
+            )
+            for label in self.labels
+        ]
+        return Sample(row, list(indices), [ice] * len(prompts), prompts)
+
+    def _tokenise(self, samples: list[Sample]) -> None:
+        tokenise(self.tokenizer, samples)
+
+    def _too_long(self, sample: Sample) -> bool:
+        return self.limit is not None and max(map(len, sample.ids)) > self.limit
+
+    def _cut(self, sample: Sample) -> Sample:
+        """Remove the same tokens after the first from every label's prompt until the longest fits."""
+        if self._too_long(sample):
+            assert self.limit is not None
+            sample.cut = max(map(len, sample.ids)) - self.limit
+            removable = common_prefix(sample.ids) - 1
+            if sample.cut > removable:
+                raise ValueError(f"row {sample.row}: the labels alone are longer than {self.limit} tokens")
+            sample.ids = [np.concatenate([ids[:1], ids[1 + sample.cut :]]) for ids in sample.ids]
+        return sample
+
+
+def tokenise(tokenizer: Any, samples: list[Sample], truncate: bool = False) -> None:
+    """Fill in the ids of whole prompts: exactly those of an evaluator that knows no prefixes."""
+    texts = [prompt for sample in samples for prompt in sample.prompts]
+    if not texts:
+        return
+    encode: Callable[..., Any] = tokenizer
+    ids = iter(encode(texts, truncation=truncate, padding=False, verbose=False)["input_ids"])
+    for sample in samples:
+        sample.ids = [np.asarray(next(ids), dtype=np.int64) for _ in sample.prompts]

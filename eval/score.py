@@ -1,0 +1,168 @@
+"""The perplexity inferencer: OpenICL's contract, the prefix scorer's speed.
+
+OpenICL's score of label k is the NLL of the whole prompt divided by its number of tokens N_k:
+
+    PPL_k = (S + s_k) / (P + n_k)          S, P: NLL and length of the shared prefix; s_k, n_k: of the tail
+
+From the same forward follow  suffix_sum_k = s_k  and  suffix_mean_k = s_k / n_k.  The smallest score wins,
+the first label at a tie. Whole-prompt perplexity gives every extra label token a bonus of S / P nats, which
+moves with the model; the other two do not, hence all three are recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from eval.forward import ItemScore, PrefixScorer
+from eval.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
+from eval.prompts import PromptBuilder, Sample
+
+SCORES = ("openicl_ppl", "suffix_sum", "suffix_mean")
+VERSION = 1  # of everything that decides a score, given the same prompts
+
+
+class PrefixPPLInferencer(PPLInferencer):
+    """Drop-in PPLInferencer. Arguments are PPLInferencer's and
+
+    scorer: a PrefixScorer to use, so that one loaded model serves many inferencers.
+    budget: tokens per batch, instead of `batch_size`.
+    score: which of SCORES decides the prediction.
+    max_model_token_num: defaults to the model's context.
+
+    `samples` and `scores` hold the last call's prompts and, per score, an array [rows, labels].
+    """
+
+    def __init__(
+        self,
+        model_name: Any = "gpt2-xl",
+        tokenizer_name: Any = None,
+        max_model_token_num: int | None = None,
+        model_config: Any = None,
+        batch_size: int = 1,
+        accelerator: Any = None,
+        output_json_filepath: str = "./icl_inference_output",
+        output_json_filename: str = "predictions",
+        api_name: str | None = None,
+        labels: list[Any] | None = None,
+        model_parallel: bool = False,
+        *,
+        scorer: PrefixScorer | None = None,
+        budget: int = 8192,
+        score: str = "openicl_ppl",
+        **kwargs: Any,
+    ) -> None:
+        # The base class sets padding on the tokenizer it gets; the caller's stays as it is.
+        tokenizer = (
+            tokenizer_name if isinstance(tokenizer_name, str | None) else copy.deepcopy(tokenizer_name)
+        )
+        super().__init__(
+            scorer.model if scorer is not None else model_name,
+            tokenizer,
+            max_model_token_num,
+            model_config,
+            batch_size,
+            accelerator,
+            output_json_filepath,
+            output_json_filename,
+            api_name,
+            labels,
+            model_parallel,
+            **kwargs,
+        )
+        if self.call_api:
+            raise ValueError("PrefixPPLInferencer scores local models; use PPLInferencer for an API")
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {', '.join(SCORES)}")
+        self.scorer = scorer or PrefixScorer(self.model, budget)
+        self.score = score
+        self.max_model_token_num: int | None = max_model_token_num or context_length(self.model)
+        self.samples: list[Sample] = []
+        self.scores: dict[str, np.ndarray] = {}
+
+    def inference(
+        self,
+        retriever: BaseRetriever,
+        ice_template: PromptTemplate | None = None,
+        prompt_template: PromptTemplate | None = None,
+        output_json_filepath: str | None = None,
+        output_json_filename: str | None = None,
+        normalizing_str: str | None = None,
+    ) -> list[Any]:
+        """Predictions of all test rows of the retriever, written to JSON as PPLInferencer does."""
+        if normalizing_str is not None:
+            raise ValueError("normalizing_str: use the `calibrated` score of eval.extra_scores instead")
+        labels = self.labels or retriever.get_labels(
+            ice_template=ice_template, prompt_template=prompt_template
+        )
+        builder = PromptBuilder(
+            retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
+        )
+        indices = retriever.retrieve()
+        self.samples = builder.build(range(len(indices)), indices)
+        self.scores = score_samples(self.scorer, self.samples)
+        best = self.scores[self.score].argmin(axis=1)
+        handler = self._records(labels, [labels[k] for k in best])
+        path = output_json_filepath or self.output_json_filepath
+        name = output_json_filename or self.output_json_filename
+        handler.subprocess_write_to_json(path, name)
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
+        handler.merge_to_main_process(path, name)
+        handler.write_to_json(path, name)
+        return [record["prediction"] for record in handler.results_dict.values()]
+
+    def _records(self, labels: list[Any], predictions: list[Any]) -> PPLInferencerOutputHandler:
+        """OpenICL's record of every row, with the other scores beside PPL."""
+        handler = PPLInferencerOutputHandler(self.accelerator)
+        handler.save_ice([sample.ice[0] for sample in self.samples])
+        handler.save_predictions(predictions)
+        for row, sample in enumerate(self.samples):
+            for k, label in enumerate(labels):
+                prompt, ppl = sample.prompts[k], float(self.scores["openicl_ppl"][row, k])
+                handler.save_prompt_and_ppl(label, prompt.replace(sample.ice[k], "", 1), prompt, ppl, row)
+        for row, record in enumerate(handler.results_dict.values()):
+            for k, label in enumerate(labels):
+                extra = {name: float(self.scores[name][row, k]) for name in SCORES[1:]}
+                record[f"label: {label}"].update(extra)
+        return handler
+
+
+def score_samples(scorer: PrefixScorer, samples: list[Sample]) -> dict[str, np.ndarray]:
+    """All SCORES of all samples, arrays [rows, labels]."""
+    items, owner = [], []
+    for row, sample in enumerate(samples):
+        of_row = sample.items()
+        items += of_row
+        owner += [row] * len(of_row)
+    found: list[list[ItemScore]] = [[] for _ in samples]
+    for row, result in zip(owner, scorer.score(items), strict=True):
+        found[row].append(result)
+    ppl, total, mean = [], [], []
+    for sample, parts in zip(samples, found, strict=True):
+        lengths = np.array([_counted(ids, scorer.ignore_id) for ids in sample.ids])
+        shared = sample.items()[0].prefix if len(parts) == 1 else np.empty(0, dtype=np.int64)
+        tails = lengths - _counted(shared, scorer.ignore_id)
+        if len(parts) == 1:
+            s, prefix = parts[0].tails, parts[0].prefix
+        else:
+            s, prefix = np.array([part.prefix for part in parts]), 0.0
+        ppl.append((prefix + s) / lengths)
+        total.append(s)
+        mean.append(s / np.maximum(tails, 1))
+    return dict(zip(SCORES, map(np.array, (ppl, total, mean)), strict=True))
+
+
+def _counted(ids: np.ndarray, ignore_id: int | None) -> int:
+    return len(ids) if ignore_id is None else int((ids != ignore_id).sum())
+
+
+def context_length(model: Any) -> int | None:
+    """Longest prompt the model was made for, or None when it does not say."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    return None

@@ -1,0 +1,253 @@
+"""Results on disk: one key, one result, whole or absent; work shared by any number of processes.
+
+    <root>/<key>/identity.json        what the key is a digest of
+    <root>/<key>/chunks/00003.json    records of a range of rows
+    <root>/<key>/leases/NAME.000002   who is computing NAME; the highest number counts
+    <root>/<key>/result.json          written last, never changed
+
+Everything is published by linking a finished temporary file under its final name, which fails when the
+name exists: the same content is a no-op, another content an error. No state lives outside the files, so a
+job killed anywhere is simply run again. The file system must have atomic O_EXCL creation and links (local
+ones and NFS do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
+HEARTBEATS = 4  # per lease time
+
+
+class StoreConflictError(Exception):
+    """Two computations of one key gave different results."""
+
+
+def digest(identity: Any) -> str:
+    """sha256 of a JSON value, independent of key order; 64 hex digits."""
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def dump(value: Any) -> str:
+    """The one JSON form of a value that is stored."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
+
+
+def publish(path: Path, text: str) -> bool:
+    """Make `text` the content of `path`; False when it already was.
+
+    Raises StoreConflictError when `path` exists with another content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _write_temporary(path, text)
+    try:
+        os.link(temporary, path)
+        return True
+    except FileExistsError:
+        if path.read_text() != text:
+            raise StoreConflictError(f"{path} exists with another content") from None
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that may change (views, caches): whole, the last writer wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_temporary(path, text).replace(path)
+
+
+def _write_temporary(path: Path, text: str) -> Path:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+class Entry:
+    """Everything under one key."""
+
+    def __init__(self, root: Path, identity: dict[str, Any]) -> None:
+        self.identity = identity
+        self.key = digest(identity)[:32]
+        self.path = root / self.key
+
+    def result(self) -> dict[str, Any] | None:
+        """The finished result, if there is one."""
+        return _read(self.path / "result.json")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Publish the result; chunks stay as the per-row records."""
+        publish(self.path / "identity.json", dump(self.identity))
+        publish(self.path / "result.json", dump(result))
+
+    def chunk(self, index: int) -> list[dict[str, Any]] | None:
+        """The records of a chunk, if it is done."""
+        return _read(self._chunk_path(index))
+
+    def has_chunk(self, index: int) -> bool:
+        return self._chunk_path(index).is_file()
+
+    def finish_chunk(self, index: int, records: list[dict[str, Any]]) -> bool:
+        """Publish a chunk; False when another worker was first with the same records."""
+        return publish(self._chunk_path(index), dump(records))
+
+    def _chunk_path(self, index: int) -> Path:
+        return self.path / "chunks" / f"{index:05d}.json"
+
+    def lease(self, name: str) -> Lease:
+        return Lease(self.path / "leases", name)
+
+
+class Lease:
+    """The right to do a piece of work, among processes that share a file system.
+
+    Numbers make it safe: to take a lease is to create the file with the next number, and O_EXCL lets exactly
+    one process do so. A holder whose heartbeat stopped for LEASE_SECONDS, or whose process is gone from this
+    machine, is superseded by the next number; should it still be alive it can only publish what is already
+    published.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
+        self.name = name
+        self.path: Path | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> bool:
+        """Take the lease unless somebody alive holds it. Does not wait."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        newest = self._newest()
+        if newest is not None and _alive(newest):
+            return False
+        number = 1 if newest is None else int(newest.suffix[1:]) + 1
+        path = self.directory / f"{self.name}.{number:06d}"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False
+        with os.fdopen(handle, "w") as file:
+            json.dump(_myself(), file)
+        self.path = path
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+        return True
+
+    def release(self) -> None:
+        """Give the lease back; only the file of this holder is touched."""
+        if self.path is None:
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        with contextlib.suppress(OSError):
+            self.path.write_text(json.dumps({"released": True}))
+        self.path = None
+
+    def _newest(self) -> Path | None:
+        return max(self.directory.glob(f"{self.name}.[0-9]*"), default=None)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(LEASE_SECONDS / HEARTBEATS):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def held(lease: Lease) -> Iterator[bool]:
+    """`with held(lease) as mine:`: mine says whether it was free."""
+    mine = lease.acquire()
+    try:
+        yield mine
+    finally:
+        if mine:
+            lease.release()
+
+
+def _alive(path: Path) -> bool:
+    """Whether the holder written in a lease file still works on it."""
+    try:
+        age = _now_there(path.parent) - path.stat().st_mtime
+        text = path.read_text()
+    except OSError:
+        return True  # it changes right now; ask again later
+    if age > LEASE_SECONDS:
+        return False
+    try:
+        owner = json.loads(text)
+    except json.JSONDecodeError:
+        return True  # just created; the owner's name follows, or the time runs out
+    if owner.get("released"):
+        return False
+    mine = _myself()
+    if owner.get("machine") == mine["machine"]:
+        return _started(owner["pid"]) == owner["started"]
+    return True
+
+
+def _now_there(directory: Path) -> float:
+    """The file system's clock, which may differ from this machine's."""
+    probe = directory / f".clock.{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _myself() -> dict[str, Any]:
+    """This process, recognisable from another one on the same machine."""
+    namespace = Path("/proc/self/ns/pid")
+    machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
+    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid()), "time": time.time()}
+
+
+def _started(pid: int) -> float | None:
+    """Start time of a process, None when there is none (or only its zombie)."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def digest_files(root: Path, files: Iterable[Path]) -> str:
+    """Digest of names and contents. A file's own digest is remembered by path, size, times and inode."""
+    from eval.retrieve import cache_directory
+
+    lines = []
+    for path in sorted(files):
+        stat = path.stat()
+        identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        remembered = cache_directory() / "digests" / digest(identity)[:32]
+        try:
+            content = remembered.read_text()
+        except OSError:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            replace(remembered, content)
+        lines.append([path.relative_to(root).as_posix(), content])
+    return digest(lines)
