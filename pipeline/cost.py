@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from data_prep.config import UserError
+from pipeline.cost_table import CostTable
 
+OLD_HEAD_NAMES = ("embed_out.weight",)  # what checkpoints call a head that transformers renames
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 
 
@@ -26,12 +28,49 @@ class CostEmbedding:
     to every *other* token is 1 and to itself 0 like everybody's.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        """Take rows that are already of unit (or zero) length; see `from_weight` for raw ones."""
+    def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
+        """Take rows that are already of unit (or zero) length; see `from_weight` for raw ones.
+
+        With `cache_mb` above 0 the cost rows of frequent targets are kept in that much memory, in
+        float16: every cost is then off by up to 5e-4 of itself. With 0 (the default) they are exact.
+        """
+        if cache_mb < 0:
+            raise UserError(f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)")
         self.rows = rows
+        self.cache_mb = cache_mb
+        self._table: CostTable | None = None
+        self._placed: CostEmbedding | None = None
+
+    def cached(self, memory_mb: float) -> CostEmbedding:
+        """The same embedding with a cache of `memory_mb` for cost rows (0: exact, no cache)."""
+        return CostEmbedding(self.rows, memory_mb)
+
+    @property
+    def table(self) -> CostTable | None:
+        """The cache, made at its first use; None where rows are exact."""
+        if self.cache_mb and self._table is None:
+            self._table = CostTable(self.vocab_size, self.cache_mb, self.rows.device)
+        return self._table
+
+    def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
+        """This embedding on the model's device, no wider than the model is; the copy is kept.
+
+        For a half-precision model the rows become float16 on an accelerator (entries are at most 1, so
+        its three more bits are worth having) and bfloat16 on a CPU, which has no fast float16 product.
+        """
+        dtype = self.rows.dtype
+        if model_dtype.itemsize == 2:
+            dtype = torch.bfloat16 if device.type == "cpu" else torch.float16
+        if self.rows.device == device and self.rows.dtype == dtype:
+            return self
+        if self._placed is None or (self._placed.rows.device, self._placed.rows.dtype) != (device, dtype):
+            self._placed = CostEmbedding(self.rows.to(device, dtype), self.cache_mb)
+        return self._placed
 
     @classmethod
-    def from_weight(cls, weight: Tensor, dtype: torch.dtype | None = None) -> CostEmbedding:
+    def from_weight(
+        cls, weight: Tensor, dtype: torch.dtype | None = None, cache_mb: float = 0.0
+    ) -> CostEmbedding:
         """Normalise a copy of `weight` [V, H]; the copy has `dtype`, by default the weight's own.
 
         A parameter that DeepSpeed ZeRO-3 keeps in pieces is gathered first (on all ranks: a
@@ -41,37 +80,8 @@ class CostEmbedding:
             import deepspeed
 
             with deepspeed.zero.GatheredParameters([weight], modifier_rank=None):
-                return cls._normalised(weight.detach(), dtype)
-        return cls._normalised(weight.detach(), dtype)
-
-    @classmethod
-    def _normalised(cls, weight: Tensor, dtype: torch.dtype | None) -> CostEmbedding:
-        if weight.dim() != 2 or weight.numel() == 0:
-            raise UserError(
-                f"cost embedding needs a full [V, H] matrix (got shape {list(weight.shape)}); "
-                "gather the parameter first if it is sharded"
-            )
-        rows = torch.empty_like(weight, dtype=dtype or weight.dtype)
-        work = torch.promote_types(torch.promote_types(weight.dtype, rows.dtype), torch.float32)
-        zeros = 0
-        for start in range(0, len(weight), NORMALISE_ROWS):
-            part = weight[start : start + NORMALISE_ROWS].to(work)
-            # scale by the largest entry first: squares of tiny or huge entries leave float32's range
-            peak = part.abs().amax(1, keepdim=True)
-            if not torch.isfinite(peak).all():
-                raise UserError("cost embedding holds NaN or infinite values")
-            empty = peak == 0
-            zeros += int(empty.sum())
-            part = part / torch.where(empty, 1.0, peak)
-            norm = torch.linalg.vector_norm(part, dim=1, keepdim=True)
-            rows[start : start + NORMALISE_ROWS] = part / torch.where(empty, 1.0, norm)
-        if zeros:
-            warnings.warn(
-                f"cost embedding: {zeros} of {len(rows)} rows have length zero; "
-                "their cost to every other token is 1",
-                stacklevel=3,
-            )
-        return cls(rows)
+                return cls(unit_rows(weight.detach(), dtype), cache_mb)
+        return cls(unit_rows(weight.detach(), dtype), cache_mb)
 
     @property
     def vocab_size(self) -> int:
@@ -80,10 +90,6 @@ class CostEmbedding:
     @property
     def hidden_size(self) -> int:
         return self.rows.shape[1]
-
-    def to(self, device: torch.device | str) -> CostEmbedding:
-        """The same costs on `device` (itself if it is there already)."""
-        return self if self.rows.device == torch.device(device) else CostEmbedding(self.rows.to(device))
 
     def costs(self, targets: Tensor) -> Tensor:
         """Cost rows [u, V] of the token ids `targets` [u], float32 (float64 if the embedding is).
@@ -96,7 +102,46 @@ class CostEmbedding:
         return cost.scatter_(1, targets[:, None], 0)
 
 
-def load_cost(source: str, vocab_size: int, dtype: torch.dtype = torch.float32) -> CostEmbedding:
+def unit_rows(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`weight` [V, H] with its rows scaled to length one (zero rows stay zero), in `dtype` or its own."""
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise UserError(
+            f"cost embedding needs a full [V, H] matrix (got shape {list(weight.shape)}); "
+            "gather the parameter first if it is sharded"
+        )
+    rows = torch.empty_like(weight, dtype=dtype or weight.dtype)
+    work = torch.promote_types(torch.promote_types(weight.dtype, rows.dtype), torch.float32)
+    zeros = 0
+    for start in range(0, len(weight), NORMALISE_ROWS):
+        part = weight[start : start + NORMALISE_ROWS].to(work)
+        # scale by the largest entry first: squares of tiny or huge entries leave float32's range
+        peak = part.abs().amax(1, keepdim=True)
+        if not torch.isfinite(peak).all():
+            raise UserError("cost embedding holds NaN or infinite values")
+        empty = peak == 0
+        zeros += int(empty.sum())
+        part = part / torch.where(empty, 1.0, peak)
+        norm = torch.linalg.vector_norm(part, dim=1, keepdim=True)
+        rows[start : start + NORMALISE_ROWS] = part / torch.where(empty, 1.0, norm)
+    if zeros:
+        warnings.warn(
+            f"cost embedding: {zeros} of {len(rows)} rows have length zero; "
+            "their cost to every other token is 1",
+            stacklevel=2,
+        )
+    return rows
+
+
+class LiveCost:
+    """Stands for the head as it trains ("adaptive" cost): normalised anew, detached, at every call."""
+
+
+LIVE = LiveCost()
+
+
+def load_cost(
+    source: str, vocab_size: int, dtype: torch.dtype = torch.float32, cache_mb: float = 0.0
+) -> CostEmbedding:
     """The cost embedding of a pre-trained model, without loading that model.
 
     `source` is a model directory or hub id, of which only the output head's tensor is read (the
@@ -115,7 +160,7 @@ def load_cost(source: str, vocab_size: int, dtype: torch.dtype = torch.float32) 
             f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
             f"{vocab_size}; both must share one vocabulary"
         )
-    return CostEmbedding.from_weight(weight, dtype)
+    return CostEmbedding.from_weight(weight, dtype, cache_mb)
 
 
 def _only_matrix(path: Path) -> Tensor:
@@ -152,7 +197,7 @@ def _head_of_model(source: str) -> Tensor:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = _head_names(model)
-    for name in names:
+    for name in (*names, *OLD_HEAD_NAMES):
         tensor = _read_tensor(source, name)
         if tensor is not None:
             return tensor

@@ -88,7 +88,7 @@ def start_world(timeout_minutes: float = 60) -> World:
         timeout=datetime.timedelta(minutes=timeout_minutes),
         verbose=False,
     )
-    if accelerator.device_name() == "cpu":
+    if accelerator.device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
     device = torch.device(accelerator.current_device_name())

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.config import UserError
-from pipeline.cost import CostEmbedding
-from pipeline.kernels import Costs, Terms, process_chunk, statistics_dtype
+from pipeline.cost import CostEmbedding, LiveCost, unit_rows
+from pipeline.cost_rows import Rows, Targets, open_rows
+from pipeline.kernels import Chunk, Terms, group_size, process_chunk, statistics_dtype
 from pipeline.objectives import Objective
 
 IGNORE = -100
-COST_MB = 8  # of cost rows alive at a time on a CPU
-WEIGHT_BLOCK = 4096  # rows of the head whose gradient is formed at a time in half precision
+CHUNK_MB, CHUNK_MB_CPU = 512, 32  # of logits alive at a time, unless asked otherwise
+WEIGHT_BLOCK = 1024  # rows of the head whose gradient is formed at a time in half precision
 
 
 class LossSums(NamedTuple):
@@ -40,19 +41,17 @@ class Spec:
     """Everything about the loss that is no tensor of the model."""
 
     terms: Terms
-    cost: CostEmbedding | None
+    cost: CostEmbedding | LiveCost | None
     logit_scale: float = 1.0
     memory_mb: float | None = None
 
 
 class _Plan(NamedTuple):
-    """Valid tokens in label order, and the runs of equal labels."""
+    """The valid tokens, sorted by label where a cost embedding is used."""
 
     order: Tensor  # [T] positions in the flat batch
-    labels: Tensor  # [T] ascending if a cost embedding is used
-    targets: Tensor  # [U] distinct labels (empty without a cost embedding)
-    which: Tensor  # [T] index into targets
-    ends: list[int]  # end of each target's run of tokens
+    labels: Tensor  # [T]
+    targets: Targets | None
 
 
 def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
@@ -64,30 +63,16 @@ def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
             bad = low if low < 0 else high
             raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
     if not by_label:
-        return _Plan(order, chosen, chosen[:0], chosen[:0], [])
+        return _Plan(order, chosen, None)
     chosen, by = torch.sort(chosen, stable=True)
-    targets, which, counts = torch.unique_consecutive(chosen, return_inverse=True, return_counts=True)
-    return _Plan(order[by], chosen, targets, which, counts.cumsum(0).tolist())
+    ids, which = torch.unique_consecutive(chosen, return_inverse=True)
+    return _Plan(order[by], chosen, Targets(ids, which))
 
 
 def _chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the memory budget."""
-    budget = spec.memory_mb or (64 if device.type == "cpu" else 512)
+    budget = spec.memory_mb or (CHUNK_MB_CPU if device.type == "cpu" else CHUNK_MB)
     return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize))
-
-
-def _pieces(plan: _Plan, start: int, stop: int, most: int) -> list[tuple[int, int, int, int]]:
-    """Cut tokens [start, stop) where `most` distinct targets are full: (from, to, target from, to)."""
-    if not plan.ends:
-        return [(start, stop, 0, 0)]
-    pieces = []
-    while start < stop:
-        first = int(plan.which[start])
-        last = min(first + most, len(plan.ends))
-        end = min(stop, plan.ends[last - 1])
-        pieces.append((start, end, first, int(plan.which[end - 1]) + 1))
-        start = end
-    return pieces
 
 
 class _Accumulator:
@@ -158,7 +143,7 @@ def _logits(
     else:
         target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
         shift = target.to(h.dtype)
-        z.copy_(-shift[:, None].expand_as(z))
+        z.copy_((-shift)[:, None].expand_as(z))
         z.addmm_(h, weight.t())
     if bias is not None:
         target = target + bias[y]
@@ -176,13 +161,18 @@ def _compute(
     """The sums, and the gradients of the loss sum that `needs` asks for."""
     V, device = len(weight), hidden.device
     stats = statistics_dtype(hidden.dtype)
-    cost = None if spec.cost is None else spec.cost.to(device)
+    cost = spec.cost
+    if isinstance(cost, LiveCost):
+        cost = CostEmbedding(unit_rows(weight.detach()))
     plan = _plan(labels, V, by_label=cost is not None)
     total = len(plan.order)
     n = min(_chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
-    most = max(1, COST_MB * 2**20 // (V * stats.itemsize)) if device.type == "cpu" else n
+    rows: Rows | None = None
+    if cost is not None and plan.targets is not None and total:
+        group = group_size(V, hidden.dtype, device, n)
+        rows = open_rows(cost.placed(device, hidden.dtype), plan.targets, stats, group, n)
     gradients = _Accumulator(hidden, weight, needs)
-    sums = torch.zeros(3, dtype=torch.promote_types(stats, torch.float64), device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
     wide_bias = None if bias is None else bias.to(stats)
     for start in range(0, total, n):
@@ -192,26 +182,11 @@ def _compute(
         if spec.logit_scale != 1.0:
             h.mul_(spec.logit_scale)
         z, target, shift = _logits(h, weight, wide_bias, y, buffer)
-        rows = []
-        for i, j, u, v in _pieces(plan, start, stop, most):
-            costs = None
-            if cost is not None:
-                costs = Costs(cost.costs(plan.targets[u:v]).to(stats), plan.which[i:j] - u)
-            part = slice(i - start, j - start)
-            tokens = process_chunk(
-                z[part],
-                y[part],
-                target[part],
-                None if shift is None else shift[part],
-                wide_bias,
-                costs,
-                spec.terms,
-                gradient=any(needs),
-            )
-            sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
-            rows.append(tokens.row)
+        chunk = Chunk(start, y, target, shift, wide_bias)
+        tokens = process_chunk(z, chunk, rows, spec.terms, gradient=any(needs))
+        sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if any(needs):
-            gradients.add(z, torch.cat(rows), order, spec.logit_scale)
+            gradients.add(z, tokens.row, order, spec.logit_scale)
     loss, nll, demd = sums.to(stats).unbind()
     if cost is None:
         demd = torch.full_like(nll, torch.nan)
@@ -234,11 +209,19 @@ class _FusedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
         gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done
-        scaled = [
-            None if g is None else g.mul_(d_loss).to(dtype)
-            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
+        scaled = (_scaled(*pair, d_loss) for pair in zip(gradients, ctx.dtypes, strict=True))
         return (*scaled, None, None, None)
+
+
+def _scaled(gradient: Tensor | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
+    """`gradient * factor` in `dtype`; in place where the dtype is right, else block by block."""
+    if gradient is None or dtype is None or gradient.dtype == dtype:
+        return None if gradient is None else gradient.mul_(factor)
+    out = torch.empty_like(gradient, dtype=dtype)
+    for start in range(0, len(gradient), WEIGHT_BLOCK):
+        block = slice(start, start + WEIGHT_BLOCK)
+        out[block] = gradient[block].mul_(factor)
+    return out
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
@@ -257,7 +240,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
         raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}")
     if spec.cost is None and spec.terms.objective.needs_cost:
         raise UserError(f"objective {spec.terms.objective.name} needs a cost embedding")
-    if spec.cost is not None and spec.cost.vocab_size != V:
+    if isinstance(spec.cost, CostEmbedding) and spec.cost.vocab_size != V:
         raise UserError(
             f"the cost embedding has {spec.cost.vocab_size} rows but the head has {V}; "
             "both must share one vocabulary"
@@ -266,7 +249,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
 
 def make_spec(
     objective: Objective,
-    cost: CostEmbedding | None,
+    cost: CostEmbedding | LiveCost | None,
     *,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -305,7 +288,7 @@ def fused_linear_loss(
     weight: Tensor,
     labels: Tensor,
     objective: Objective,
-    cost: CostEmbedding | None = None,
+    cost: CostEmbedding | LiveCost | None = None,
     *,
     bias: Tensor | None = None,
     **options: Any,
@@ -318,7 +301,7 @@ def fused_linear_loss(
         logit_scale      factor on h W^T, before the soft cap
         z_loss           weight of (log sum exp z)^2 per token
         label_smoothing  share e: (1 - e) * loss + e * mean_i(-log p_i), for every objective
-        memory_mb        budget of a chunk's logits; by default 64 on a CPU, 512 elsewhere
+        memory_mb        budget of a chunk's logits; by default 32 on a CPU, 512 elsewhere
     """
     return _apply(hidden, weight, bias, labels, make_spec(objective, cost, **options))
 
@@ -342,7 +325,7 @@ class FusedHead(nn.Linear):
 
 
 def fuse_head(
-    head: nn.Linear, objective: Objective, cost: CostEmbedding | None = None, **options: Any
+    head: nn.Linear, objective: Objective, cost: CostEmbedding | LiveCost | None = None, **options: Any
 ) -> None:
     """Turn `head` into a FusedHead in place; parameters and their names stay.
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.cost_rows import Costs, Rows
 from pipeline.objectives import Objective
 
 L2_BYTES = 512 * 1024  # rows of one pass; half of a typical L2 cache
@@ -50,70 +51,73 @@ class Tokens(NamedTuple):
     row: Tensor  # r: what the rows of the gradient G still have to be multiplied with
 
 
-class Costs(NamedTuple):
-    """Cost rows of the distinct targets of a chunk, and which of them each token uses."""
-
-    rows: Tensor  # [u, V] statistics' dtype
-    which: Tensor  # [n] int64
-
-
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 whatever the model's dtype, except float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def process_chunk(
-    logits: Tensor,
-    labels: Tensor,
-    target_logit: Tensor,
-    shift: Tensor | None,
-    bias: Tensor | None,
-    costs: Costs | None,
-    terms: Terms,
-    gradient: bool,
-) -> Tokens:
-    """Losses of a chunk; with `gradient`, overwrite `logits` by G.
+class Chunk(NamedTuple):
+    """What is known of a chunk of n tokens besides its logits; all on one device."""
 
-    logits [n, V] are those of the head less `shift` [n] (None: zero) and without `bias` [V];
-    target_logit [n] is the target's true logit, bias included. All tensors on one device.
-    """
+    start: int  # place of its first token in the sorted batch
+    labels: Tensor  # [n]
+    target_logit: Tensor  # [n] true logit of the target, bias included, statistics' dtype
+    shift: Tensor | None  # [n] what was subtracted from the row's logits; None: nothing
+    bias: Tensor | None  # [V] not yet added to the logits
+
+    def rows(self, start: int, stop: int) -> Chunk:
+        """Tokens [start, stop) of it."""
+        part = slice(start, stop)
+        shift = None if self.shift is None else self.shift[part]
+        target = self.target_logit[part]
+        return Chunk(self.start + start, self.labels[part], target, shift, self.bias)
+
+
+def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
+    """Tokens handled together: all of the chunk's, on a CPU only as many as stay in the cache."""
+    if device.type != "cpu":
+        return most
+    return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
+
+
+def process_chunk(logits: Tensor, chunk: Chunk, costs: Rows | None, terms: Terms, gradient: bool) -> Tokens:
+    """Losses of a chunk of logits [n, V]; with `gradient`, overwrite the logits by G."""
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
-    on_cpu = logits.device.type == "cpu"
-    step = max(1, GROUP_BYTES // (V * dtype.itemsize)) if on_cpu else n
+    step = group_size(V, logits.dtype, logits.device, n)
     scratch = None
     if logits.dtype != dtype:
-        scratch = torch.empty(min(step, n), V, dtype=dtype, device=logits.device)
+        scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
     parts = []
     for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        block = logits[rows]
-        if scratch is not None:
-            block = scratch[: len(block)]
-        part = _Group(block, logits[rows], labels[rows], terms, gradient)
-        part.load(target_logit[rows], None if shift is None else shift[rows], bias)
-        parts.append(part.run(None if costs is None else Costs(costs.rows, costs.which[rows])))
+        stop = min(start + step, n)
+        block = logits[start:stop]
+        wide = block if scratch is None else scratch[: stop - start]
+        group = _Group(wide, block, chunk.rows(start, stop), terms)
+        rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
+        parts.append(group.run(rows, gradient))
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class _Group:
     """A few rows that fit in the cache: z in, G out."""
 
-    def __init__(self, z: Tensor, logits: Tensor, labels: Tensor, terms: Terms, gradient: bool) -> None:
+    def __init__(self, z: Tensor, logits: Tensor, chunk: Chunk, terms: Terms) -> None:
         self.z = z  # [k, V] statistics' dtype; `logits` itself where that has the same dtype
         self.logits = logits  # [k, V] model dtype: read once, written once
-        self.y = labels[:, None]
+        self.y = chunk.labels[:, None]
         self.terms = terms
-        self.gradient = gradient
-        V = z.shape[1]
-        self.step = max(1, L2_BYTES // (V * z.element_size())) if z.device.type == "cpu" else len(z)
-        self.row_loop = z.device.type == "cpu" and V >= 4096  # below, Python would cost more
+        V, on_cpu = z.shape[1], z.device.type == "cpu"
+        self.step = max(1, L2_BYTES // (V * z.element_size())) if on_cpu else len(z)
+        self.row_loop = on_cpu and V >= 4096  # below, Python would cost more than it saves
         self.slope: Tensor | None = None  # d capped / d uncapped logit
+        self._load(chunk)
 
-    def load(self, target_logit: Tensor, shift: Tensor | None, bias: Tensor | None) -> None:
+    def _load(self, chunk: Chunk) -> None:
         """Bring the logits to float32, complete them and take the target's own out."""
+        target_logit, shift, bias = chunk.target_logit, chunk.shift, chunk.bias
         terms, z = self.terms, self.z
-        if z is not self.logits and z.data_ptr() != self.logits.data_ptr():
+        if z is not self.logits:
             z.copy_(self.logits)
         if bias is not None:
             z.add_(bias)
@@ -134,7 +138,7 @@ class _Group:
         # low enough to have no weight, yet finite: a vocabulary of one token stays defined
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
 
-    def run(self, costs: Costs | None) -> Tokens:
+    def run(self, costs: Costs | None, gradient: bool) -> Tokens:
         """Softmax without the target, the token's scalars, and the gradient row."""
         peak, top = [], []
         for start in range(0, len(self.z), self.step):
@@ -150,7 +154,7 @@ class _Group:
         D = others * d_rest
         loss, A, B, _, omega = self.terms.objective.coefficients(m, D, torch.sigmoid(-gap))
         tokens = self._complete(loss, m, D)
-        if not self.gradient:
+        if not gradient:
             return tokens
         smoothing, z_loss = self.terms.label_smoothing, self.terms.z_loss
         if not (smoothing or z_loss or self.slope is not None or self.logits.dtype == torch.float16):
@@ -190,9 +194,8 @@ class _Group:
         """D' [k]: each row of p' with its cost row."""
         if not self.row_loop:
             return torch.linalg.vecdot(self.z, costs.rows[costs.which])
-        rows = costs.rows
-        which = costs.which.tolist()
-        return torch.stack([p.dot(rows[w]) for p, w in zip(self.z.unbind(), which, strict=True)])
+        pairs = zip(self.z.unbind(), costs.which.tolist(), strict=True)
+        return torch.stack([p.dot(costs.rows[i]) for p, i in pairs])
 
     def _scale_by_cost(self, costs: Costs | None, beta: Tensor | None) -> None:
         """p' <- p' (1 + beta c)."""
@@ -201,16 +204,16 @@ class _Group:
         if not self.row_loop:
             self.z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
             return
-        which, rows = costs.which.tolist(), costs.rows
-        for p, w, b in zip(self.z.unbind(), which, beta.tolist(), strict=True):
-            p.addcmul_(p, rows[w], value=b)
+        each = zip(self.z.unbind(), costs.which.tolist(), beta.tolist(), strict=True)
+        for p, i, b in each:
+            p.addcmul_(p, costs.rows[i], value=b)
 
     def _store(self, target: Tensor) -> None:
         """Put the target's entry in and write the block back in the model's dtype."""
         self.z.scatter_(1, self.y, target[:, None])
         if self.slope is not None:
             self.z.mul_(self.slope)
-        if self.z.data_ptr() != self.logits.data_ptr():
+        if self.z is not self.logits:
             self.logits.copy_(self.z)
 
 

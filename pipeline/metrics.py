@@ -108,7 +108,8 @@ class Metrics:
                 if key not in ("step", "tokens") and not math.isnan(value):
                     self._board.add_scalar(f"{group}/{key}", value, int(record["step"]))
         parts = [f"step {record['step']}/{self._bar.total}"]
-        parts += [f"{k} {_short(v)}" for k, v in shown.items() if k != "step" and v is not None]
+        hidden = {"step"} | ({"skipped"} if not record.get("skipped") else set())
+        parts += [f"{k} {_short(v)}" for k, v in shown.items() if k not in hidden and v is not None]
         self.say("  ".join(parts))
 
 

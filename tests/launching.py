@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,8 +13,6 @@ from pathlib import Path
 import psutil
 import yaml
 
-from data_prep.tokenizer import train_sentencepiece
-from data_prep.world import documents
 from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
@@ -29,15 +28,24 @@ ENVIRONMENT = os.environ | {
 
 def tiny_recipe(directory: Path, **train: object) -> Path:
     """A recipe of a tiny new LLaMA on the generated world, with its data prepared; returns its path."""
-    texts = [d["text"] for d in documents(seed=3, n=120)]
-    (directory / "text.txt").write_text("\n".join(t.replace("\n", " ") for t in texts))
-    train_sentencepiece(texts, 256, directory / "tokenizer.model")
+    rng = random.Random(3)
+    who, did, what = (
+        "man woman cat dog child king".split(),
+        "saw took lost ate".split(),
+        "a fish|the red ball|it",
+    )
+    sentences = [
+        f"The {rng.choice(who)} {rng.choice(did)} {rng.choice(what.split('|'))} on day {n}."
+        for n in range(600)
+    ]
+    texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
+    (directory / "text.txt").write_text("\n".join(texts))
     recipe = {
         "run_dir": str(directory / "run"),
         "data": {
             "dir": str(directory / "data"),
             "root": str(directory),
-            "tokenizer": "tokenizer.model",
+            "train_tokenizer": 384,
             "block": 32,
             "shards": 1,
             "sources": [{"files": "text.txt", "format": "lines"}],
@@ -46,7 +54,7 @@ def tiny_recipe(directory: Path, **train: object) -> Path:
         "model": {
             "architecture": {
                 "model_type": "llama",
-                "vocab_size": 256,
+                "vocab_size": 384,
                 "hidden_size": 32,
                 "intermediate_size": 64,
                 "num_hidden_layers": 2,
@@ -121,6 +129,19 @@ def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.Co
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
+    )
+
+
+def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The launch script as one process without the launcher: the quick way to its errors."""
+    return subprocess.run(
+        [str(BIN / "python"), "launch/continual.sh", *arguments],
+        cwd=REPO,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
     )
 
 

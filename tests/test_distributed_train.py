@@ -119,7 +119,7 @@ def test_a_torn_newest_checkpoint_is_passed_over(undisturbed: Path, recipe: Path
     ("override", "message"),
     [
         ("train.lr=0.5", "was started with train.lr=0.001, not 0.5"),
-        ("train.batch=7", "does not divide over 2 ranks"),
+        ("train.batch=7", "train.micro_batch=2 does not divide the 7 rows"),
         ("data.dir=/nowhere", "python -m data_prep prepare"),
         ("model.architecture.vocab_size=100", "head has 100"),
         ("model.architecture.max_position_embeddings=16", "longer than the model's context of 16"),
@@ -128,10 +128,30 @@ def test_a_torn_newest_checkpoint_is_passed_over(undisturbed: Path, recipe: Path
 )
 def test_a_mistake_ends_with_one_line(undisturbed: Path, recipe: Path, override: str, message: str) -> None:
     run_dir = undisturbed if override.startswith("train.lr") else recipe.parent / "refused"
-    done = launching.run(2, str(recipe), f"run_dir={run_dir}", override)
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", override)
     errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2, done.stdout
     assert len(errors) == 1, done.stdout
     assert message in errors[0]
     assert "Traceback" not in done.stdout
     assert not (recipe.parent / "refused" / "config.yaml").exists()
+
+
+def test_a_mistake_on_two_ranks_is_told_once(recipe: Path) -> None:
+    done = launching.run(2, str(recipe), f"run_dir={recipe.parent / 'refused'}", "train.batch=7")
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, done.stdout
+    assert len(errors) == 1, done.stdout
+    assert "train.batch=7 does not divide over 2 ranks; set train.batch=6" in errors[0]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
+    run_dir = recipe.parent / "ranks"
+    shutil.copytree(undisturbed, run_dir)
+    shutil.rmtree(run_dir / "export")
+    checkpoint.remove(run_dir / "step-000008")
+    done = launching.run(1, str(recipe), f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stdout
+    assert "was saved by 2 ranks: converting it for 1" in done.stdout
+    for found, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
