@@ -153,8 +153,8 @@ def _scores(report: Report) -> str:
         "prompt's length, so every further token of a label earns the model's mean loss: labels of unequal "
         "length are favoured differently by models of unequal perplexity. The other two count the label's "
         "tokens only. <i>Clean</i> leaves out test rows whose text stands verbatim among the rows that "
-        "demonstrations come from (<i>leaked</i>); <i>shortened</i> counts prompts that lost demonstrations, or text of the query "
-        "(+), to fit the model's context."
+        "demonstrations come from (<i>leaked</i>); <i>shortened</i> counts prompts that lost demonstrations, "
+        "or text of the query (+), to fit the model's context."
     )
     caption = "Accuracy in per cent; bold: the score used above."
     return f"<h2>Scores side by side</h2><p>{text}</p>{_table(head, lines, caption)}"
@@ -169,7 +169,7 @@ def _training(report: Report) -> str:
     logs = {m.name: (i, m.metrics) for i, m in enumerate(report.models) if m.metrics}
     if not logs:
         return ""
-    caption = "Lines: training batches; open circles: validation. Both are recorded whatever the objective minimises."
+    caption = "Lines: training batches; open circles: validation. Recorded whatever the objective minimises."
     return f"<h2>Training</h2>{_with_caption(plots.training_figure(logs), caption)}"
 
 
