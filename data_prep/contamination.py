@@ -117,8 +117,10 @@ def collect(directory: Path, n: int) -> Grams:
 def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of a task's test rows."""
     with open_text(file) as stream:
-        lines = stream.read().splitlines()
+        lines = stream.read().split(b"\n")
     for i, line in enumerate(lines):
+        if not line.strip():
+            continue
         try:
             row: dict[str, Any] = json.loads(line)
             text = next(row[column] for column in COLUMNS if column in row)

@@ -52,7 +52,8 @@ class Encoder:
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
-        self.tokenizer: Tokenizer = encoder(settings.place)
+        self.tokenizer = encoder(settings.place)
+        self.continuing = encoder(settings.place, continuing=True)
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
         self.bos = [] if facts.bos_id is None else [facts.bos_id]
@@ -80,33 +81,38 @@ class Encoder:
 
     def texts(self, texts: list[str]) -> Encoded:
         """Each text as BOS, its tokens, EOS."""
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        sequences = [self.bos + one.ids + self.eos for one in found]
+        sequences = [self.bos + ids + self.eos for ids in self._encode(self.tokenizer, texts)]
         lengths = np.array([len(s) for s in sequences], np.int64)
         flat = [np.array(s, self.dtype) for s in sequences]
         ids = np.concatenate(flat) if flat else np.zeros(0, self.dtype)
         return Encoded(ids, lengths, [], len(texts), Counter(), NONE, 0)
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
-        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
-        turns = [render(c, self.settings.template) for c in conversations]
-        texts = [turn.text for example in turns for turn in example]
-        found = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS.
+
+        Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
+        as the very ids that generation will give the model.
+        """
+        examples = [render(c, self.settings.template) for c in conversations]
+        turns = [turn for example in examples for turn in example]
+        prompts = iter(self._encode(self.tokenizer, [turn.text[: turn.start] for turn in turns]))
+        responses = iter(self._encode(self.continuing, [turn.text[turn.start :] for turn in turns]))
         counts: Counter[str] = Counter()
         sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        for example in turns:
+        for example in examples:
             ids, spans = list(self.bos), []
-            for turn in example:
-                one = next(found)
-                first = _first_token(one, turn.start)
-                if first < len(one.ids) and one.offsets[first][0] < turn.start:
-                    counts["response_shares_token_with_prompt"] += 1
-                spans.append((len(ids) + first, len(ids) + len(one.ids) + len(self.eos)))
-                ids += one.ids + self.eos
+            for _ in example:
+                ids += next(prompts)
+                begin = len(ids)
+                ids += next(responses) + self.eos
+                spans.append((begin, len(ids)))
             sequences += self._fit(np.array(ids, self.dtype), np.array(spans, np.int64), counts)
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
         return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
+
+    def _encode(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+        return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _fit(
         self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]
@@ -138,12 +144,6 @@ class Encoder:
         else:
             counts[{"truncate": "overlong_truncated", "split": "overlong_split"}[policy]] += 1
         return fitted
-
-
-def _first_token(encoding: object, start: int) -> int:
-    """The first token that holds a character at or after `start`: where the response begins."""
-    ends = np.array([end for _, end in encoding.offsets])  # type: ignore[attr-defined]
-    return int(np.searchsorted(ends, start, side="right"))
 
 
 _ENCODER: Encoder | None = None

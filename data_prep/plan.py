@@ -220,8 +220,10 @@ def _located(one: Input, found: Looked) -> UserError:
     where = f"row {found.place.start + at + 1}"
     if isinstance(one, TextInput):
         with open_text(one.path) as stream:
-            sizes = [PIECE] * (found.place.start // PIECE) + [found.place.start % PIECE]
-            before = sum(stream.read(size).count(b"\n") for size in sizes)
+            before, left = 0, found.place.start
+            while left > 0:
+                chunk = stream.read(min(PIECE, left))
+                before, left = before + chunk.count(b"\n"), left - len(chunk)
             payload = stream.read(found.place.length)
         lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
         where = f"line {before + lines[at] + 1}"

@@ -1,11 +1,13 @@
 """`prepare`: a recipe's data section -> tokenizer, shards and manifests. Runs again without harm.
 
-What happens, in this order, each step only if its result is not there yet:
-    settings.json       written by the first job; another job must have the same settings
-    plan.npz            which rows each shard takes; made by one job while the others wait
+First one job makes what all jobs share, while the others wait:
     tokenizer/          saved, or trained
-    train/, validation/ shards of this job, each with a note that it is whole
-    manifest.json       of each split whose shards are all whole, by whichever job finishes last
+    grams.npz           of the tasks' test rows, if data.contamination is set
+    settings.json       all that decides the content; later jobs must have the same
+    plan.npz            which rows each shard takes; written last
+Then every job makes, if it is not there yet:
+    train/, validation/ its shards, each with a note that it is whole
+    manifest.json       of each split whose shards are all whole; whichever job finishes last
 A job that dies leaves nothing that is believed; it is simply started again.
 """
 
@@ -26,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from data_prep import contamination
 from data_prep.config import DataConfig, UserError
 from data_prep.encode import EncodeSettings, encode_part, set_up
-from data_prep.files import locked, remove_abandoned, write_once, write_text
+from data_prep.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep.parallel import Workers
 from data_prep.plan import SPLITS, Plan, make_plan
 from data_prep.rows import Rejected, parse, plain_text
@@ -45,10 +47,9 @@ from data_prep.tokenizer import load_tokenizer, tokenizer_facts, train_sentencep
 from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
-SETTINGS, PLAN, GRAMS, OVERLAP = "settings.json", "plan.npz", "grams.npz", "contamination.json"
+SETTINGS, PLAN, GRAMS, TOKENIZER, LOCK = "settings.json", "plan.npz", "grams.npz", "tokenizer", ".lock"
+OVERLAP = "contamination.json"  # in each split
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
-# Keys that say where things are, not what they hold.
-PLACES = ("dir", "root", "tokenizer", "tokenizer_revision")
 
 Say = Callable[[str], None]
 
@@ -61,32 +62,53 @@ def prepare(
     shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
     """
     directory = config.dir
-    if force and directory.is_dir():
-        _clear(directory)
+    if force and shard[1] > 1:
+        raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
     directory.mkdir(parents=True, exist_ok=True)
-    _claim(config)
+    with locked(directory / LOCK, lambda: say("another job is planning; waiting for it")):
+        if force or not (directory / PLAN).is_file():
+            _clear(directory)
+            _begin(config, workers, say)
+        plan = Plan.load(directory / PLAN)
+    _compare(config, plan)
     if all((directory / split / MANIFEST).is_file() for split in _splits(config)):
-        _check_sizes(config, Plan.load(directory / PLAN))
         say(f"{directory} is already prepared; nothing to do")
         return
-    with locked(directory / ".lock", lambda: say("another job is planning; waiting for it")):
-        inputs = open_inputs(config)
-        plan = _plan(config, inputs, workers, say)
-        settings = _tokenizer(config, plan, inputs, say)
-        if config.contamination is not None and not (directory / GRAMS).is_file():
-            grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
-            contamination.save(grams, directory / GRAMS)
+    inputs = open_inputs(config)
+    settings = _settings(config)
     if not finish:
         _shards(config, plan, inputs, settings, shard, workers, say)
     _finish(config, plan, settings, finish, say)
 
 
-def _claim(config: DataConfig) -> None:
-    """Write the settings, or compare them with those of the data that are there."""
-    file = config.dir / SETTINGS
-    wanted = _decisive(config)
-    write_once(file, json.dumps(wanted, indent=1, sort_keys=True) + "\n")
-    found = json.loads(file.read_text())
+def _begin(config: DataConfig, workers: int, say: Say) -> None:
+    """Settings, tokenizer and grams, and last the plan: once it is there, all of them are."""
+    inputs = open_inputs(config)
+    say(f"reading {len(inputs)} inputs")
+    with Workers(workers, _nothing) as pool:
+        plan = make_plan(config, inputs, pool)
+    rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
+    say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
+    say(f"rejected: {rejected or 'none'}")
+    with full_disk(config.dir):
+        _save_tokenizer(config, plan, inputs, say)
+    if config.contamination is not None:
+        grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+        contamination.save(grams, config.dir / GRAMS)
+    write_text(config.dir / SETTINGS, json.dumps(_decisive(config), indent=1, sort_keys=True) + "\n")
+    plan.save(config.dir / PLAN)
+
+
+def _nothing() -> None:
+    """Planning workers need no setting up."""
+
+
+def _compare(config: DataConfig, plan: Plan) -> None:
+    """Refuse to go on with other settings or other files than what is there was planned with.
+
+    Files that are gone are not missed here.
+    """
+    found, wanted = json.loads((config.dir / SETTINGS).read_text()), _decisive(config)
     if found != wanted:
         keys = [k for k in sorted(found | wanted) if found.get(k) != wanted.get(k)]
         differs = "; ".join(f"{k} was {_short(found.get(k))}, now {_short(wanted.get(k))}" for k in keys)
@@ -94,35 +116,6 @@ def _claim(config: DataConfig) -> None:
             f"{config.dir} was prepared with other settings ({differs}); "
             "set another data.dir, or prepare with --force"
         )
-
-
-def _decisive(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide what the data hold, and where the tokenizer is from."""
-    tree = config.model_dump(mode="json")
-    places = {name: tree.pop(name) for name in PLACES}
-    template = VERSIONS[config.template] if config.kind == "instruct" else None
-    named = {name: places[name] for name in ("tokenizer", "tokenizer_revision")}
-    return tree | {"format": FORMAT, "template": template} | named
-
-
-def _plan(config: DataConfig, inputs: list[Input], workers: int, say: Say) -> Plan:
-    file = config.dir / PLAN
-    if file.is_file():
-        plan = Plan.load(file)
-        _check_sizes(config, plan)
-        return plan
-    say(f"reading {len(inputs)} inputs")
-    with Workers(workers, _nothing) as pool:
-        plan = make_plan(config, inputs, pool)
-    plan.save(file)
-    rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
-    say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
-    say(f"rejected: {rejected or 'none'}")
-    return plan
-
-
-def _check_sizes(config: DataConfig, plan: Plan) -> None:
-    """Refuse to go on with other files than were planned. Files that are gone are not missed here."""
     for source in plan.summary["sources"]:
         path = config.root / source["name"]
         if "bytes" in source and path.is_file() and path.stat().st_size != source["bytes"]:
@@ -132,32 +125,32 @@ def _check_sizes(config: DataConfig, plan: Plan) -> None:
             )
 
 
-def _nothing() -> None:
-    """Planning workers need no setting up."""
+def _decisive(config: DataConfig) -> dict[str, Any]:
+    """The settings that decide what the data hold, and where the tokenizer is from."""
+    tree = config.model_dump(mode="json", exclude={"dir", "root"})
+    template = VERSIONS[config.template] if config.kind == "instruct" else None
+    return tree | {"format": FORMAT, "template": template}
 
 
-def _tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> EncodeSettings:
-    """The saved tokenizer's settings; loads or trains it first if it is not there."""
-    place = config.dir / "tokenizer"
-    if not (place / "tokenizer.json").is_file():
-        part = config.dir / ".tokenizer.part"
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(place, ignore_errors=True)
-        if config.train_tokenizer is not None:
-            say(f"training a tokenizer of {config.train_tokenizer} pieces")
-            model = part / "model" / "tokenizer.model"
-            train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
-            load_tokenizer(model).save_pretrained(part)
-            shutil.rmtree(model.parent)
-        else:
-            assert config.tokenizer is not None
-            local = config.root / config.tokenizer
-            source = local if local.exists() else config.tokenizer
-            load_tokenizer(source, config.tokenizer_revision).save_pretrained(part)
-        part.rename(place)
+def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> None:
+    place = config.dir / TOKENIZER
+    if config.train_tokenizer is not None:
+        say(f"training a tokenizer of {config.train_tokenizer} pieces")
+        model = config.dir / TOKENIZER / "tokenizer.model"
+        train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
+        load_tokenizer(model).save_pretrained(place)
+    else:
+        assert config.tokenizer is not None
+        local = config.root / config.tokenizer
+        source = local if local.exists() else config.tokenizer
+        load_tokenizer(source, config.tokenizer_revision).save_pretrained(place)
+
+
+def _settings(config: DataConfig) -> EncodeSettings:
+    """What workers need to encode."""
     return EncodeSettings(
-        place,
-        tokenizer_facts(place),
+        config.dir / TOKENIZER,
+        tokenizer_facts(config.dir / TOKENIZER),
         config.template,
         config.block,
         config.overlong,
@@ -263,7 +256,10 @@ def _manifest(
         for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
     }
     if split == "train" and not total["rows"]:
-        raise UserError(f"the training data are less than one block of {config.block} tokens; set data.block")
+        raise UserError(
+            f"the training data are less than one block of {config.block} tokens; "
+            "set a smaller data.block and prepare with --force"
+        )
     return Manifest(
         format=FORMAT,
         tool=TOOL,
@@ -296,8 +292,9 @@ def _short(value: Any) -> str:
 
 
 def _clear(directory: Path) -> None:
-    """Remove what an earlier preparation made, and only that."""
-    for name in (*SPLITS, "tokenizer", ".tokenizer.part"):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for name in (SETTINGS, PLAN, GRAMS, ".lock"):
+    """Remove what an earlier preparation made, and only that; first the plan, which vouches for the rest."""
+    for name in (PLAN, SETTINGS, GRAMS):
         (directory / name).unlink(missing_ok=True)
+    for name in (*SPLITS, TOKENIZER):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    remove_abandoned(directory)

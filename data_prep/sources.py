@@ -6,14 +6,15 @@ pass goes over all pieces once and keeps their places; a shard's job later reads
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
+
+import pyarrow
 
 from data_prep.config import DataConfig, Source, UserError
 from data_prep.rows import Payload, RowSpec, cuts, raw_rows
@@ -73,11 +74,13 @@ class TextInput(Input):
 
     def read(self, places: Iterable[Place]) -> Iterator[Payload]:
         with open_text(self.path) as stream:
+            at = 0
             for place in places:
-                stream.seek(place.start)
+                skip(stream, place.start - at)
                 payload = stream.read(place.length)
                 if len(payload) != place.length:
-                    raise UserError(f"{self.name} became shorter while it was read; {AGAIN}")
+                    raise UserError(f"{self.name} is shorter than when it was planned; {AGAIN}")
+                at = place.start + place.length
                 yield payload
 
     def identity(self) -> dict[str, Any]:
@@ -165,15 +168,21 @@ def open_inputs(config: DataConfig) -> list[Input]:
     return train + held_out
 
 
-def open_text(path: Path) -> BinaryIO:
-    """A file's text as a seekable stream, unpacked on the way."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        import zstandard
+def open_text(path: Path) -> Any:
+    """A file's bytes as a stream, unpacked on the way; a file that ends too early raises OSError."""
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    if packed is None:
+        return path.open("rb")
+    return pyarrow.input_stream(str(path), compression=packed, buffer_size=PIECE)
 
-        return zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-    return path.open("rb")
+
+def skip(stream: Any, count: int) -> None:
+    """Pass over bytes of a stream."""
+    if count and stream.seekable():
+        stream.seek(count, 1)
+        return
+    while count > 0 and (chunk := stream.read(min(PIECE, count))):
+        count -= len(chunk)
 
 
 def file_identity(path: Path, name: str) -> dict[str, Any]:
@@ -231,14 +240,12 @@ def _guess(path: Path, name: str, spec: RowSpec) -> str:
     return "wikitext" if any(cuts(b"x\n" + head, spec._replace(format="wikitext"))) else "lines"
 
 
-def _chunks(stream: BinaryIO, name: str) -> Iterator[bytes]:
+def _chunks(stream: Any, name: str) -> Iterator[bytes]:
     """A stream in reads of PIECE bytes. Raises UserError when it cannot be unpacked."""
-    import zstandard
-
     try:
         while chunk := stream.read(PIECE):
             yield chunk
-    except (zstandard.ZstdError, EOFError, OSError) as error:
+    except OSError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{name} cannot be unpacked ({reason}); the file is damaged") from None
 
@@ -309,7 +316,6 @@ def _json(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
 
 
 def _parquet(source: Source, name: str, spec: RowSpec, path: Path, packed: bool) -> Input:
-    import pyarrow
     import pyarrow.parquet
 
     if packed:

@@ -63,21 +63,41 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast | Path) -> Tokenizer:
+def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
     """The bare encoder of training text: adds no special token, and finds none in the text.
 
-    "</s>" in a document is five characters, never the end-of-sequence id. Takes a tokenizer or its
-    saved directory (so that workers need not import transformers).
+    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text goes
+    on from earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
+    workers need not import transformers).
     """
     if isinstance(tokenizer, Path):
-        backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        text = (tokenizer / "tokenizer.json").read_text()
     else:
-        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        text = tokenizer.backend_tokenizer.to_str()
+    if continuing:
+        tree = json.loads(text)
+        tree["normalizer"] = _without_prefix(tree["normalizer"])
+        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
+        text = json.dumps(tree)
+    backend = Tokenizer.from_str(text)
     backend.post_processor = None
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True
     return backend
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts nothing before the text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            inner = map(_without_prefix, part[name])
+            return part | {name: [one for one in inner if one is not None]}
+    if part["type"] == "Metaspace":
+        return part | {"prepend_scheme": "never"}
+    return part | {"add_prefix_space": False} if "add_prefix_space" in part else part
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
