@@ -6,9 +6,12 @@ whose forward without labels is the ordinary one, so that generation and export 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from data_prep.config import UserError
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.cost import CostEmbedding, load_cost
+from pipeline.cost import CostEmbedding, LiveCost, load_cost
 from pipeline.fused import LossSums, fuse_head
 from pipeline.objectives import Objective, get_objective
 
@@ -98,19 +101,46 @@ def attention(choice: str) -> str:
     return "sdpa"
 
 
-def load_objective(config: RunConfig, vocab_size: int) -> tuple[Objective, CostEmbedding | None]:
-    """The objective and, where it has a fixed one, its cost embedding.
+Cost = CostEmbedding | LiveCost | None
+
+
+class Losses(NamedTuple):
+    """What is minimised, and the transport costs that training and validation use."""
+
+    objective: Objective
+    cost: Cost  # None where the objective has no transport part, so that it pays for none
+    measure: Cost  # in validation DEMD is reported for every objective, to compare them
+
+
+def load_losses(config: RunConfig, vocab_size: int) -> Losses:
+    """The objective and its cost embedding.
 
     The embedding is read from the weights as they were before training, also on resume, because the
-    paper's transport cost is given a priori and stays fixed (section 3.1).
+    paper's transport cost is given a priori and stays fixed (section 3.1). The first weights of a new model
+    mean nothing, so an objective without costs is not measured with them.
     """
     objective = get_objective(config.objective.name, **config.objective.params)
-    if not objective.needs_cost or config.objective.cost == "live":
-        return objective, None
     source = config.objective.cost
-    if source == "pretrained":
-        source = str(config.model.path or initial_weights(config))
-    return objective, load_cost(source, vocab_size)
+    cost: Cost = None
+    if source == "live":
+        cost = LiveCost()
+    elif source != "pretrained":
+        cost = load_cost(source, vocab_size)
+    elif config.model.path is not None or objective.needs_cost:
+        cost = load_cost(config.model.path or str(initial_weights(config)), vocab_size)
+    return Losses(objective, cost if objective.needs_cost else None, cost)
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
+    """Within the block the fused head reports DEMD whatever the objective."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    training = head.spec
+    head.spec = dataclasses.replace(training, cost=losses.measure)
+    try:
+        yield
+    finally:
+        head.spec = training
 
 
 def initial_weights(config: RunConfig) -> Path:
@@ -123,7 +153,6 @@ def write_initial_weights(config: RunConfig) -> None:
     target = initial_weights(config)
     if (target / "config.json").is_file():
         return
-    torch.manual_seed(config.train.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         model = AutoModelForCausalLM.from_config(
@@ -148,7 +177,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
         raise UserError(_unreachable(path, error)) from None
 
 
-def build_model(config: RunConfig, objective: Objective, cost: CostEmbedding | None) -> nn.Module:
+def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
     model = load_pretrained(config, attention(config.model.attn_implementation))
     model.config.use_cache = False
@@ -157,8 +186,7 @@ def build_model(config: RunConfig, objective: Objective, cost: CostEmbedding | N
         peft_model = add_lora(model, config.model)
     fuse_model(
         model,
-        objective,
-        cost,
+        losses,
         z_loss=config.objective.z_loss,
         label_smoothing=config.objective.label_smoothing,
     )
@@ -184,9 +212,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
     )
 
 
-def fuse_model(
-    model: PreTrainedModel, objective: Objective, cost: CostEmbedding | None, **options: Any
-) -> None:
+def fuse_model(model: PreTrainedModel, losses: Losses, **options: Any) -> None:
     """Give `model` the forward that ends in the fused head. Parameter names do not change."""
     config = model.config
     if getattr(config, "logits_scaling", None):  # Granite divides its logits
@@ -198,7 +224,7 @@ def fuse_model(
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} has no linear output head to fuse")
-    fuse_head(head, objective, cost, **options)
+    fuse_head(head, losses.objective, losses.cost, **options)
     ordinary = type(model)
     model.__class__ = type(f"Fused{ordinary.__name__}", (FusedForward, ordinary), {})
 

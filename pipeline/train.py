@@ -34,9 +34,11 @@ from pipeline.export import ExportError, export_model
 from pipeline.guard import Guard
 from pipeline.metrics import Metrics
 from pipeline.model import (
+    Losses,
     build_model,
     check_fits,
-    load_objective,
+    load_losses,
+    measuring,
     model_config,
     write_initial_weights,
 )
@@ -66,7 +68,7 @@ def train(config: RunConfig, world: World) -> bool:
         log.info("%s is finished: its export stands in export/", config.run_dir)
         return True
     stop = StopRequest(config.run_dir, config.train.max_minutes)
-    objective, cost = load_objective(config, hf_config.vocab_size)
+    losses = load_losses(config, hf_config.vocab_size)
     ds_config = engine.deepspeed_config(config, batch)
     saved = resume.newest_valid(config.run_dir, world)
     source = None
@@ -75,14 +77,14 @@ def train(config: RunConfig, world: World) -> bool:
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
     partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
-    trainer = Engine(build_model(config, objective, cost), ds_config, world)
+    trainer = Engine(build_model(config, losses), ds_config, world)
     del partitioned
     step, tokens = 0, 0
     if saved is not None and source is not None:
         trainer.load(source)
         step, tokens = saved.step, saved.tokens
         log.info("resumed from %s", saved.directory)
-    log.info("%s; steps %d to %d; objective %s", batch, step, steps, objective.name)
+    log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
     metrics = Metrics(
         config.run_dir, step, steps, world.is_main, config.train.tensorboard, config.run_dir.name
     )
@@ -108,7 +110,7 @@ def train(config: RunConfig, world: World) -> bool:
         if step % config.train.log_every == 0 or step == steps:
             metrics.log(step, tokens, last_lr, trainer.gradient_norm())
         if validation is not None and _due(step, config.train.eval_every, steps):
-            metrics.validation(step, tokens, evaluate(trainer, validation, config, batch.micro))
+            metrics.validation(step, tokens, evaluate(trainer, losses, validation, config, batch.micro))
         if sums.stop and step < steps:
             finished = False
         if not finished or _due(step, config.train.save_every, steps):
@@ -129,7 +131,9 @@ def train(config: RunConfig, world: World) -> bool:
     return finished
 
 
-def evaluate(trainer: Engine, validation: TokenDataset, config: RunConfig, micro: int) -> engine.Sums:
+def evaluate(
+    trainer: Engine, losses: Losses, validation: TokenDataset, config: RunConfig, micro: int
+) -> engine.Sums:
     """Sums over the first train.eval_rows validation rows; ranks take equally many micro-batches."""
     ranks, rank = trainer.world.ranks, trainer.world.rank
     count = min(len(validation), config.train.eval_rows)
@@ -137,7 +141,8 @@ def evaluate(trainer: Engine, validation: TokenDataset, config: RunConfig, micro
     padded = np.resize(np.arange(count), rounds * ranks * micro)
     real = np.arange(len(padded)) < count
     mine = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
-    return trainer.evaluate(_tensors(validation, padded[mine], micro, real[mine]))
+    with measuring(trainer.model, losses):
+        return trainer.evaluate(_tensors(validation, padded[mine], micro, real[mine]))
 
 
 def _tensors(

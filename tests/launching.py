@@ -27,16 +27,13 @@ ENVIRONMENT = os.environ | {
 
 
 def tiny_recipe(directory: Path, **train: object) -> Path:
-    """A recipe of a tiny new LLaMA on the generated world, with its data prepared; returns its path."""
+    """A recipe of a tiny new LLaMA on a few plain sentences, with its data prepared; returns its path."""
     rng = random.Random(3)
-    who, did, what = (
-        "man woman cat dog child king".split(),
-        "saw took lost ate".split(),
-        "a fish|the red ball|it",
-    )
+    who = ["man", "woman", "cat", "dog", "child", "king"]
+    did = ["saw", "took", "lost", "ate"]
+    what = ["a fish", "the red ball", "it"]
     sentences = [
-        f"The {rng.choice(who)} {rng.choice(did)} {rng.choice(what.split('|'))} on day {n}."
-        for n in range(600)
+        f"The {rng.choice(who)} {rng.choice(did)} {rng.choice(what)} on day {n}." for n in range(600)
     ]
     texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
     (directory / "text.txt").write_text("\n".join(texts))
