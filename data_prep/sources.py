@@ -196,7 +196,8 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
     if source.files is not None:
         yield from _file_inputs(source, source.files, config)
         return
-    spec = RowSpec(config.kind, source.format, True, source.column, source.clean, config.max_chars)
+    lines = source.format != "wikitext"  # whose rows are lines of text
+    spec = RowSpec(config.kind, source.format, lines, source.column, source.clean, config.max_chars)
     if source.embedded is not None:
         yield _world(source, source.embedded, spec)
     else:
@@ -217,18 +218,20 @@ def _file_inputs(source: Source, pattern: str, config: DataConfig) -> Iterator[I
             raise UserError(f"{path} has none of the known endings {', '.join(SUFFIXES)} (.zst, .gz)")
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty")
-        lines = suffix != ".txt"
+        lines = suffix in (".jsonl", ".json")
+        text = suffix == ".txt"
         spec = RowSpec(config.kind, source.format, lines, source.column, source.clean, config.max_chars)
-        if lines and source.format in ("document", "lines", "paragraphs"):
+        for_text = ("document", "lines", "paragraphs", *(("wikitext",) if lines else ()))
+        if not text and source.format in for_text:
             raise UserError(f"{path} holds JSON or a table: format {source.format} is for text files")
-        if not lines and (config.kind == "instruct" or source.format in ("text", "alpaca", "messages")):
+        if text and (config.kind == "instruct" or source.format in ("text", "alpaca", "messages")):
             raise UserError(f"{path} is plain text; {source.format} rows need jsonl, json or parquet")
         if suffix == ".parquet":
             yield _parquet(source, name, spec, path, packed)
         elif suffix == ".json" and _is_array(path):
             yield _json(source, name, spec, path)
         else:
-            if not lines and source.format == "auto":
+            if text and source.format == "auto":
                 spec = spec._replace(format=_guess(path, name, spec))
             yield TextInput(source, name, spec, path)
 
