@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -34,16 +35,12 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
     Raises UserError when the path cannot be read or disagrees with `architecture`. With `online` false the
     recipe's `architecture` stands in for a path that is not on this machine.
     """
-    described = None
-    if config.architecture is not None:
-        keys = dict(config.architecture)
+    if config.path is None or (not online and config.architecture and not Path(config.path).exists()):
+        keys = dict(config.architecture or {})
         try:
-            described = AutoConfig.for_model(keys.pop("model_type"), **keys)
-        except ValueError as error:
+            return AutoConfig.for_model(keys.pop("model_type"), **keys)
+        except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {_one_line(error)}") from None
-        if config.path is None or (not online and not Path(config.path).exists()):
-            return described
-    assert config.path is not None
     try:
         found = AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:
