@@ -119,12 +119,12 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     objective = get_objective(config.objective.name, **config.objective.params)
     source = config.objective.cost
     cost: Cost = None
+    if source == "pretrained" and (config.model.path is not None or objective.needs_cost):
+        source = config.model.path or str(initial_weights(config))
     if source == "live":
         cost = LiveCost()
     elif source != "pretrained":
-        cost = load_cost(source, vocab_size)
-    elif config.model.path is not None or objective.needs_cost:
-        cost = load_cost(config.model.path or str(initial_weights(config)), vocab_size)
+        cost = load_cost(source, vocab_size, cache_mb=config.objective.cost_cache_mb)
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 
