@@ -38,6 +38,11 @@ class Item:
     prefix: np.ndarray
     tails: Sequence[np.ndarray]
     group: object = None
+    skip: Sequence[int] | None = None  # leading tokens of each tail that are not scored; none by default
+
+    def unscored(self, k: int) -> int:
+        """Leading tokens of tail k that are fed but not scored."""
+        return 0 if self.skip is None else self.skip[k]
 
     @property
     def fed(self) -> int:
@@ -75,16 +80,15 @@ class Work:
 class PrefixScorer:
     """Scores Items with a causal LM. `budget`: tokens per batch, padding included.
 
-    ignore_id: targets with this id cost nothing (OpenICL's treatment of pad = eos; off by default).
     The tree layout is checked once against plain rows; a model that does not honour it is scored plainly.
     """
 
-    def __init__(self, model: PreTrainedModel, budget: int = 8192, ignore_id: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, budget: int = 8192) -> None:
         self.model = model.eval()
         self.body: nn.Module = model.base_model
         self.head: nn.Linear = model.get_output_embeddings()
         self.budget = budget
-        self.ignore_id = ignore_id
+        self._ignored: int | None = None
         self.work = Work()
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
@@ -96,8 +100,9 @@ class PrefixScorer:
             log.warning("%s: shared-prefix layout not usable, scoring whole prompts", type(model).__name__)
 
     @torch.inference_mode()
-    def score(self, items: Sequence[Item]) -> list[ItemScore]:
-        """Scores in the order of `items`."""
+    def score(self, items: Sequence[Item], ignored: int | None = None) -> list[ItemScore]:
+        """Scores in the order of `items`. ignored: targets with this id cost nothing."""
+        self._ignored = ignored
         self.work.items += len(items)
         if not self.tree:
             return self._score_plain(items)
@@ -167,9 +172,11 @@ class PrefixScorer:
                 ids[r, at : at + n] = tail[:n]
                 positions[r, at : at + n] = np.arange(c + p, c + p + n)
                 segment[r, at : at + n] = k + 1
-                source.append(base + np.concatenate([[p - 1], np.arange(at, at + n)])[: len(tail)])
-                target.append(tail)
-                owner.append(np.full(len(tail), sums + 1 + k))
+                skip = item.unscored(k)
+                before = base + np.concatenate([[p - 1], np.arange(at, at + n)])
+                source.append(before[skip : len(tail)])
+                target.append(tail[skip:])
+                owner.append(np.full(len(tail) - skip, sums + 1 + k))
                 at += n
             sums += 1 + len(item.tails)
         hidden = self._run(ids, positions, _tree_mask(segment, c), context)
@@ -232,7 +239,7 @@ class PrefixScorer:
             norm = logits.logsumexp(dim=-1)
             parts.append(norm[local].double() - logits[local, targets[lo:hi]].double())
         nll = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self._device)
-        return nll if self.ignore_id is None else nll.masked_fill(targets == self.ignore_id, 0.0)
+        return nll if self._ignored is None else nll.masked_fill(targets == self._ignored, 0.0)
 
     def _logits(self, states: Tensor) -> Tensor:
         logits = self.head(states)
@@ -270,7 +277,7 @@ class PrefixScorer:
                 split = len(items[i].prefix) - 1
                 result[i].prefix = float(nll[:split].sum())
                 if items[i].tails:
-                    result[i].tails[k] = nll[split:].sum()
+                    result[i].tails[k] = nll[split + items[i].unscored(k) :].sum()
         return result
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,16 +20,22 @@ from datasets import DatasetDict
 from tqdm import tqdm
 
 from data_prep.config import UserError
-from eval import stats, store
+from eval import store
+from eval.components import DENSE, INFERENCERS, RETRIEVERS, openicl_identity, openicl_retrieve
+from eval.extra_scores import EXTRA_SCORES, calibrated, channel
 from eval.forward import PrefixScorer
 from eval.model import EvaluatedModel
-from eval.openicl_compat import AccEvaluator, DatasetReader, quiet
+from eval.openicl_compat import DatasetReader, PPLInferencer, quiet
 from eval.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, indices_digest
 from eval.score import SCORES, VERSION, PrefixPPLInferencer
-from eval.tasks import GROUP, LABEL, Task, TaskData, load_data
+from eval.summary import row_text, summarise, worst
+from eval.tasks import GROUP, LABEL, ROW, Task, TaskData, load_data
+from eval.views import claim_name
 
 CHUNK = 256  # rows; what a killed job loses at most
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,44 @@ class Settings:
     """What may be chosen about an evaluation; all of it is part of the result's key except `budget`."""
 
     data: str
-    retriever: str = "minilm"
+    retriever: str = "minilm"  # a sentence model, or the name of one of OpenICL's retrievers
+    encoder: str = "minilm"  # sentence model of OpenICL's dense retrievers
+    inferencer: str = "prefix"  # or ppl: OpenICL's own
+    faithful: bool = False  # prompts and token counts as OpenICL makes them, faults included
     shots: int | None = None  # None: the task's own number
     limit: int | None = None
     score: str = "openicl_ppl"
+    extra: tuple[str, ...] = ()  # further scores
     max_tokens: int | None = None  # longest prompt; None: the model's context
     budget: int = 8192  # tokens per batch
+
+    def __post_init__(self) -> None:
+        _known("--inferencer", self.inferencer, INFERENCERS)
+        _known("--score", self.score, (*SCORES, *EXTRA_SCORES))
+        for name in self.extra:
+            _known("--extra-scores", name, EXTRA_SCORES)
+        if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
+            raise UserError("--inferencer ppl gives openicl_ppl only")
+        if self.shots is not None and self.shots < 0:
+            raise UserError("--shots must not be negative")
+        for name in ("limit", "max_tokens", "budget"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Further scores, the deciding one included."""
+        return tuple(name for name in EXTRA_SCORES if name in (*self.extra, self.score))
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """All scores that records hold."""
+        return ("openicl_ppl",) if self.inferencer == "ppl" else (*SCORES, *self.extras)
+
+
+def _known(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{option} {value!r}; known: {', '.join(known)}")
 
 
 class Job:
@@ -56,7 +94,8 @@ class Job:
 
     @cached_property
     def encoder(self) -> Encoder:
-        return Encoder(self.settings.retriever)
+        own = self.settings.retriever in RETRIEVERS
+        return Encoder(self.settings.encoder if own else self.settings.retriever)
 
     @cached_property
     def scorer(self) -> PrefixScorer:
@@ -72,7 +111,7 @@ class Job:
             ranges = [range(i, min(i + CHUNK, len(indices))) for i in range(0, len(indices), CHUNK)]
             self._score(task, data, indices, entry, ranges)
             records = [r for i in range(len(ranges)) for r in entry.chunk(i) or []]
-            result = summarise(task, records, self.settings.score, retrieval)
+            result = summarise(task, records, self.settings.score, self.settings.scores, retrieval)
             entry.finish(result | {"worst": worst(task, data, records, self.settings.score)})
             result = entry.result()
             assert result is not None
@@ -92,41 +131,59 @@ class Job:
             "retrieval": retrieval | {"indices": indices_digest(indices)},
             "max_tokens": self.settings.max_tokens,
             "score": self.settings.score,
+            "scores": self.settings.scores,
+            "inferencer": self.settings.inferencer,
+            "faithful": self.settings.faithful,
             "scorer": VERSION,
         }
 
     def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
         """Demonstrations of every test row, and what they depend on. Kept in the store: found once."""
-        count = task.spec.shots.count if self.settings.shots is None else self.settings.shots
-        by_group = task.spec.shots.by == "group"
-        how = "group" if by_group else self.settings.retriever
-        retrieval = {"retriever": how, "shots": count}
-        if not by_group and count:
-            retrieval["encoder"] = self.encoder.digest
-        path = self.out / "store" / "retrieval" / f"{store.digest([retrieval, data.digest])[:32]}.json"
-        if path.is_file():
-            return json.loads(path.read_text()), retrieval
-        reader = data.reader(task)
-        if by_group:
-            indices = GroupRetriever(reader, ice_num=count).retrieve()
-        elif count == 0:
-            indices = [[] for _ in range(len(data.rows["test"]))]
+        name, count = self.settings.retriever, self.settings.shots
+        count = task.spec.shots.count if count is None else count
+        if count == 0:
+            return [[] for _ in range(len(data.rows["test"]))], {"retriever": "none", "shots": 0}
+        if task.spec.shots.by == "group":
+            identity: dict[str, Any] = {"retriever": "group"}
+        elif name in RETRIEVERS:
+            digest = self.encoder.digest if name in DENSE else ""
+            identity = openicl_identity(name, self.settings.encoder, digest, self.model)
         else:
-            indices = DenseRetriever(
-                reader, ice_num=count, sentence_transformers_model_name=self.encoder
-            ).retrieve()
-        store.replace(path, json.dumps(indices))
-        return indices, retrieval
+            identity = {"retriever": name, "encoder": self.encoder.digest}
+        identity["shots"] = count
+        folder = self.out / "store" / "retrieval"
+        path = folder / f"{store.digest([identity, data.digest])[:32]}.json"
+        while not path.is_file():
+            with store.held(store.Lease(folder / "leases", path.stem)) as mine:
+                if mine and not path.is_file():
+                    store.replace(path, json.dumps(self._find(task, data, count)))
+            if not mine:
+                time.sleep(POLL_SECONDS)
+        return json.loads(path.read_text()), identity
+
+    def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
+        reader, name = data.reader(task), self.settings.retriever
+        if task.spec.shots.by == "group":
+            return GroupRetriever(reader, ice_num=count).retrieve()
+        if count > len(data.rows["train"]):
+            raise UserError(f"task {task.name}: {count} demonstrations of {len(data.rows['train'])} rows")
+        if name in RETRIEVERS:
+            return openicl_retrieve(name, task, data, count, self.settings.encoder, self.model)
+        return DenseRetriever(reader, ice_num=count, sentence_transformers_model_name=self.encoder).retrieve()
 
     def _score(
-        self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry, ranges: list[range]
+        self,
+        task: Task,
+        data: TaskData,
+        indices: list[list[int]],
+        entry: store.Entry,
+        ranges: list[range],
     ) -> None:
         """Score the missing chunks that nobody else is at, until all are there."""
         done = sum(len(r) for i, r in enumerate(ranges) if entry.has_chunk(i))
-        bar = tqdm(
-            total=len(indices), initial=done, desc=f"{self.model.name} {task.name}", unit="row", disable=None
-        )
-        pool = Counter(_text(task, row) for row in data.rows["train"])
+        label = f"{self.model.name} {task.name}"
+        bar = tqdm(total=len(indices), initial=done, desc=label, unit="row", disable=None)
+        pool = Counter(row_text(task, row) for row in data.rows["train"])
         with bar:
             while pending := [i for i in range(len(ranges)) if not entry.has_chunk(i)]:
                 worked = False
@@ -143,11 +200,21 @@ class Job:
 
     def _score_rows(
         self, task: Task, data: TaskData, indices: list[list[int]], rows: range, pool: Counter[str]
-    ) -> list[dict[str, Any]]:
+    ) -> list[Record]:
         """Records of some test rows, by an OpenICL inferencer over an OpenICL retriever."""
         part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
         reader = DatasetReader(part, input_columns=task.inputs, output_column=LABEL)
-        retriever = StoredRetriever(reader, [indices[r] for r in rows], ice_num=max(map(len, indices)))
+        found = [indices[r] for r in rows]
+        retriever = StoredRetriever(reader, found, ice_num=max(map(len, found)))
+        infer = self._infer_openicl if self.settings.inferencer == "ppl" else self._infer
+        records = infer(task, part, retriever)
+        for record, row, entry in zip(records, rows, part["test"], strict=True):
+            record |= {"row": row, "id": entry[ROW], "gold": entry[LABEL], "group": entry[GROUP]}
+            record["leaked"] = pool[row_text(task, entry)] > 0
+        return records
+
+    def _infer(self, task: Task, part: DatasetDict, retriever: StoredRetriever) -> list[Record]:
+        """Prediction, demonstrations and scores of every row, by ours."""
         with tempfile.TemporaryDirectory() as scratch, quiet():
             inferencer = PrefixPPLInferencer(
                 tokenizer_name=self.model.tokenizer,
@@ -155,121 +222,69 @@ class Job:
                 output_json_filepath=scratch,
                 labels=task.labels,
                 scorer=self.scorer,
-                score=self.settings.score,
+                faithful=self.settings.faithful,
+            )
+            inferencer.inference(retriever, task.demonstration_template, task.template)
+        scores = dict(inferencer.scores)
+        samples, limit = inferencer.samples, inferencer.max_model_token_num
+        common = (self.scorer, self.model.tokenizer, limit)
+        if "channel" in self.settings.extras:
+            scores["channel"] = channel(task, part, retriever.indices, *common)
+        if "calibrated" in self.settings.extras:
+            scores["calibrated"] = calibrated(task, part, samples, scores["suffix_sum"], *common)
+        # What is recorded is what decides, to the last digit.
+        kept = {name: [[_rounded(x) for x in row] for row in values] for name, values in scores.items()}
+        best = [min(range(len(row)), key=row.__getitem__) for row in kept[self.settings.score]]
+        return [
+            {
+                "prediction": task.labels[best[n]],
+                "demonstrations": sample.demonstrations,
+                "dropped": sample.dropped,
+                "cut": sample.cut,
+                "scores": {name: values[n] for name, values in kept.items()},
+            }
+            for n, sample in enumerate(samples)
+        ]
+
+    def _infer_openicl(self, task: Task, part: DatasetDict, retriever: StoredRetriever) -> list[Record]:
+        """The same by OpenICL's PPLInferencer; what it drops or cuts it does not tell."""
+        with tempfile.TemporaryDirectory() as scratch, quiet():
+            inferencer = PPLInferencer(
+                self.model.model,
+                self.model.fresh_tokenizer(),
+                max_model_token_num=self.settings.max_tokens,
+                batch_size=8,
+                output_json_filepath=scratch,
+                labels=task.labels,
             )
             predictions = inferencer.inference(retriever, task.demonstration_template, task.template)
+            saved = json.loads((Path(scratch) / "predictions.json").read_text())
         records = []
-        for n, (row, sample, entry) in enumerate(zip(rows, inferencer.samples, part["test"], strict=True)):
-            scores = {name: [float(f"{x:.9g}") for x in inferencer.scores[name][n]] for name in SCORES}
+        for n, prediction in enumerate(predictions):
+            ppl = [_rounded(saved[str(n)][f"label: {label}"]["PPL"]) for label in task.labels]
             records.append(
                 {
-                    "row": row,
-                    "gold": entry[LABEL],
-                    "group": entry[GROUP],
-                    "prediction": predictions[n],
-                    "demonstrations": sample.demonstrations,
-                    "dropped": sample.dropped,
-                    "cut": sample.cut,
-                    "leaked": pool[_text(task, entry)] > 0,
-                    "scores": scores,
+                    "prediction": prediction,
+                    "demonstrations": retriever.indices[n],
+                    "dropped": 0,
+                    "cut": 0,
+                    "scores": {"openicl_ppl": ppl},
                 }
             )
         return records
 
 
-def _text(task: Task, row: dict[str, str]) -> str:
-    """The inputs of a row; equal texts mean that a test row stands in the pool."""
-    return "\n".join(row[name] for name in task.inputs)
-
-
-def summarise(
-    task: Task, records: list[dict[str, Any]], score: str, retrieval: dict[str, Any]
-) -> dict[str, Any]:
-    """Metrics of a task's records; a pure function of them."""
-    gold = [r["gold"] for r in records]
-    groups = [r["group"] for r in records] if task.spec.group else None
-    by_score = {name: _metrics(records, task, name, groups) for name in SCORES}
-    main = by_score[score]
-    correct = [r["prediction"] == r["gold"] for r in records]
-    # OpenICL's evaluator counts the rows; a task with groups then averages over them.
-    pooled = AccEvaluator().score([r["prediction"] for r in records], gold)["accuracy"]
-    assert abs(pooled - sum(correct) / len(correct)) < 1e-12
-    clean = [i for i, r in enumerate(records) if not r["leaked"]]
-    counts = stats.confusion(gold, [r["prediction"] for r in records], task.labels)
-    per_group = {}
-    for group in sorted(set(groups or [])):
-        of_group = [c for c, g in zip(correct, groups or [], strict=True) if g == group]
-        per_group[group] = {"accuracy": sum(of_group) / len(of_group), "n": len(of_group)}
-    return {
-        "task": task.name,
-        "title": task.spec.title,
-        "version": task.version,
-        "retriever": retrieval["retriever"],
-        "shots": retrieval["shots"],
-        "labels": task.labels,
-        "chance": 1 / len(task.labels),
-        "majority": max(Counter(gold).values()) / len(gold),
-        "score": score,
-        **main,
-        "openicl_accuracy": pooled,
-        "scores": by_score,
-        "macro_f1": stats.macro_f1(counts),
-        "confusion": counts,
-        "groups": per_group,
-        "leaked": len(records) - len(clean),
-        "clean": _accuracy([correct[i] for i in clean], groups and [groups[i] for i in clean]),
-        "rows_shortened": sum(r["dropped"] > 0 for r in records),
-        "rows_cut": sum(r["cut"] > 0 for r in records),
-    }
-
-
-def worst(
-    task: Task, data: TaskData, records: list[dict[str, Any]], score: str, count: int = 5
-) -> list[dict[str, Any]]:
-    """The wrong rows whose right label lost by most, with what the model was shown."""
-
-    def lost_by(record: dict[str, Any]) -> float:
-        values = record["scores"][score]
-        return values[task.labels.index(record["gold"])] - min(values)
-
-    wrong = [r for r in records if r["prediction"] != r["gold"]]
-    chosen = sorted(wrong, key=lambda r: (-lost_by(r), r["row"]))[:count]
-    return [
-        {
-            "row": r["row"],
-            "text": _text(task, data.rows["test"][r["row"]]),
-            "gold": r["gold"],
-            "prediction": r["prediction"],
-            "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
-            "dropped": r["dropped"],
-            "demonstrations": [
-                {"text": _text(task, data.rows["train"][d]), "label": data.rows["train"][d][LABEL]}
-                for d in r["demonstrations"]
-            ],
-        }
-        for r in chosen
-    ]
-
-
-def _metrics(
-    records: list[dict[str, Any]], task: Task, score: str, groups: list[str] | None
-) -> dict[str, Any]:
-    """Accuracy when the smallest value of `score` decides."""
-    predicted = [
-        task.labels[min(range(len(s)), key=s.__getitem__)] for s in (r["scores"][score] for r in records)
-    ]
-    return _accuracy([p == r["gold"] for p, r in zip(predicted, records, strict=True)], groups)
-
-
-def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:
-    if not correct:
-        return {"accuracy": None, "n": 0}
-    found = stats.as_dict(stats.accuracy(correct, groups))
-    return {"accuracy": found.pop("value"), **found}
+def _rounded(value: float) -> float:
+    """Nine digits: more than float32 has, and files stay readable."""
+    return float(f"{value:.9g}")
 
 
 def run_all(
-    model: EvaluatedModel, tasks: list[Task], settings: Settings, out: Path, say: Callable[[str], None]
+    model: EvaluatedModel,
+    tasks: list[Task],
+    settings: Settings,
+    out: Path,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """All tasks of a model, which is described first, so that a partial run can be reported."""
     claim_name(model, out, say)
@@ -280,50 +295,10 @@ def run_all(
         result = job.run(task)
         how = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
         low, high = (100 * result["bootstrap"][end] for end in ("low", "high"))
+        note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
-            f"chance {100 * result['chance']:.1f}  n {result['n']}  ({how})"
+            f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({how})"
         )
         results.append(result)
     return results
-
-
-def claim_name(model: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
-    """Describe the model under its name. Views of other weights under the same name are removed."""
-    directory = out / "models" / model.name
-    described = directory / "model.json"
-    if described.is_file() and json.loads(described.read_text())["weights"] != model.digest:
-        say(f"{model.name}: other weights than in the last run; its earlier results are not shown any more")
-        for path in directory.glob("*.json"):
-            path.unlink(missing_ok=True)
-    facts = {
-        "name": model.name,
-        "path": model.given,
-        "weights": model.digest,
-        "tokenizer": model.tokenizer_digest,
-        "dtype": model.dtype,
-        "facts": model.facts,
-    }
-    store.replace(described, store.dump(facts))
-
-
-def views(out: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """(model description, task -> view) of every model evaluated under `out`."""
-    for described in sorted(out.glob("models/*/model.json")):
-        model = json.loads(described.read_text())
-        found = {}
-        for path in sorted(described.parent.glob("*.json")):
-            view = json.loads(path.read_text())
-            if path.name not in ("model.json", "samples.json") and view["weights"] == model["weights"]:
-                found[path.stem] = view
-        yield model, found
-
-
-def require_views(out: Path) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """`views`, or UserError when there are none."""
-    found = list(views(out))
-    if not found:
-        raise UserError(
-            f"no results in {out}; make them with: python -m eval run --model DIR --data DIR --out {out}"
-        )
-    return found

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.report import ALPHA, Model, Report, mean_accuracy, percent
-from eval.score import SCORES
+from eval.compare import ALPHA, Model
+from eval.report import Report, mean_accuracy, percent, spread
 
 SCORE_TITLES = {
     "openicl_ppl": "whole-prompt perplexity",
     "suffix_sum": "label likelihood",
     "suffix_mean": "label likelihood per token",
+    "channel": "channel",
+    "calibrated": "calibrated",
 }
 SAMPLES_SHOWN = 4
 CONFUSION_LABELS = 8  # larger matrices are in results.json only
@@ -81,13 +83,18 @@ def _results(report: Report) -> str:
         shown = "\u2013" if mean is None else f"{100 * mean:.1f}"
         cells.append(f"<b>{shown}</b>" if mean is not None and mean == top else shown)
         lines.append(_tr(cells))
-    chance = [next(r["chance"] for r in report.rows if r["task"] == t) for t in tasks]
-    shares = [next(r["majority"] for r in report.rows if r["task"] == t) for t in tasks]
+    for i, (label, names) in enumerate(report.seeds.items()):
+        cells = [spread(report.over_seeds(label, t)) for t in (*tasks, None)]
+        lines.append(_tr([f"{escape(label)} ({len(names)} seeds)", *cells], kind="" if i else "first"))
+    chance = [report.of_task(t)["chance"] for t in tasks]
+    shares = [report.of_task(t)["majority"] for t in tasks]
     for label, values, kind in (("chance", chance, "quiet first"), ("majority label", shares, "quiet")):
         lines.append(
             _tr([label, *(f"{100 * v:.1f}" for v in (*values, sum(values) / len(values)))], kind=kind)
         )
     caption = "Per cent, with 95 % bootstrap intervals; bold: best of a column. MMLU: mean over subjects."
+    if report.seeds:
+        caption += " Seeds: mean ± standard deviation."
     if report.baseline:
         caption += (
             f" ↑ ↓: differs from {escape(report.baseline)} on the same rows "
@@ -109,8 +116,8 @@ def _figure(report: Report) -> str:
         for m, model in enumerate(report.models)
         if (row := report.row(model.name, task)) is not None
     }
-    chance = [next(r["chance"] for r in report.rows if r["task"] == t) for t in report.tasks]
-    titles = [next(r["title"] for r in report.rows if r["task"] == t) for t in report.tasks]
+    chance = [report.of_task(t)["chance"] for t in report.tasks]
+    titles = [report.of_task(t)["title"] for t in report.tasks]
     figure = plots.accuracy_figure(titles, [m.name for m in report.models], cells, chance)
     return f"<figure>{figure}</figure>"
 
@@ -118,50 +125,46 @@ def _figure(report: Report) -> str:
 def _scores(report: Report) -> str:
     if not report.rows:
         return ""
-    head = _tr(
-        [
-            "Task",
-            "Model",
-            "n",
-            *(SCORE_TITLES[s] for s in SCORES),
-            "macro F1",
-            "clean",
-            "leaked",
-            "shortened",
-        ],
-        cell="th",
-        text=2,
-    )
+    checked = any(r["trained_on"] is not None for r in report.rows)
+    columns = ["macro F1", "clean", "leaked", "shortened", *(["trained on", "without"] if checked else [])]
+    head = _tr(["Task", "Model", "n", *(SCORE_TITLES[s] for s in report.scores), *columns], cell="th", text=2)
     lines = []
     for task in report.tasks:
-        for row in (r for r in report.rows if r["task"] == task):
-            scores = [f"<b>{percent(row, s)}</b>" if s == row["score"] else percent(row, s) for s in SCORES]
-            first = row["model"] == next(r["model"] for r in report.rows if r["task"] == task)
-            cells = [
-                escape(row["title"]) if first else "",
-                escape(row["model"]),
-                f"{row['n']:,}",
-                *scores,
+        for i, row in enumerate(r for r in report.rows if r["task"] == task):
+            shares = [percent(row, s) for s in report.scores]
+            shares = [
+                f"<b>{x}</b>" if s == row["score"] else x for s, x in zip(report.scores, shares, strict=True)
+            ]
+            cells = ["" if i else escape(row["title"]), escape(row["model"]), f"{row['n']:,}", *shares]
+            cells += [
                 percent(row, "macro_f1"),
                 percent(row, "clean_accuracy"),
                 f"{row['leaked']:,}",
                 _shortened(row),
             ]
+            if checked:
+                known = row["trained_on"] is not None
+                cells += [f"{row['trained_on']:,}" if known else "\u2013", percent(row, "untrained_accuracy")]
             lines.append(_tr(cells, text=2))
     text = (
-        "Three ways to turn the same forward pass into a decision. Whole-prompt perplexity divides by the "
+        "Several ways to turn the same forward pass into a decision. Whole-prompt perplexity divides by the "
         "prompt's length, so every further token of a label earns the model's mean loss: labels of unequal "
-        "length are favoured differently by models of unequal perplexity. The other two count the label's "
-        "tokens only. <i>Clean</i> leaves out test rows whose text stands verbatim among the rows that "
-        "demonstrations come from (<i>leaked</i>); <i>shortened</i> counts prompts that lost demonstrations, "
-        "or text of the query (+), to fit the model's context."
+        "length are favoured differently by models of unequal perplexity. The label likelihoods count the "
+        "label's tokens only. <i>Clean</i> leaves out test rows whose text stands verbatim among the rows "
+        "that demonstrations come from (<i>leaked</i>); <i>shortened</i> counts rows whose prompts lost "
+        "demonstrations, and in brackets those that lost text of the query, to fit the model's context."
     )
+    if checked:
+        text += (
+            " <i>Trained on</i> counts test rows that share long word sequences with the training text, as "
+            "data preparation found them; <i>without</i> is the accuracy on the others."
+        )
     caption = "Accuracy in per cent; bold: the score used above."
     return f"<h2>Scores side by side</h2><p>{text}</p>{_table(head, lines, caption)}"
 
 
 def _shortened(row: dict[str, Any]) -> str:
-    cut = f" (+{row['rows_cut']:,})" if row["rows_cut"] else ""
+    cut = f" ({row['rows_cut']:,})" if row["rows_cut"] else ""
     return f"{row['rows_shortened']:,}{cut}"
 
 
@@ -300,7 +303,7 @@ def _made_with(report: Report) -> str:
 
 
 def _title(report: Report, task: str) -> str:
-    return escape(next(r["title"] for r in report.rows if r["task"] == task))
+    return escape(report.of_task(task)["title"])
 
 
 def _name(number: int, model: Model) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.config import UserError
 from eval.forward import Item
 from eval.openicl_compat import BaseRetriever, PromptTemplate, Template
 
@@ -50,8 +51,8 @@ def common_prefix(rows: Sequence[np.ndarray]) -> int:
 class PromptBuilder:
     """Renders and tokenises the prompts of a retriever's test rows.
 
-    limit: longest prompt in tokens (None: unlimited). Templates are repaired unless they are used as they
-    are by OpenICL's own mode, which has its own builder below.
+    limit: longest prompt in tokens (None: unlimited). label_first: the label stands before the query's text,
+    so that a bare query is cut at its end. Stock templates are repaired (see Template).
     """
 
     retriever: BaseRetriever
@@ -60,6 +61,7 @@ class PromptBuilder:
     ice_template: PromptTemplate | None
     prompt_template: PromptTemplate | None
     limit: int | None = None
+    label_first: bool = False
 
     def __post_init__(self) -> None:
         self.ice_template = None if self.ice_template is None else Template.of(self.ice_template)
@@ -120,15 +122,61 @@ class PromptBuilder:
         return self.limit is not None and max(map(len, sample.ids)) > self.limit
 
     def _cut(self, sample: Sample) -> Sample:
-        """Remove the same tokens after the first from every label's prompt until the longest fits."""
+        """Remove the same tokens of the query from every label's prompt until the longest fits."""
         if self._too_long(sample):
             assert self.limit is not None
             sample.cut = max(map(len, sample.ids)) - self.limit
-            removable = common_prefix(sample.ids) - 1
+            shortest, start = min(map(len, sample.ids)), common_prefix(sample.ids)
+            removable = shortest - start if self.label_first else start - 1
             if sample.cut > removable:
-                raise ValueError(f"row {sample.row}: the labels alone are longer than {self.limit} tokens")
-            sample.ids = [np.concatenate([ids[:1], ids[1 + sample.cut :]]) for ids in sample.ids]
+                raise UserError(
+                    f"the labels of a prompt need more than {self.limit} tokens; raise --max-tokens"
+                )
+            keep = slice(None, -sample.cut) if self.label_first else slice(1 + sample.cut, None)
+            first = 0 if self.label_first else 1
+            sample.ids = [np.concatenate([ids[:first], ids[keep]]) for ids in sample.ids]
         return sample
+
+
+class OpenICLPromptBuilder(PromptBuilder):
+    """OpenICL's own way, for comparison: templates as they are, demonstrations dropped label by label and for
+    good (so that later labels may see fewer), and prompts cut at their end where the tokenizer says so.
+
+    limit: OpenICL's max_model_token_num; None (its default) drops nothing.
+    """
+
+    def __post_init__(self) -> None:
+        self._demonstrations = {}
+
+    def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
+        """Samples in which every label may have other demonstrations."""
+        left = [list(found) for found in indices]
+        ices = [self._generate_ice(found) for found in left]
+        samples = [Sample(row, found, [], []) for row, found in zip(rows, left, strict=True)]
+        for label in self.labels:
+            for n, sample in enumerate(samples):
+                prompt = self._label_prompt(sample.row, ices[n], label)
+                while left[n] and self.limit is not None and self._length(prompt) > self.limit:
+                    left[n].pop()
+                    ices[n] = self._generate_ice(left[n])
+                    prompt = self._label_prompt(sample.row, ices[n], label)
+                sample.prompts.append(prompt)
+                sample.ice.append(ices[n])
+        tokenise(self.tokenizer, samples, truncate=True)
+        for sample, found in zip(samples, indices, strict=True):
+            sample.dropped = len(found) - len(sample.demonstrations)
+        return samples
+
+    def _generate_ice(self, indices: list[int]) -> str:
+        return self.retriever.generate_ice(indices, ice_template=self.ice_template)
+
+    def _label_prompt(self, row: int, ice: str, label: Any) -> str:
+        return self.retriever.generate_label_prompt(
+            row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
+        )
+
+    def _length(self, prompt: str) -> int:
+        return len(self.tokenizer(prompt, verbose=False)["input_ids"])
 
 
 def tokenise(tokenizer: Any, samples: list[Sample], truncate: bool = False) -> None:

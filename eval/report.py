@@ -6,41 +6,20 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data_prep.config import UserError
 from eval import stats, store
-from eval.job import require_views
+from eval.compare import ALPHA, Model, compare_models, in_order, pick, read_models
+from eval.extra_scores import EXTRA_SCORES
 from eval.score import SCORES
-from eval.tasks import ORDER
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
-ALPHA = 0.05
-
-
-@dataclass
-class Model:
-    """One evaluated model: its description, its result per task, its text and its training log."""
-
-    name: str
-    description: dict[str, Any]
-    results: dict[str, dict[str, Any]]
-    keys: dict[str, str]
-    out: Path
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """step, tokens, objective, run: as far as the trainer left them."""
-        return self.description["facts"]
-
-    def records(self, task: str) -> list[dict[str, Any]]:
-        """Per-row records of a task, in row order."""
-        chunks = sorted((self.out / "store" / self.keys[task] / "chunks").glob("*.json"))
-        return [record for chunk in chunks for record in json.loads(chunk.read_text())]
 
 
 @dataclass
@@ -54,10 +33,20 @@ class Report:
     rows: list[dict[str, Any]]  # one per model x task
     comparisons: list[dict[str, Any]]  # one per model x task against the baseline
     baseline: str | None
+    seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, Any]
 
     def row(self, model: str, task: str) -> dict[str, Any] | None:
         return next((r for r in self.rows if (r["model"], r["task"]) == (model, task)), None)
+
+    def of_task(self, task: str) -> dict[str, Any]:
+        """Any row of a task: title, chance and majority are the same for all models."""
+        return next(r for r in self.rows if r["task"] == task)
+
+    @property
+    def scores(self) -> list[str]:
+        """The scores that any row has."""
+        return [name for name in (*SCORES, *EXTRA_SCORES) if any(r.get(name) is not None for r in self.rows)]
 
     def significant(self, model: str, task: str) -> int:
         """+1 / -1: better / worse than the baseline after Holm's correction; 0: cannot be told."""
@@ -66,59 +55,55 @@ class Report:
                 return 1 if c["difference"] > 0 else -1
         return 0
 
+    def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
+        """Mean and standard deviation of the accuracy over seeds; task None: of the mean over tasks."""
+        members = [pick(self.models, name) for name in self.seeds[label]]
+        if task is None:
+            values = [mean_accuracy(self, m) for m in members]
+        else:
+            values = [m.results.get(task, {}).get("accuracy") for m in members]
+        return None if None in values else stats.mean_sd([v for v in values if v is not None])
+
 
 def gather(
-    outs: list[Path], runs: dict[str, Path], baseline: str | None = None, title: str = "", notice: str = ""
+    outs: Sequence[Path],
+    runs: dict[str, Path],
+    baseline: str | None = None,
+    title: str = "",
+    notice: str = "",
+    seeds: dict[str, list[str]] | None = None,
 ) -> Report:
     """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
 
     Models come in the order of `runs`, then by training step and name. UserError when there is nothing.
     """
-    models = [_model(out, *view) for out in outs for view in require_views(out)]
-    names = [m.name for m in models]
-    if len(set(names)) != len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise UserError(
-            f"model {twice!r} stands in two of the directories; evaluate one under another --name"
-        )
-    for name in [*runs, *([baseline] if baseline else [])]:
-        if name not in names:
-            raise UserError(f"no results of a model {name!r}; there are: {', '.join(names)}")
+    models = read_models(outs)
+    for name in [*runs, *([baseline] if baseline else []), *(n for ns in (seeds or {}).values() for n in ns)]:
+        pick(models, name)
     order = {name: i for i, name in enumerate(runs)}
     models.sort(key=lambda m: (order.get(m.name, len(order)), m.facts.get("step") or 0, m.name))
-    for model in models:
-        if model.name in runs:
-            model.metrics = _metrics(runs[model.name])
     models = [m for m in models if m.results or m.samples]
     if not models:
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
-    present = {task for m in models for task in m.results}
-    tasks = [t for t in ORDER if t in present] + sorted(present - set(ORDER))
+    overlaps = {}
+    for model in models:
+        if model.name in runs:
+            model.metrics = _metrics(runs[model.name])
+            overlaps[model.name] = _contamination(runs[model.name])
+    tasks = in_order({task for m in models for task in m.results})
     first = baseline or models[0].name
     comparisons = compare_models(models, first, tasks)
+    rows = [_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results]
     return Report(
         title=title or "In-context evaluation",
         notice=notice,
         models=models,
         tasks=tasks,
-        rows=[_row(m, t) for m in models for t in tasks if t in m.results],
+        rows=rows,
         comparisons=comparisons,
         baseline=first if comparisons else None,
+        seeds=seeds or {},
         metadata=metadata(),
-    )
-
-
-def _model(out: Path, description: dict[str, Any], found: dict[str, dict[str, Any]]) -> Model:
-    samples_file = out / "models" / description["name"] / "samples.json"
-    samples = json.loads(samples_file.read_text()) if samples_file.is_file() else {"samples": []}
-    current = samples.get("weights") == description["weights"]
-    return Model(
-        name=description["name"],
-        description=description,
-        results={task: view["result"] for task, view in found.items()},
-        keys={task: view["key"] for task, view in found.items()},
-        out=out,
-        samples=samples["samples"] if current else [],
     )
 
 
@@ -135,7 +120,17 @@ def _metrics(run: Path) -> list[dict[str, float]]:
     return records
 
 
-def _row(model: Model, task: str) -> dict[str, Any]:
+def _contamination(run: Path) -> dict[str, dict[str, Any]]:
+    """Task -> which test rows share long word sequences with the run's training text, if that was checked."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
+        return json.loads(overlap.read_text())["tasks"]
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _row(model: Model, task: str, overlap: dict[str, Any] | None) -> dict[str, Any]:
     result = model.results[task]
     return {
         "model": model.name,
@@ -148,10 +143,11 @@ def _row(model: Model, task: str) -> dict[str, Any]:
         "majority": result["majority"],
         "n": result["n"],
         "macro_f1": result["macro_f1"],
-        **{name: result["scores"][name]["accuracy"] for name in SCORES},
+        **{name: facts["accuracy"] for name, facts in result["scores"].items()},
         "score": result["score"],
         "leaked": result["leaked"],
         "clean_accuracy": result["clean"]["accuracy"],
+        **_overlapping(model, task, overlap),
         "rows_shortened": result["rows_shortened"],
         "rows_cut": result["rows_cut"],
         "prompt": result["version"],
@@ -162,34 +158,17 @@ def _row(model: Model, task: str) -> dict[str, Any]:
     }
 
 
-def compare_models(models: list[Model], baseline: str, tasks: list[str]) -> list[dict[str, Any]]:
-    """Every model against `baseline` on the same rows of each task; Holm over a model's tasks."""
-    first = next(m for m in models if m.name == baseline)
-    comparisons = []
-    for other in models:
-        if other is first:
-            continue
-        family = []
-        for task in tasks:
-            if task in first.results and task in other.results:
-                found = compare_task(first, other, task)
-                if found is not None:
-                    family.append({"model": other.name, "baseline": baseline, "task": task, **found})
-        for item, p in zip(family, stats.holm([f["p_mcnemar"] for f in family]), strict=True):
-            item["p_holm"] = p
-        comparisons += family
-    return comparisons
-
-
-def compare_task(a: Model, b: Model, task: str) -> dict[str, Any] | None:
-    """Paired statistics of two models, or None when they were not asked the same rows."""
-    first, second = a.records(task), b.records(task)
-    asked = [[(r["row"], r["gold"], r["group"]) for r in records] for records in (first, second)]
-    if asked[0] != asked[1]:
-        return None
-    right_a, right_b = ([r["prediction"] == r["gold"] for r in records] for records in (first, second))
-    groups = [r["group"] for r in first] if a.results[task]["groups"] else None
-    return stats.as_dict(stats.paired(right_a, right_b, groups))
+def _overlapping(model: Model, task: str, overlap: dict[str, Any] | None) -> dict[str, Any]:
+    """Test rows that stand in part in the training text, and the accuracy without them. None: not checked."""
+    if overlap is None:
+        return {"trained_on": None, "untrained_accuracy": None}
+    flagged = overlap["overlapping_rows"]
+    records = model.records(task)
+    rest = [r for r in records if str(r["id"]) not in flagged]
+    groups = [r["group"] for r in rest] if model.results[task]["groups"] else None
+    right = [r["prediction"] == r["gold"] for r in rest]
+    value = stats.accuracy(right, groups).value if rest else None
+    return {"trained_on": len(records) - len(rest), "untrained_accuracy": value}
 
 
 def metadata() -> dict[str, Any]:
@@ -242,6 +221,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "comparisons": report.comparisons,
         "baseline": report.baseline,
         "models": [m.description | {"mean_accuracy": mean_accuracy(report, m)} for m in report.models],
+        "seeds": {
+            label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
+            for label in report.seeds
+        },
         "metadata": report.metadata,
     }
 
@@ -254,48 +237,37 @@ def mean_accuracy(report: Report, model: Model) -> float | None:
 
 def markdown(report: Report) -> str:
     """The main tables as Markdown."""
-    titles = [next(r["title"] for r in report.rows if r["task"] == t) for t in report.tasks]
     lines = [f"# {report.title}", ""]
     if report.notice:
         lines += [f"> {report.notice}", ""]
-    lines += [
-        "Accuracy in per cent",
-        "",
-        _md_row(["model", *titles, "mean"]),
-        _md_row(["---"] * (len(titles) + 2)),
-    ]
+    lines += ["Accuracy in per cent", ""]
+    lines += _md_header(["model", *(report.of_task(t)["title"] for t in report.tasks), "mean"])
     for model in report.models:
         cells = [percent(report.row(model.name, t)) + _mark(report, model.name, t) for t in report.tasks]
-        mean = mean_accuracy(report, model)
-        lines.append(_md_row([model.name, *cells, "" if mean is None else f"{100 * mean:.1f}"]))
-    chance = [next(r["chance"] for r in report.rows if r["task"] == t) for t in report.tasks]
-    lines.append(
-        _md_row(["chance", *(f"{100 * c:.1f}" for c in chance), f"{100 * sum(chance) / len(chance):.1f}"])
-    )
+        lines.append(_md_row([model.name, *cells, _percent(mean_accuracy(report, model))]))
+    for label, names in report.seeds.items():
+        cells = [spread(report.over_seeds(label, t)) for t in (*report.tasks, None)]
+        lines.append(_md_row([f"{label} ({len(names)} seeds)", *cells]))
+    for name in ("chance", "majority"):
+        values = [report.of_task(t)[name] for t in report.tasks]
+        lines.append(_md_row([name, *map(_percent, [*values, sum(values) / max(len(values), 1)])]))
     if report.baseline:
         lines += ["", f"↑ ↓: differs from {report.baseline} (exact McNemar, Holm over tasks, p < {ALPHA})."]
-    header = [
-        "model",
-        "task",
-        "n",
-        "accuracy",
-        "95 % interval",
-        *SCORES,
-        "macro F1",
-        "clean",
-        "leaked",
-        "shortened",
-    ]
-    lines += ["", "## Details", "", _md_row(header), _md_row(["---"] * len(header))]
+    columns = ["macro_f1", "clean_accuracy", "leaked", "trained_on", "untrained_accuracy"]
+    columns += ["rows_shortened", "rows_cut"]
+    lines += ["", "## Details", ""]
+    lines += _md_header(["model", "task", "n", "accuracy", "95 % interval", *report.scores, *columns])
     for r in report.rows:
-        interval = f"{100 * r['low']:.1f} to {100 * r['high']:.1f}"
-        scores = [f"{100 * r[name]:.1f}" for name in SCORES]
-        clean = "" if r["clean_accuracy"] is None else f"{100 * r['clean_accuracy']:.1f}"
-        f1 = f"{100 * r['macro_f1']:.1f}"
-        cells = [r["model"], r["title"], str(r["n"]), percent(r), interval, *scores, f1, clean]
-        lines.append(_md_row([*cells, str(r["leaked"]), str(r["rows_shortened"])]))
+        interval = f"{_percent(r['low'])} to {_percent(r['high'])}"
+        shares = [percent(r, name) for name in report.scores]
+        rest = [str(r[c]) if isinstance(r[c], int) else percent(r, c) for c in columns]
+        lines.append(_md_row([r["model"], r["title"], str(r["n"]), percent(r), interval, *shares, *rest]))
     lines += ["", "## Made with", ""] + [f"- {name}: {value}" for name, value in report.metadata.items()]
     return "\n".join(lines) + "\n"
+
+
+def _md_header(cells: list[str]) -> list[str]:
+    return [_md_row(cells), _md_row(["---"] * len(cells))]
 
 
 def _md_row(cells: list[str]) -> str:
@@ -307,5 +279,17 @@ def _mark(report: Report, model: str, task: str) -> str:
 
 
 def percent(row: dict[str, Any] | None, name: str = "accuracy") -> str:
-    """A share as per cent with one decimal; a dash when there is none."""
-    return "\u2013" if row is None or row[name] is None else f"{100 * row[name]:.1f}"
+    """A share of a row in per cent; a dash when there is none."""
+    return _percent(None if row is None else row.get(name))
+
+
+def _percent(value: float | None) -> str:
+    return "\u2013" if value is None else f"{100 * value:.1f}"
+
+
+def spread(found: tuple[float, float | None] | None) -> str:
+    """Mean and standard deviation over seeds, in per cent."""
+    if found is None:
+        return "\u2013"
+    mean, deviation = found
+    return _percent(mean) if deviation is None else f"{_percent(mean)} ± {_percent(deviation)}"

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.forward import ItemScore, PrefixScorer
+from eval.forward import PrefixScorer
 from eval.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
-from eval.prompts import PromptBuilder, Sample
+from eval.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 
 SCORES = ("openicl_ppl", "suffix_sum", "suffix_mean")
 VERSION = 1  # of everything that decides a score, given the same prompts
@@ -31,6 +31,8 @@ class PrefixPPLInferencer(PPLInferencer):
     budget: tokens per batch, instead of `batch_size`.
     score: which of SCORES decides the prediction.
     max_model_token_num: defaults to the model's context.
+    faithful: build prompts, count tokens and write records exactly as OpenICL does, faults included: see
+        OpenICLPromptBuilder; tokens with the id of the padding token (EOS) are neither counted nor scored.
 
     `samples` and `scores` hold the last call's prompts and, per score, an array [rows, labels].
     """
@@ -52,6 +54,7 @@ class PrefixPPLInferencer(PPLInferencer):
         scorer: PrefixScorer | None = None,
         budget: int = 8192,
         score: str = "openicl_ppl",
+        faithful: bool = False,
         **kwargs: Any,
     ) -> None:
         # The base class sets padding on the tokenizer it gets; the caller's stays as it is.
@@ -76,9 +79,12 @@ class PrefixPPLInferencer(PPLInferencer):
             raise ValueError("PrefixPPLInferencer scores local models; use PPLInferencer for an API")
         if score not in SCORES:
             raise ValueError(f"score must be one of {', '.join(SCORES)}")
+        self.faithful = faithful
         self.scorer = scorer or PrefixScorer(self.model, budget)
         self.score = score
-        self.max_model_token_num: int | None = max_model_token_num or context_length(self.model)
+        self.max_model_token_num: int | None = max_model_token_num
+        if not faithful and max_model_token_num is None:
+            self.max_model_token_num = context_length(self.model)
         self.samples: list[Sample] = []
         self.scores: dict[str, np.ndarray] = {}
 
@@ -97,14 +103,15 @@ class PrefixPPLInferencer(PPLInferencer):
         labels = self.labels or retriever.get_labels(
             ice_template=ice_template, prompt_template=prompt_template
         )
-        builder = PromptBuilder(
+        builder = (OpenICLPromptBuilder if self.faithful else PromptBuilder)(
             retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
         )
         indices = retriever.retrieve()
         self.samples = builder.build(range(len(indices)), indices)
-        self.scores = score_samples(self.scorer, self.samples)
+        ignored = self.tokenizer.pad_token_id if self.faithful else None
+        self.scores = score_samples(self.scorer, self.samples, ignored)
         best = self.scores[self.score].argmin(axis=1)
-        handler = self._records(labels, [labels[k] for k in best])
+        handler = self._records(retriever, ice_template, labels, [labels[k] for k in best])
         path = output_json_filepath or self.output_json_filepath
         name = output_json_filename or self.output_json_filename
         handler.subprocess_write_to_json(path, name)
@@ -114,15 +121,29 @@ class PrefixPPLInferencer(PPLInferencer):
         handler.write_to_json(path, name)
         return [record["prediction"] for record in handler.results_dict.values()]
 
-    def _records(self, labels: list[Any], predictions: list[Any]) -> PPLInferencerOutputHandler:
+    def _records(
+        self,
+        retriever: BaseRetriever,
+        ice_template: PromptTemplate | None,
+        labels: list[Any],
+        chosen: list[Any],
+    ) -> PPLInferencerOutputHandler:
         """OpenICL's record of every row, with the other scores beside PPL."""
         handler = PPLInferencerOutputHandler(self.accelerator)
-        handler.save_ice([sample.ice[0] for sample in self.samples])
-        handler.save_predictions(predictions)
-        for row, sample in enumerate(self.samples):
-            for k, label in enumerate(labels):
+        if self.faithful:  # it saves the demonstrations before it drops any
+            handler.save_ice(
+                [retriever.generate_ice(i, ice_template=ice_template) for i in retriever.retrieve()]
+            )
+        else:
+            handler.save_ice([sample.ice[0] for sample in self.samples])
+        for k, label in enumerate(labels):
+            for row, sample in enumerate(self.samples):
                 prompt, ppl = sample.prompts[k], float(self.scores["openicl_ppl"][row, k])
-                handler.save_prompt_and_ppl(label, prompt.replace(sample.ice[k], "", 1), prompt, ppl, row)
+                query = prompt.replace(sample.ice[k], "", 1)
+                if self.faithful:  # it takes the demonstrations to be the prompt's beginning
+                    query = prompt[len(sample.ice[k]) :]
+                handler.save_prompt_and_ppl(label, query, prompt, ppl, row)
+        handler.save_predictions(chosen)
         for row, record in enumerate(handler.results_dict.values()):
             for k, label in enumerate(labels):
                 extra = {name: float(self.scores[name][row, k]) for name in SCORES[1:]}
@@ -130,33 +151,29 @@ class PrefixPPLInferencer(PPLInferencer):
         return handler
 
 
-def score_samples(scorer: PrefixScorer, samples: list[Sample]) -> dict[str, np.ndarray]:
-    """All SCORES of all samples, arrays [rows, labels]."""
-    items, owner = [], []
-    for row, sample in enumerate(samples):
-        of_row = sample.items()
-        items += of_row
-        owner += [row] * len(of_row)
-    found: list[list[ItemScore]] = [[] for _ in samples]
-    for row, result in zip(owner, scorer.score(items), strict=True):
-        found[row].append(result)
-    ppl, total, mean = [], [], []
-    for sample, parts in zip(samples, found, strict=True):
-        lengths = np.array([_counted(ids, scorer.ignore_id) for ids in sample.ids])
-        shared = sample.items()[0].prefix if len(parts) == 1 else np.empty(0, dtype=np.int64)
-        tails = lengths - _counted(shared, scorer.ignore_id)
+def score_samples(
+    scorer: PrefixScorer, samples: list[Sample], ignored: int | None = None
+) -> dict[str, np.ndarray]:
+    """All SCORES of all samples, arrays [rows, labels]. ignored: a token id that is not counted or scored."""
+    items = [sample.items() for sample in samples]
+    found = iter(scorer.score([item for of_sample in items for item in of_sample], ignored))
+    scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
+    for sample, parts in zip(samples, items, strict=True):
+        results = [next(found) for _ in parts]
+        lengths = np.array([_counted(ids, ignored) for ids in sample.ids])
         if len(parts) == 1:
-            s, prefix = parts[0].tails, parts[0].prefix
-        else:
-            s, prefix = np.array([part.prefix for part in parts]), 0.0
-        ppl.append((prefix + s) / lengths)
-        total.append(s)
-        mean.append(s / np.maximum(tails, 1))
-    return dict(zip(SCORES, map(np.array, (ppl, total, mean)), strict=True))
+            prefix, tails = results[0].prefix, results[0].tails
+            tail_lengths = lengths - _counted(parts[0].prefix, ignored)
+        else:  # nothing shared: every prompt is an item
+            prefix, tails, tail_lengths = 0.0, np.array([r.prefix for r in results]), lengths
+        scores["openicl_ppl"].append((prefix + tails) / lengths)
+        scores["suffix_sum"].append(tails)
+        scores["suffix_mean"].append(tails / np.maximum(tail_lengths, 1))
+    return {name: np.array(values) for name, values in scores.items()}
 
 
-def _counted(ids: np.ndarray, ignore_id: int | None) -> int:
-    return len(ids) if ignore_id is None else int((ids != ignore_id).sum())
+def _counted(ids: np.ndarray, ignored: int | None) -> int:
+    return len(ids) if ignored is None else int((ids != ignored).sum())
 
 
 def context_length(model: Any) -> int | None:

@@ -26,7 +26,7 @@ from eval.openicl_compat import DatasetReader, PromptTemplate, Template
 DIRECTORY = Path(__file__).parent / "tasks"
 ORDER = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]  # the paper's
 ICE = "</E>"  # where OpenICL puts the demonstrations
-LABEL, GROUP = "label", "group"  # columns of the canonical rows, beside the inputs
+LABEL, GROUP, ROW = "label", "group", "row"  # columns of the canonical rows, beside the inputs
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -96,6 +96,9 @@ class TaskSpec(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TaskSpec:
         labels = list(self.label.names)
+        taken = {LABEL, GROUP, ROW} & set(self.input)
+        if taken:
+            raise ValueError(f"input: {taken.pop()} is a name that every row has; choose another")
         values = [(type(v), v) for accepted in self.label.names.values() for v in accepted]
         if len(set(values)) != len(values):
             raise ValueError("label.names: one value stands for two labels")
@@ -162,6 +165,10 @@ class Task:
             raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
         text = self.prompt.channel
         return self._template(self.prompt.before, text, ice=True), self._template("", text, ice=False)
+
+    def fill(self, text: str, row: dict[str, Any]) -> str:
+        """`text` with {name} replaced by the inputs of a canonical row."""
+        return _SLOT.sub(lambda match: str(row[match.group(1)]), text)
 
     def _template(self, before: str, text: str, ice: bool) -> PromptTemplate:
         tokens = {name: f"</{name}>" for name in self.inputs}
@@ -234,7 +241,7 @@ def select_tasks(names: str, version: str = "paper") -> list[Task]:
 
 @dataclass(frozen=True)
 class TaskData:
-    """Canonical rows: the inputs as text, `label` as its name, `group`."""
+    """Canonical rows: the inputs as text, `label` as its name, `group`, `row`."""
 
     rows: DatasetDict  # "train": where demonstrations come from; "test"
     digest: str  # of both splits' content
@@ -250,10 +257,10 @@ def load_data(task: Task, source: str, limit: int | None = None) -> TaskData:
     limit: evenly spaced test rows, so that every group and label keeps its share.
     """
     splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
-    canonical: dict[str, list[dict[str, str]]] = {}
+    canonical: dict[str, list[dict[str, Any]]] = {}
     for role, split in splits.items():
         raw, where = _hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
-        canonical[role] = [_canonical(task, row, f"{where} row {i}") for i, row in enumerate(raw)]
+        canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
             raise UserError(f"{where} has no rows")
     canonical["train"] = canonical["train"][: task.prompt.pool_first]
@@ -319,9 +326,9 @@ def _hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
     return data, where
 
 
-def _canonical(task: Task, row: dict[str, Any], where: str) -> dict[str, str]:
-    """One row: inputs as text, the label by name, the group."""
-    canonical = {}
+def _canonical(task: Task, row: dict[str, Any], place: int, where: str) -> dict[str, Any]:
+    """One row: inputs as text, the label by name, the group, and its number in the full split."""
+    canonical: dict[str, Any] = {ROW: row.get(ROW, place)}
     for name, column in task.spec.input.items():
         spec = Column(column=column) if isinstance(column, str) else column
         text = str(_value(row, spec.column, where))
