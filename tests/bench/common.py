@@ -1,0 +1,235 @@
+"""What every side-by-side measurement shares: alternation, medians, peak memory, the table, the verdict.
+
+Contestants run in turn within one process, round after round, so that a change in the machine's mood hits
+all of them. A ratio is the median over rounds of the quotient within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "runs" / "bench"
+
+
+def settle(threads: int = 1) -> None:
+    """One thread: contestants are compared by CPU time, which other people's load does not enter."""
+    torch.set_num_threads(threads)
+
+
+def machine() -> str:
+    """The machine in words, without any name of it."""
+    cores = f"{os.cpu_count()} cores"
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _read("/proc/cpuinfo").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    words = f"{model}, {cores}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    if torch.cuda.is_available():
+        words += f", {torch.cuda.get_device_name()}"
+    return words
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of one call; on a GPU the time between two CUDA events."""
+    if torch.cuda.is_available():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def race(
+    contestants: dict[str, Callable[[int], object]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each contestant in each round; `contestant(i)` gets the round's number (>= 0).
+
+    Rounds below zero warm up and do not count. The order turns by one place every round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for i in range(-warm_up, rounds):
+        turn = i % len(names)
+        for name in names[turn:] + names[:turn]:
+            gc.collect()
+            took = seconds(lambda name=name, i=i: contestants[name](i))  # type: ignore[misc]
+            if i >= 0:
+                times[name].append(took)
+    return times
+
+
+def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
+    """Median over rounds of `name` divided by `base` in the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
+
+
+def peak_memory_mb(run: Callable[[], object]) -> float:
+    """Largest memory held during `run` above what was held before it, in MiB.
+
+    On a CPU from the kernel's count of resident pages, so every temporary of every library is in it; on a
+    GPU from the allocator. Call it in a fresh process (`in_child`): pages that an earlier contestant left
+    in the allocator would hide what this one takes.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present
+    before = _status_kb("VmRSS")
+    run()
+    return (_status_kb("VmHWM") - before) / 1024
+
+
+def _status_kb(key: str) -> int:
+    line = next(line for line in _read("/proc/self/status").splitlines() if line.startswith(key))
+    return int(line.split()[1])
+
+
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)` in a fresh Python process; large buffers go back to the system at once."""
+    given = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    old = {key: os.environ.get(key) for key in given}
+    os.environ.update(given)
+    try:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            return pool.apply(function, arguments)
+    finally:
+        for key, value in old.items():
+            if value is None:
+                os.environ.pop(key)
+            else:
+                os.environ[key] = value
+
+
+def import_peer(package: str, module: str) -> Any:
+    """Import `module` of a peer `package` (NAME==VERSION), installed for this process only.
+
+    It is put into a temporary directory behind everything else on the path, without dependencies, so
+    that nothing of the project's environment changes. Raises ImportError with the reason.
+    """
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(module)
+    target = Path(tempfile.gettempdir()) / f"bench-peers-{os.getuid()}" / package
+    if not target.is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+        done = subprocess.run([*command, package], capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines() or ["pip failed"]
+            raise ImportError(f"{package} could not be installed: {reason[-1]}")
+    if str(target) not in sys.path:
+        sys.path.append(str(target))
+    importlib.invalidate_caches()
+    return importlib.import_module(module)
+
+
+@dataclass
+class Report:
+    """Rows for the reader, ratios for the verdict."""
+
+    name: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, **cells: Any) -> None:
+        self.rows.append(cells)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        print(text, flush=True)
+
+    def ratio(
+        self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None
+    ) -> None:
+        """A figure that is claimed, with its target (none: reported only)."""
+        entry: dict[str, Any] = {"value": round(value, 4), "target": at_most or at_least}
+        if at_most is not None:
+            entry |= {"better": "lower", "met": value <= at_most}
+        if at_least is not None:
+            entry |= {"better": "higher", "met": value >= at_least}
+        self.ratios[name] = entry
+
+    def lines(self) -> Iterator[str]:
+        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        cells = [[_show(row.get(column)) for column in columns] for row in self.rows]
+        widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+        for line in [columns, ["-" * width for width in widths], *cells]:
+            yield "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        yield ""
+        for name, entry in self.ratios.items():
+            sign = {"lower": "<=", "higher": ">="}.get(entry.get("better", ""), "")
+            target = f"target {sign} {entry['target']}" if sign else "no target"
+            mark = {True: "met", False: "MISSED", None: ""}[entry.get("met")]
+            yield f"{name}: {entry['value']:.3f} ({target}) {mark}".rstrip()
+
+    def finish(self, **settings: Any) -> int:
+        """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
+        print("\n".join(["", machine(), *self.lines()]))
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path = RESULTS / f"{self.name}.json"
+        content = {
+            "name": self.name,
+            "machine": machine(),
+            "settings": settings,
+            "rows": self.rows,
+            "ratios": self.ratios,
+            "notes": self.notes,
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"written to {path.relative_to(REPO)}")
+        return int(any(entry.get("met") is False for entry in self.ratios.values()))
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def parser(description: str, rounds: int = 5) -> argparse.ArgumentParser:
+    """Options that all benches have."""
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--rounds", type=int, default=rounds, help="measured rounds per contestant")
+    result.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
+    return result
