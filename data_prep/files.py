@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -27,14 +26,23 @@ def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
-        with full_disk(path), part.open("w+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with full_disk(path), _open_locked(part) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             publish(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _open_locked(part: Path) -> IO[bytes]:
+    """A new file that this process holds the lock of, still under its name."""
+    while True:
+        file = part.open("w+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another job took it for abandoned before it was locked
 
 
 @contextlib.contextmanager
@@ -80,10 +88,8 @@ def remove_abandoned(directory: Path) -> int:
     for part in directory.glob(f".*{PART}"):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An empty part may be one that its writer has just made and is about to lock.
-            if os.fstat(file.fileno()).st_size or time.time() - part.stat().st_mtime > 60:
-                part.unlink()
-                removed += 1
+            part.unlink()
+            removed += 1
     return removed
 
 

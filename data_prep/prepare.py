@@ -43,7 +43,7 @@ from data_prep.shards import (
 )
 from data_prep.sources import Input, open_inputs
 from data_prep.templates import VERSIONS
-from data_prep.tokenizer import load_tokenizer, tokenizer_facts, train_sentencepiece
+from data_prep.tokenizer import save_tokenizer, tokenizer_facts, train_sentencepiece
 from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
@@ -138,12 +138,12 @@ def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Sa
         say(f"training a tokenizer of {config.train_tokenizer} pieces")
         model = config.dir / TOKENIZER / "tokenizer.model"
         train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
-        load_tokenizer(model).save_pretrained(place)
+        save_tokenizer(model, None, place)
     else:
         assert config.tokenizer is not None
         local = config.root / config.tokenizer
         source = local if local.exists() else config.tokenizer
-        load_tokenizer(source, config.tokenizer_revision).save_pretrained(place)
+        save_tokenizer(source, config.tokenizer_revision, place)
 
 
 def _settings(config: DataConfig) -> EncodeSettings:

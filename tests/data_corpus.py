@@ -18,7 +18,7 @@ import numpy as np
 from data_prep.config import DataConfig, parse_section
 from data_prep.prepare import prepare
 from data_prep.shards import TokenDataset
-from data_prep.tokenizer import load_tokenizer, train_sentencepiece
+from data_prep.tokenizer import save_tokenizer, train_sentencepiece
 
 WORDS = (
     *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),
@@ -66,7 +66,7 @@ def tiny_tokenizer() -> Path:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     model = place / "model" / "tokenizer.model"
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
-    load_tokenizer(model).save_pretrained(place)
+    save_tokenizer(model, None, place)
     return place
 
 

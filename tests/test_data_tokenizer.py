@@ -16,6 +16,7 @@ from data_prep.sources import open_text
 from data_prep.tokenizer import (
     encoder,
     load_tokenizer,
+    save_tokenizer,
     tokenizer_facts,
     tokenizer_fingerprint,
     train_sentencepiece,
@@ -89,8 +90,13 @@ def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: 
     tokenizer.save_pretrained(tmp_path)
     auto, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     text = " A  line,\nwith <unk> and 日本語 🙂"
-    assert auto(text)["input_ids"] == own(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert len({tokenizer_fingerprint(t) for t in (tokenizer, auto, own)}) == 1
+    save_tokenizer(shared_data / name, None, tmp_path / "light")
+    light = AutoTokenizer.from_pretrained(tmp_path / "light")
+    four = (tokenizer, auto, own, light)
+    assert all(t(text)["input_ids"] == tokenizer(text)["input_ids"] for t in four)
+    assert len({t.decode(t(text)["input_ids"]) for t in four}) == 1
+    assert all(t.special_tokens_map == tokenizer.special_tokens_map for t in four)
+    assert len({tokenizer_fingerprint(t) for t in four}) == 1
     facts = tokenizer_facts(tmp_path)
     assert facts.fingerprint == tokenizer_fingerprint(tokenizer)
     assert facts[:3] == (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
