@@ -7,6 +7,7 @@ What is patched, and why:
 - retrievers load tokenizers and sentence models by name: they also take loaded objects.
 - nltk's word_tokenize downloads sentence data: BM25 tokenises each text as one sentence.
 - evaluate.load("accuracy") downloads the metric: AccEvaluator gets a local one of the same form.
+- the DPP retriever indexes a list with an array: its search returns an array.
 - ChannelInferencer calls a private method that its name hides from it.
 
 `Template` also repairs what PromptTemplate gets wrong (see there); stock templates keep OpenICL's behaviour.
@@ -21,6 +22,8 @@ import sys
 import types
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 
 def _placeholder_openai() -> None:
@@ -48,7 +51,12 @@ from openicl.icl_dataset_reader import DatasetEncoder  # noqa: E402
 from openicl.icl_evaluator import icl_acc_evaluator  # noqa: E402
 from openicl.icl_inferencer import ChannelInferencer  # noqa: E402
 from openicl.icl_inferencer.icl_base_inferencer import PPLInferencerOutputHandler  # noqa: E402
-from openicl.icl_retriever import icl_bm25_retriever, icl_mdl_retriever, icl_topk_retriever  # noqa: E402
+from openicl.icl_retriever import (  # noqa: E402
+    icl_bm25_retriever,
+    icl_dpp_retriever,
+    icl_mdl_retriever,
+    icl_topk_retriever,
+)
 from openicl.utils import collators  # noqa: E402
 
 __all__ = [
@@ -185,6 +193,12 @@ def _word_tokenize(text: str) -> list[str]:
     return word_tokenize(text, preserve_line=True)
 
 
+def _dpp_array(kernel: np.ndarray, count: int) -> np.ndarray:
+    return np.array(_dpp_search(kernel, count))
+
+
+_dpp_search = icl_dpp_retriever.fast_map_dpp
+icl_dpp_retriever.fast_map_dpp = _dpp_array
 DatasetEncoder.init_dataset = _encode_all
 collators.ListWrapper.to = lambda self, *args, **kwargs: self.data
 icl_topk_retriever.AutoTokenizer = _LoadedOr(icl_topk_retriever.AutoTokenizer)

@@ -140,8 +140,9 @@ class PrefixPPLInferencer(PPLInferencer):
             for row, sample in enumerate(self.samples):
                 prompt, ppl = sample.prompts[k], float(self.scores["openicl_ppl"][row, k])
                 query = prompt.replace(sample.ice[k], "", 1)
-                if self.faithful:  # it takes the demonstrations to be the prompt's beginning
-                    query = prompt[len(sample.ice[k]) :]
+                if self.faithful:  # it cuts off as many letters as its batch's first row has demonstrations
+                    first = self.samples[row - row % self.batch_size]
+                    query = prompt[len(first.ice[k]) :]
                 handler.save_prompt_and_ppl(label, query, prompt, ppl, row)
         handler.save_predictions(chosen)
         for row, record in enumerate(handler.results_dict.values()):
