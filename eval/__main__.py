@@ -124,8 +124,10 @@ def _run(args: argparse.Namespace) -> int:
     from eval.compare import pick, read_models, regression
     from eval.job import run_all
     from eval.model import EvaluatedModel
+    from eval.quiet import quiet_libraries
     from eval.tasks import select_tasks
 
+    quiet_libraries()
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     if args.fail_on_regression:
@@ -142,10 +144,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
+    from eval.quiet import quiet_libraries
     from eval.report import gather, write
     from eval.tasks import select_tasks
     from eval.watch import Watch
 
+    quiet_libraries()
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     out = args.out or args.run_dir / "eval"
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say)
@@ -166,8 +170,10 @@ def _watch(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from eval.generate import write_samples
     from eval.model import EvaluatedModel
+    from eval.quiet import quiet_libraries
     from eval.views import claim_name
 
+    quiet_libraries()
     model = EvaluatedModel(args.model, args.name, args.dtype)
     claim_name(model, args.out, say)
     for item in write_samples(model, args.out, args.prefix or [""], args.samples, args.tokens, args.seed):
@@ -224,20 +230,19 @@ def main() -> int:
     args = parser().parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import torch
-
     from data_prep.config import UserError
-    from eval.quiet import quiet_libraries
     from eval.store import StoreConflictError
 
-    quiet_libraries()
     commands = {"run": _run, "watch": _watch, "generate": _generate, "report": _report, "compare": _compare}
     try:
         return commands[args.command](args)
     except (UserError, StoreConflictError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except (OSError, torch.OutOfMemoryError) as error:
+    except Exception as error:
+        # A full disk or a lost mount may pass, and so may other people's use of the GPU's memory.
+        if not isinstance(error, OSError) and type(error).__name__ != "OutOfMemoryError":
+            raise
         print(f"error: {type(error).__name__}: {error}; it may pass, run the command again", file=sys.stderr)
         return EXIT_RETRY
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.config import UserError
 from eval import stats
-from eval.tasks import ORDER
+from eval.names import TASK_ORDER
 from eval.views import SAMPLES, require_views
 
 ALPHA = 0.05
@@ -103,7 +103,7 @@ def pick(models: list[Model], name: str) -> Model:
 
 def in_order(tasks: set[str]) -> list[str]:
     """Task names in the paper's order, others after them."""
-    return [t for t in ORDER if t in tasks] + sorted(tasks - set(ORDER))
+    return [t for t in TASK_ORDER if t in tasks] + sorted(tasks - set(TASK_ORDER))
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ def regression(a: Model, b: Model, max_drop: float | None = None) -> Verdict:
     """Is b worse than a? A task counts when its exact McNemar test says so after Holm's correction, the mean
     when its 95 % interval lies below zero. max_drop: the mean may also not fall by more points than this.
     """
+    if a is b:
+        return Verdict([], f"{b.name} is its own baseline; no regression")
     tasks = in_order(set(a.results) & set(b.results))
     if not tasks:
         raise UserError(f"{a.name} and {b.name} have no task in common")

@@ -18,7 +18,6 @@ from eval.retrieve import StoredRetriever
 from eval.score import score_samples
 from eval.tasks import LABEL, Task
 
-EXTRA_SCORES = ("channel", "calibrated")
 NO_CONTENT = "N/A"
 
 

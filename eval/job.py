@@ -22,12 +22,13 @@ from tqdm import tqdm
 from data_prep.config import UserError
 from eval import store
 from eval.components import DENSE, INFERENCERS, RETRIEVERS, openicl_identity, openicl_retrieve
-from eval.extra_scores import EXTRA_SCORES, calibrated, channel
+from eval.extra_scores import calibrated, channel
 from eval.forward import PrefixScorer
 from eval.model import EvaluatedModel
+from eval.names import EXTRA_SCORES, SCORES
 from eval.openicl_compat import DatasetReader, PPLInferencer, quiet
 from eval.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, indices_digest
-from eval.score import SCORES, VERSION, PrefixPPLInferencer
+from eval.score import VERSION, PrefixPPLInferencer
 from eval.summary import row_text, summarise, worst
 from eval.tasks import GROUP, LABEL, ROW, Task, TaskData, load_data
 from eval.views import claim_name

@@ -176,7 +176,8 @@ def _svg(figure: Figure, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r'id="([A-Za-z]\w*_\d+)"', rf'id="{name}-\1"', text)  # matplotlib numbers groups per figure
+    # Several figures stand in one page, and matplotlib numbers its parts per figure.
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
     for stand_in, variable in _VARIABLES.items():
         text = text.replace(stand_in, f"var({variable})")
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # the page's own

@@ -16,8 +16,7 @@ import yaml
 from data_prep.config import UserError
 from eval import stats, store
 from eval.compare import ALPHA, Model, compare_models, in_order, pick, read_models
-from eval.extra_scores import EXTRA_SCORES
-from eval.score import SCORES
+from eval.names import EXTRA_SCORES, SCORES
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 

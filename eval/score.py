@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from eval.forward import PrefixScorer
+from eval.names import SCORES
 from eval.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
 from eval.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 
-SCORES = ("openicl_ppl", "suffix_sum", "suffix_mean")
 VERSION = 1  # of everything that decides a score, given the same prompts
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 HEARTBEATS = 4  # per lease time
+WRITING_SECONDS = 5.0  # a lease file whose content does not come within this is of a dead process
 
 
 class StoreConflictError(Exception):
@@ -190,7 +191,7 @@ def _alive(path: Path) -> bool:
     try:
         owner = json.loads(text)
     except json.JSONDecodeError:
-        return True  # just created; the owner's name follows, or the time runs out
+        return age < WRITING_SECONDS  # just created: the owner's name follows
     if owner.get("released"):
         return False
     mine = _myself()

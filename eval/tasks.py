@@ -21,10 +21,10 @@ from datasets import Dataset, DatasetDict
 from pydantic import Field, model_validator
 
 from data_prep.config import Section, UserError, parse_section
+from eval.names import TASK_ORDER
 from eval.openicl_compat import DatasetReader, PromptTemplate, Template
 
 DIRECTORY = Path(__file__).parent / "tasks"
-ORDER = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]  # the paper's
 ICE = "</E>"  # where OpenICL puts the demonstrations
 LABEL, GROUP, ROW = "label", "group", "row"  # columns of the canonical rows, beside the inputs
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -194,7 +194,7 @@ class Task:
 def known_tasks() -> list[str]:
     """Names of the tasks that come along, the paper's eight first and in its order."""
     names = {path.stem for path in DIRECTORY.glob("*.yaml")}
-    return [n for n in ORDER if n in names] + sorted(names - set(ORDER))
+    return [n for n in TASK_ORDER if n in names] + sorted(names - set(TASK_ORDER))
 
 
 def load_task(name: str, version: str = "paper") -> Task:

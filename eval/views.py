@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep.config import UserError
 from eval import store
-from eval.model import EvaluatedModel
+
+if TYPE_CHECKING:
+    from eval.model import EvaluatedModel
 
 MODEL, SAMPLES = "model.json", "samples.json"
 

@@ -3,10 +3,10 @@
 All state is files beside the results, so one pass (`--once`) from cron, a Kubernetes CronJob or Slurm and a
 process that stays (`watch`) are the same thing:
 
-    OUT/watch/done/NAME.json      evaluated (or gone before it could be); written once
+    OUT/watch/done/NAME.json      evaluated (or gone before it could be); written once, so that whoever wants
+                                  to be notified watches this directory
     OUT/watch/leases/             who is at it now
     OUT/watch/pins/NAME/          hard links to the files under evaluation: pruning cannot take them away
-    OUT/watch/events.jsonl        one line per evaluation, for whoever wants to be notified
 
 A checkpoint counts when it is whole: ours when every file of its export has the size and hash that COMPLETE
 lists; one of the Hugging Face Trainer when trainer_state.json and all weight files are there and unchanged
@@ -20,11 +20,9 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from data_prep.config import UserError
 from eval import store
@@ -156,16 +154,8 @@ class Watch:
         facts = {"name": target.name, "state": "evaluated", "step": model.facts.get("step"), "accuracy": mean}
         if store.publish(done, store.dump(facts)):
             self.evaluated.append(target.name)
-            self._notify(facts)
         self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {len(results)} tasks")
         return 1
-
-    def _notify(self, facts: dict[str, Any]) -> None:
-        """Append an event; a line this short is written by one atomic append."""
-        line = json.dumps(facts | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}) + "\n"
-        handle = os.open(self.state / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(handle, "w") as file:
-            file.write(line)
 
     def finished(self) -> bool:
         """Whether the run has its final export and nothing is left to do."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer, train_sentencepiece
 from data_prep.world import documents, task_rows
-
-MINILM_DIMENSION = 384
+from eval.__main__ import main
 
 
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
@@ -58,6 +60,18 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (directory / task / f"{split}.jsonl").write_text(text)
     return directory
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python -m eval ARGUMENTS`, run in this process: imports take seconds."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["eval", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main()
+    finally:
+        sys.argv = argv
+    return code, out.getvalue(), err.getvalue()
 
 
 def load(directory: Path | str) -> tuple[Any, Any]:

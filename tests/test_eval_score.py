@@ -95,7 +95,7 @@ def worst_difference(ours: dict, theirs: dict) -> float:
 
 @pytest.mark.parametrize("name", EIGHT)
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path, tmp_path: Path) -> None:
-    """Same predictions on every row, scores within 1e-5, the same prompts and demonstrations in the records."""
+    """Same predictions on every row, scores within 1e-5, the same prompts and demonstrations saved."""
     task = load_task(name)
     data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5).rows
     model, tokenizer = load(shared_data / "models" / "stories260K")
@@ -313,19 +313,32 @@ def test_tails_may_begin_with_tokens_that_are_not_scored(tiny: tuple[Any, Any]) 
                 assert score.tails[k] == pytest.approx(nll[len(tail) // 2 :].sum(), abs=1e-4)
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
-    "opt": {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 16},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16},
     "qwen2": {"num_key_value_heads": 1},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
-    "gemma2": {"num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 5.0, "sliding_window": 16},
+    "gemma2": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 16,
+    },
     "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
     "gpt_neox": {},
     "bloom": {"n_head": 2, "n_layer": 2},
     "cohere": {"logit_scale": 0.25},
-}  # fmt: skip
-COMMON = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-          "num_attention_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+}
+COMMON = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))

@@ -16,7 +16,7 @@ from data_prep.config import UserError
 from eval.openicl_compat import PromptTemplate, Template
 from eval.tasks import DIRECTORY, known_tasks, load_data, load_task, select_tasks
 from tests.conftest import REPO
-from tests.evaluating import write_tasks
+from tests.evaluating import command
 
 EIGHT = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]
 
@@ -282,20 +282,15 @@ def test_the_documented_example_is_a_task(tmp_path: Path) -> None:
     assert set(data.rows["test"]["label"]) == set(task.labels)
 
 
-def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    write_tasks(tmp_path / "data", ["sst2"])
-    command = [
-        sys.executable,
-        "-m",
-        "eval",
-        "run",
-        "--model",
-        str(tmp_path),
-        "--tasks",
-        "sst22",
-        "--data",
-        "x",
-    ]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+def test_the_command_ends_with_one_line_and_code_2() -> None:
+    found = command("run", "--model", "x", "--tasks", "sst22", "--data", "x")
+    assert found == (2, "", "error: unknown task 'sst22'; did you mean sst2?\n")
+
+
+def test_the_module_is_a_command(tmp_path: Path) -> None:
+    arguments = ["run", "--model", tmp_path, "--tasks", "sst2", "--data", "x"]
+    done = subprocess.run(
+        [sys.executable, "-m", "eval", *arguments], cwd=REPO, capture_output=True, text=True
+    )
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: unknown task 'sst22'; did you mean sst2?"
+    assert done.stderr == f"error: {tmp_path} is not a model directory: config.json is missing\n"
