@@ -92,13 +92,17 @@ class CostEmbedding:
     def hidden_size(self) -> int:
         return self.rows.shape[1]
 
+    def cosines(self, targets: Tensor) -> Tensor:
+        """Cosines [u, V] of the tokens `targets` [u] with all tokens, in the rows' dtype."""
+        return torch.mm(self.rows[targets], self.rows.t())
+
     def costs(self, targets: Tensor) -> Tensor:
-        """Cost rows [u, V] of the token ids `targets` [u], float32 (float64 if the embedding is).
+        """Cost rows [u, V] of the tokens `targets` [u], float32 (float64 if the embedding is).
 
         Never negative, and exactly 0 at the target itself whatever the rounding.
         """
-        similarity = torch.mm(self.rows[targets], self.rows.t())
-        cost = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
+        cosine = self.cosines(targets)
+        cost = cosine.to(torch.promote_types(cosine.dtype, torch.float32))
         cost.neg_().add_(1).clamp_(min=0)
         return cost.scatter_(1, targets[:, None], 0)
 

@@ -21,8 +21,9 @@ WINDOW_MB = 8.0  # of rows alive at a time on a CPU
 class Costs(NamedTuple):
     """Cost rows of the distinct targets of some tokens, and which of them each token uses."""
 
-    rows: Tensor  # [u, V]
+    rows: Tensor  # [u, V]; any dtype
     which: Tensor  # [n] int64
+    similarity: bool = False  # the rows hold cosines s instead of costs max(0, 1 - s), the target's included
 
 
 class Targets(NamedTuple):
@@ -39,28 +40,34 @@ class Rows(Protocol):
         """Rows for tokens [start, stop) of the sorted batch; valid until the next call."""
 
 
-def open_rows(cost: CostEmbedding, targets: Targets, dtype: torch.dtype, most: int, chunk: int) -> Rows:
-    """The rows of `targets` in statistics' `dtype`, for requests of at most `most` tokens.
+def open_rows(
+    cost: CostEmbedding, targets: Targets, dtype: torch.dtype, most: int, chunk: int, as_stored: bool
+) -> Rows:
+    """The rows of `targets`, for requests of at most `most` tokens.
 
-    Windows of rows are no larger than WINDOW_MB on a CPU, nor than a `chunk` of logits.
+    They come as costs in the statistics' `dtype`; with `as_stored` in whatever form is at hand, for
+    kernels that convert while reading. Windows of rows are no larger than WINDOW_MB on a CPU, nor than a
+    `chunk` of logits.
     """
     if cost.table is not None:
-        return TableRows(cost, cost.table, targets, dtype, most)
-    return ExactRows(cost, targets, dtype, max(most, min(chunk, _window(cost, dtype))))
+        return TableRows(cost, cost.table, targets, dtype, as_stored)
+    window = max(most, min(chunk, _window(cost, dtype)))
+    return ExactRows(cost, targets, None if as_stored else dtype, window)
 
 
 def _window(cost: CostEmbedding, dtype: torch.dtype) -> int:
-    """Rows that WINDOW_MB holds on a CPU; elsewhere the chunk is the only limit."""
+    """Rows that WINDOW_MB holds on a CPU; elsewhere a request is served alone."""
     if cost.rows.device.type != "cpu":
-        return cost.vocab_size
+        return 1
     return int(WINDOW_MB * 2**20) // (cost.vocab_size * dtype.itemsize)
 
 
 class ExactRows:
     """Every row computed from the embedding, in its precision."""
 
-    def __init__(self, cost: CostEmbedding, targets: Targets, dtype: torch.dtype, size: int) -> None:
-        self.cost, self.targets, self.dtype, self.size = cost, targets, dtype, size
+    def __init__(self, cost: CostEmbedding, targets: Targets, dtype: torch.dtype | None, size: int) -> None:
+        self.cost, self.targets, self.size = cost, targets, size
+        self.dtype = dtype  # of the costs; None: leave the cosines as the product gives them
         self.first = self.last = 0
         self.rows: Tensor | None = None
 
@@ -70,9 +77,13 @@ class ExactRows:
         if self.rows is None or low < self.first or high > self.last:
             self.rows = None  # free the old window before the new one is made
             self.first, self.last = low, min(low + self.size, len(self.targets.ids))
-            self.rows = self.cost.costs(self.targets.ids[self.first : self.last]).to(self.dtype)
+            ids = self.targets.ids[self.first : self.last]
+            if self.dtype is None:
+                self.rows = self.cost.cosines(ids)
+            else:
+                self.rows = self.cost.costs(ids).to(self.dtype)
         rows = self.rows[low - self.first : high - self.first]
-        return Costs(rows, which[start:stop] - low)
+        return Costs(rows, which[start:stop] - low, similarity=self.dtype is None)
 
 
 class TableRows:
@@ -84,29 +95,26 @@ class TableRows:
         table: CostTable,
         targets: Targets,
         dtype: torch.dtype,
-        most: int,
+        as_stored: bool,
     ) -> None:
-        self.cost, self.table, self.targets, self.dtype = cost, table, targets, dtype
+        self.cost, self.table, self.targets = cost, table, targets
+        self.dtype, self.as_stored = dtype, as_stored
         table.seen[targets.ids] += torch.bincount(targets.which, minlength=len(targets.ids))
         self.places = table.slot[targets.ids]
-        self.scratch: Tensor | None = None
-        if cost.rows.device.type == "cpu" and most <= table.window:  # widen row by row, in the cache
-            self.scratch = torch.empty(most, cost.vocab_size, dtype=dtype)
 
     def group(self, start: int, stop: int) -> Costs:
         which = self.targets.which[start:stop]
         low, high = int(which[0]), int(which[-1]) + 1
-        if self.scratch is not None:
+        if self.as_stored and high - low <= self.table.window:
             self._ensure(low, high)
-            for i, place in enumerate(self.places[low:high].tolist()):
-                self.scratch[i].copy_(self.table.rows[place])
-            return Costs(self.scratch[: high - low], which - low)
-        parts = []
+            return Costs(self.table.rows, self.places[which])
+        shape = (high - low, self.cost.vocab_size)
+        rows = torch.empty(shape, dtype=self.dtype, device=which.device)
         for first in range(low, high, self.table.window):
             last = min(first + self.table.window, high)
             self._ensure(first, last)
-            parts.append(self.table.rows[self.places[first:last]].to(self.dtype))
-        return Costs(torch.cat(parts), which - low)
+            rows[first - low : last - low] = self.table.rows[self.places[first:last]]
+        return Costs(rows, which - low)
 
     def _ensure(self, low: int, high: int) -> None:
         """Compute what targets [low, high) miss, and the next missing ones while at it.

@@ -10,6 +10,8 @@ Tokens are sorted by label first: a row of transport costs then serves all token
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +46,21 @@ class Spec:
     cost: CostEmbedding | LiveCost | None
     logit_scale: float = 1.0
     memory_mb: float | None = None
+    kernels: str = "auto"
+
+
+def _use_triton(spec: Spec, hidden: Tensor) -> bool:
+    """Whether the element-wise part runs in Triton. Raises UserError where it was asked for in vain."""
+    if spec.kernels == "torch" or hidden.dtype == torch.float64:
+        return False
+    installed = importlib.util.find_spec("triton") is not None
+    if spec.kernels == "auto":
+        return hidden.is_cuda and installed
+    if not installed:
+        raise UserError("kernels=triton, but triton is not installed; install it or set kernels=torch")
+    if not (hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise UserError("kernels=triton needs a GPU (or TRITON_INTERPRET=1, for tests); set kernels=auto")
+    return True
 
 
 class _Plan(NamedTuple):
@@ -167,10 +184,12 @@ def _compute(
     plan = _plan(labels, V, by_label=cost is not None)
     total = len(plan.order)
     n = min(_chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
+    triton = _use_triton(spec, hidden)
     rows: Rows | None = None
     if cost is not None and plan.targets is not None and total:
         group = group_size(V, hidden.dtype, device, n)
-        rows = open_rows(cost.placed(device, hidden.dtype), plan.targets, stats, group, n)
+        placed = cost.placed(device, hidden.dtype)
+        rows = open_rows(placed, plan.targets, stats, group, n, as_stored=triton)
     gradients = _Accumulator(hidden, weight, needs)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
@@ -183,7 +202,7 @@ def _compute(
             h.mul_(spec.logit_scale)
         z, target, shift = _logits(h, weight, wide_bias, y, buffer)
         chunk = Chunk(start, y, target, shift, wide_bias)
-        tokens = process_chunk(z, chunk, rows, spec.terms, gradient=any(needs))
+        tokens = process_chunk(z, chunk, rows, spec.terms, any(needs), triton)
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if any(needs):
             gradients.add(z, tokens.row, order, spec.logit_scale)
@@ -256,6 +275,7 @@ def make_spec(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     memory_mb: float | None = None,
+    kernels: str = "auto",
 ) -> Spec:
     """Check the options and bundle them. Raises UserError naming the option that is off."""
     if softcap is not None and softcap <= 0:
@@ -266,7 +286,10 @@ def make_spec(
         raise UserError(f"label_smoothing must lie in [0, 1) (given: {label_smoothing:g})")
     if memory_mb is not None and memory_mb <= 0:
         raise UserError(f"memory_mb must be above 0 (given: {memory_mb:g})")
-    return Spec(Terms(objective, softcap, z_loss, label_smoothing), cost, logit_scale, memory_mb)
+    if kernels not in ("auto", "torch", "triton"):
+        raise UserError(f"kernels must be auto, torch or triton (given: {kernels})")
+    terms = Terms(objective, softcap, z_loss, label_smoothing)
+    return Spec(terms, cost, logit_scale, memory_mb, kernels)
 
 
 @torch.compiler.disable
@@ -301,6 +324,7 @@ def fused_linear_loss(
         logit_scale      factor on h W^T, before the soft cap
         z_loss           weight of (log sum exp z)^2 per token
         label_smoothing  share e: (1 - e) * loss + e * mean_i(-log p_i), for every objective
+        kernels          auto (Triton on a GPU that has it, else PyTorch) | torch | triton
         memory_mb        budget of a chunk's logits; by default 32 on a CPU, 512 elsewhere
     """
     return _apply(hidden, weight, bias, labels, make_spec(objective, cost, **options))

@@ -14,12 +14,15 @@ and the gradient row omega (p (A + B c) - K onehot) is written as r * G with r p
 
 because K = A + B D. The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-loss,
 label smoothing or soft-capping join in, the row is completed in place and r = 1.
+
+Reading the row and writing it are device-specific (`_Group` here in PyTorch, `triton_kernels.py`); what
+lies between, a few numbers per token, is `solve`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,7 @@ from pipeline.objectives import Objective
 
 L2_BYTES = 512 * 1024  # rows of one pass; half of a typical L2 cache
 GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars
+GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,59 @@ class Tokens(NamedTuple):
     row: Tensor  # r: what the rows of the gradient G still have to be multiplied with
 
 
+class Statistics(NamedTuple):
+    """What one pass over its row says about a token, each [n]."""
+
+    gap: Tensor  # g = L' - z_y
+    d_rest: Tensor  # D'; zeros without costs
+    z_y: Tensor  # the target's logit, shifted and capped as the row is
+    offset: Tensor  # true (capped) logit less z
+    z_mean: Tensor | None  # mean of the row, for label smoothing
+
+
+class RowUpdate(NamedTuple):
+    """How p' becomes G:  G_i = scale p'_i (1 + beta c_i) - uniform  for i != y, and G_y = target."""
+
+    beta: Tensor | None  # [n]; None: 0
+    scale: Tensor | None  # [n]; None: 1
+    uniform: float
+    target: Tensor  # [n]
+
+
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 whatever the model's dtype, except float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def solve(terms: Terms, stats: Statistics, vocab_size: int, in_full: bool) -> tuple[Tokens, RowUpdate]:
+    """Losses of n tokens and the update of their rows.
+
+    `in_full` asks for the whole gradient in G (r = 1): needed where the row is not merely scaled
+    afterwards (soft cap), or where G must stay within a narrow range (float16).
+    """
+    gap, smoothing, z_loss = stats.gap, terms.label_smoothing, terms.z_loss
+    others, p_y, m = torch.sigmoid(gap), torch.sigmoid(-gap), F.softplus(gap)
+    D = others * stats.d_rest
+    loss, A, B, _, omega = terms.objective.coefficients(m, D, p_y)
+    if not (in_full or smoothing or z_loss):
+        A, beta = _ratio(A, B)
+        target = -torch.ones_like(m) if beta is None else -(1 + beta * stats.d_rest)
+        return Tokens(loss, m, D, omega * A * others), RowUpdate(beta, None, 0.0, target)
+
+    lse = stats.z_y + m
+    if stats.z_mean is not None:
+        loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
+    lse = lse + stats.offset
+    loss = loss + z_loss * lse.square()
+    omega = omega * (1 - smoothing)
+    extra = smoothing + 2 * z_loss * lse  # times p_i, for every i
+    uniform = smoothing / vocab_size
+    target = extra * p_y - omega * others * A - uniform
+    if B is not None:
+        target = target - omega * B * D
+    a, beta = _ratio(omega * A + extra, None if B is None else omega * B)
+    update = RowUpdate(beta, a * others, uniform, target)
+    return Tokens(loss, m, D, torch.ones_like(m)), update
 
 
 class Chunk(NamedTuple):
@@ -74,121 +128,100 @@ class Chunk(NamedTuple):
 
 
 def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
-    """Tokens handled together: all of the chunk's, on a CPU only as many as stay in the cache."""
+    """Tokens handled together: on a CPU as many as stay in the cache."""
     if device.type != "cpu":
-        return most
+        return min(most, GROUP_TOKENS)
     return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
 
 
-def process_chunk(logits: Tensor, chunk: Chunk, costs: Rows | None, terms: Terms, gradient: bool) -> Tokens:
+def process_chunk(
+    logits: Tensor, chunk: Chunk, costs: Rows | None, terms: Terms, gradient: bool, triton: bool
+) -> Tokens:
     """Losses of a chunk of logits [n, V]; with `gradient`, overwrite the logits by G."""
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
     step = group_size(V, logits.dtype, logits.device, n)
+    in_full = terms.softcap is not None or logits.dtype == torch.float16
     scratch = None
-    if logits.dtype != dtype:
+    if logits.dtype != dtype and not triton:
         scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
     parts = []
     for start in range(0, n, step):
         stop = min(start + step, n)
-        block = logits[start:stop]
-        wide = block if scratch is None else scratch[: stop - start]
-        group = _Group(wide, block, chunk.rows(start, stop), terms)
+        block, part = logits[start:stop], chunk.rows(start, stop)
         rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
-        parts.append(group.run(rows, gradient))
+        group: RowPass
+        if triton:
+            from pipeline.triton_kernels import TritonGroup
+
+            group = TritonGroup(block, part, rows, terms)
+        else:
+            wide = block if scratch is None else scratch[: stop - start]
+            group = _Group(wide, block, part, rows, terms)
+        tokens, update = solve(terms, group.statistics(), V, in_full)
+        if gradient:
+            group.write(update)
+        parts.append(tokens)
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-class _Group:
-    """A few rows that fit in the cache: z in, G out."""
+class RowPass(Protocol):
+    """Some rows of logits: read once, then overwritten."""
 
-    def __init__(self, z: Tensor, logits: Tensor, chunk: Chunk, terms: Terms) -> None:
+    def statistics(self) -> Statistics: ...
+
+    def write(self, update: RowUpdate) -> None: ...
+
+
+class _Group:
+    """Rows in PyTorch; on a CPU a few that fit in the cache: z in, p' in between, G out."""
+
+    def __init__(self, z: Tensor, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
         self.z = z  # [k, V] statistics' dtype; `logits` itself where that has the same dtype
         self.logits = logits  # [k, V] model dtype: read once, written once
+        self.chunk, self.costs, self.terms = chunk, costs, terms
         self.y = chunk.labels[:, None]
-        self.terms = terms
         V, on_cpu = z.shape[1], z.device.type == "cpu"
         self.step = max(1, L2_BYTES // (V * z.element_size())) if on_cpu else len(z)
         self.row_loop = on_cpu and V >= 4096  # below, Python would cost more than it saves
         self.slope: Tensor | None = None  # d capped / d uncapped logit
-        self._load(chunk)
 
-    def _load(self, chunk: Chunk) -> None:
+    def _load(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Bring the logits to float32, complete them and take the target's own out."""
-        target_logit, shift, bias = chunk.target_logit, chunk.shift, chunk.bias
-        terms, z = self.terms, self.z
+        target_logit, shift, bias = self.chunk.target_logit, self.chunk.shift, self.chunk.bias
+        z, cap = self.z, self.terms.softcap
         if z is not self.logits:
             z.copy_(self.logits)
         if bias is not None:
             z.add_(bias)
-        zero = torch.zeros_like(target_logit)
-        self.offset = zero if shift is None else shift.to(z.dtype)  # true logit - z
-        if terms.softcap is not None:
-            z.add_(self.offset[:, None]).scatter_(1, self.y, target_logit[:, None])
-            self.offset = zero
-            z.div_(terms.softcap).tanh_()
+        offset = torch.zeros_like(target_logit) if shift is None else shift.to(z.dtype)
+        z_y = target_logit - offset
+        if cap is not None:
+            z.add_(offset[:, None]).scatter_(1, self.y, target_logit[:, None])
+            z.div_(cap).tanh_()
             self.slope = 1 - z.square()
-            z.mul_(terms.softcap)
-            self.z_y = z.gather(1, self.y)[:, 0]
-        else:
-            self.z_y = target_logit - self.offset
-        if terms.label_smoothing:
-            z.scatter_(1, self.y, self.z_y[:, None])
-            self.z_mean = z.mean(1)
+            z.mul_(cap)
+            offset, z_y = torch.zeros_like(offset), z.gather(1, self.y)[:, 0]
+        z_mean = None
+        if self.terms.label_smoothing:
+            z_mean = z.scatter_(1, self.y, z_y[:, None]).mean(1)
         # low enough to have no weight, yet finite: a vocabulary of one token stays defined
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
+        return z_y, offset, z_mean
 
-    def run(self, costs: Costs | None, gradient: bool) -> Tokens:
-        """Softmax without the target, the token's scalars, and the gradient row."""
+    def statistics(self) -> Statistics:
+        """Turn the rows into p', softmax without the target."""
+        z_y, offset, z_mean = self._load()
         peak, top = [], []
         for start in range(0, len(self.z), self.step):
             part = self.z[start : start + self.step]
             peak.append(part.amax(1))
             torch.softmax(part, 1, out=part)
             top.append(part.amax(1))
-        peak_z, p_max = torch.cat(peak), torch.cat(top)
-        gap = peak_z - p_max.log() - self.z_y
-        d_rest = torch.zeros_like(gap) if costs is None else self._dot(costs)
-
-        others, m = torch.sigmoid(gap), F.softplus(gap)
-        D = others * d_rest
-        loss, A, B, _, omega = self.terms.objective.coefficients(m, D, torch.sigmoid(-gap))
-        tokens = self._complete(loss, m, D)
-        if not gradient:
-            return tokens
-        smoothing, z_loss = self.terms.label_smoothing, self.terms.z_loss
-        if not (smoothing or z_loss or self.slope is not None or self.logits.dtype == torch.float16):
-            A, beta = _ratio(A, B)
-            self._scale_by_cost(costs, beta)
-            target = -torch.ones_like(m) if beta is None else -(1 + beta * d_rest)
-            self._store(target)
-            return tokens._replace(row=omega * A * others)
-
-        omega = omega * (1 - smoothing)
-        extra = smoothing + 2 * z_loss * (self.z_y + self.offset + m)  # times p, every i
-        uniform = smoothing / self.z.shape[1]
-        target = -omega * others * A
-        if B is not None:
-            target = target - omega * B * D
-        target = target + extra * torch.sigmoid(-gap) - uniform
-        a, beta = _ratio(omega * A + extra, None if B is None else omega * B)
-        self._scale_by_cost(costs, beta)
-        self.z.mul_((a * others)[:, None])
-        if uniform:
-            self.z.sub_(uniform)
-        self._store(target)
-        return tokens._replace(row=torch.ones_like(m))
-
-    def _complete(self, loss: Tensor, m: Tensor, D: Tensor) -> Tokens:
-        """The token's loss with smoothing and z-loss added."""
-        terms = self.terms
-        lse = self.z_y + m
-        if terms.label_smoothing:
-            spread = terms.label_smoothing * (lse - self.z_mean)
-            loss = (1 - terms.label_smoothing) * loss + spread
-        if terms.z_loss:
-            loss = loss + terms.z_loss * (lse + self.offset).square()
-        return Tokens(loss, m, D, loss)
+        # the largest p' is exp(0) over the sum of exponentials
+        gap = torch.cat(peak) - torch.cat(top).log() - z_y
+        d_rest = torch.zeros_like(gap) if self.costs is None else self._dot(self.costs)
+        return Statistics(gap, d_rest, z_y, offset, z_mean)
 
     def _dot(self, costs: Costs) -> Tensor:
         """D' [k]: each row of p' with its cost row."""
@@ -197,24 +230,29 @@ class _Group:
         pairs = zip(self.z.unbind(), costs.which.tolist(), strict=True)
         return torch.stack([p.dot(costs.rows[i]) for p, i in pairs])
 
-    def _scale_by_cost(self, costs: Costs | None, beta: Tensor | None) -> None:
+    def write(self, update: RowUpdate) -> None:
+        """p' becomes G, in the model's dtype."""
+        z = self.z
+        if self.costs is not None and update.beta is not None:
+            self._scale_by_cost(self.costs, update.beta)
+        if update.scale is not None:
+            z.mul_(update.scale[:, None])
+        if update.uniform:
+            z.sub_(update.uniform)
+        z.scatter_(1, self.y, update.target[:, None])
+        if self.slope is not None:
+            z.mul_(self.slope)
+        if z is not self.logits:
+            self.logits.copy_(z)
+
+    def _scale_by_cost(self, costs: Costs, beta: Tensor) -> None:
         """p' <- p' (1 + beta c)."""
-        if costs is None or beta is None:
-            return
         if not self.row_loop:
             self.z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
             return
         each = zip(self.z.unbind(), costs.which.tolist(), beta.tolist(), strict=True)
         for p, i, b in each:
             p.addcmul_(p, costs.rows[i], value=b)
-
-    def _store(self, target: Tensor) -> None:
-        """Put the target's entry in and write the block back in the model's dtype."""
-        self.z.scatter_(1, self.y, target[:, None])
-        if self.slope is not None:
-            self.z.mul_(self.slope)
-        if self.z is not self.logits:
-            self.logits.copy_(self.z)
 
 
 def _ratio(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
