@@ -21,12 +21,10 @@ from data_prep.sources import open_text
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows
 EXAMPLES = 5  # shown per task
-SIEVE_BITS = 24
+SIEVE_BITS = 22
 
 _rng = np.random.default_rng(20240501)
-_INSIDE, _FIRST = _rng.integers(
-    1, 2**63, (2, 256), np.uint64
-)  # value of a byte inside, at the start of a word
+_VALUES = _rng.integers(1, 2**63, 512, np.uint64)  # of a byte inside a word, and of one that begins it
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that it has an inverse modulo 2**64
 _LOWER = np.arange(256, dtype=np.uint8)
 _LOWER[ord("A") : ord("Z") + 1] += 32
@@ -70,10 +68,10 @@ def words(texts: Sequence[str]) -> Words:
     ends = np.cumsum([len(text) + 1 for text in encoded])
     letters = np.flatnonzero(_WORD[data])
     first = np.diff(letters, prepend=-2) > 1
-    chars = data[letters]
+    chars = data[letters] + first * np.uint16(256)
     powers, inverses = _powers(len(letters) + 1)
-    values = np.where(first, _FIRST[chars], _INSIDE[chars]) * powers[:-1]
-    prefix = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+    prefix = np.zeros(len(letters) + 1, np.uint64)
+    np.cumsum(_VALUES[chars] * powers[:-1], out=prefix[1:])
     text = np.searchsorted(ends, letters[first], side="right")
     return Words(text, np.append(np.flatnonzero(first), len(letters)), prefix, inverses)
 
@@ -100,18 +98,19 @@ def collect(directory: Path, n: int) -> Grams:
     if not files:
         raise UserError(f"data.contamination={directory} holds no <task>/test.jsonl (.zst, .gz)")
     rows = [(file.parent.name, *row) for file in files for row in _test_rows(file)]
-    found: list[tuple[int, int, int]] = []
-    for number, (_, _, text) in enumerate(rows):
-        own = words([text])
-        length = min(n, len(own.text))
-        if length >= SHORTEST:
-            found += [(int(h), number, length) for h in own.grams(length)[0]]
-    if not found:
+    split = words([text for _, _, text in rows])
+    size = np.minimum(np.bincount(split.text, minlength=len(rows)), n)  # words in each row's grams
+    lengths = np.unique(size[size >= SHORTEST])
+    if not len(lengths):
         raise UserError(f"no test row in {directory} has {SHORTEST} words")
-    hashes, gram = np.unique(np.array([f[0] for f in found], np.uint64), return_inverse=True)
-    pairs = np.stack([gram, np.array([f[1] for f in found])], axis=1)
+    found = []
+    for length in lengths.tolist():
+        hashes, row = split.grams(length)
+        found.append((hashes[size[row] == length], row[size[row] == length]))
+    hashes, owners = (np.concatenate(column) for column in zip(*found, strict=True))
+    distinct, gram = np.unique(hashes, return_inverse=True)
     columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Grams(hashes, np.unique([f[2] for f in found]), pairs, *columns)
+    return Grams(distinct, lengths, np.stack([gram, owners], axis=1), *columns)
 
 
 def _test_rows(file: Path) -> Iterator[tuple[int, str]]:

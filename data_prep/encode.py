@@ -7,6 +7,8 @@ flat, so that little travels between processes. It imports no transformers, so i
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +17,8 @@ from tokenizers import Tokenizer
 
 from data_prep.config import UserError
 from data_prep.contamination import Finder, load
-from data_prep.plan import Part, combined
-from data_prep.rows import Rejected, Row, content_hash, parse, plain_text
+from data_prep.plan import Part
+from data_prep.rows import checksum, plain_text, take
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
 from data_prep.tokenizer import TokenizerFacts, encoder
@@ -53,23 +55,22 @@ class Encoder:
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
         self.tokenizer = encoder(settings.place)
-        self.continuing = encoder(settings.place, continuing=True)
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
         self.bos = [] if facts.bos_id is None else [facts.bos_id]
         self.eos = [] if facts.eos_id is None else [facts.eos_id]
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
+    @cached_property
+    def continuing(self) -> Tokenizer:
+        """For text that goes on from earlier text; only instructions need it."""
+        return encoder(self.settings.place, continuing=True)
+
     def encode(self, part: Part) -> Encoded:
         """Encode the rows of a payload that the shard takes, copies next to each other."""
-        rows: list[Row] = []
-        parsed = list(parse(part.payload, part.spec))
-        hashes = [content_hash(row) for row in parsed if not isinstance(row, Rejected)]
-        if len(parsed) != len(part.copies) or combined(hashes) != part.check:
+        if checksum(part.payload) != part.check:
             raise UserError(f"{part.name} changed since it was planned; run prepare with --force")
-        for row, copies in zip(parsed, part.copies.tolist(), strict=True):
-            if not isinstance(row, Rejected):
-                rows += [row] * copies
+        rows = take(part.payload, part.spec, part.copies.tolist())
         if part.spec.kind == "text":
             encoded = self.texts([row for row in rows if isinstance(row, str)])
         else:
@@ -81,11 +82,12 @@ class Encoder:
 
     def texts(self, texts: list[str]) -> Encoded:
         """Each text as BOS, its tokens, EOS."""
-        sequences = [self.bos + ids + self.eos for ids in self._encode(self.tokenizer, texts)]
-        lengths = np.array([len(s) for s in sequences], np.int64)
-        flat = [np.array(s, self.dtype) for s in sequences]
-        ids = np.concatenate(flat) if flat else np.zeros(0, self.dtype)
-        return Encoded(ids, lengths, [], len(texts), Counter(), NONE, 0)
+        found = self._encode(self.tokenizer, texts)
+        around = len(self.bos) + len(self.eos)
+        lengths = np.array([len(ids) + around for ids in found], np.int64)
+        parts = chain.from_iterable((self.bos, ids, self.eos) for ids in found)
+        flat = np.fromiter(chain.from_iterable(parts), self.dtype, lengths.sum())
+        return Encoded(flat, lengths, [], len(texts), Counter(), NONE, 0)
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS.

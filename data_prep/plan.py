@@ -9,10 +9,8 @@ near-duplicates), not with the size of the text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
-from operator import xor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,6 +27,7 @@ from data_prep.rows import (
     Payload,
     Rejected,
     RowSpec,
+    checksum,
     content_hash,
     parse,
     plain_text,
@@ -45,7 +44,8 @@ class Looked(NamedTuple):
     hashes: np.ndarray  # uint64 [rows]
     chars: np.ndarray  # uint32 [rows]
     reasons: np.ndarray  # uint8 [rows], index into REASONS; 0: usable
-    signatures: np.ndarray  # uint32 [rows, permutations], for near-duplicates
+    signatures: np.ndarray  # uint32 [usable rows, permutations], for near-duplicates
+    check: int  # checksum of the piece
     fault: tuple[int, str] | None  # the first row that breaks the structure, and how
 
 
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     name: str  # of the input
     payload: Payload
     spec: RowSpec
-    check: int  # combined content hash of the payload's usable rows
+    check: int  # checksum that the payload had when it was planned
     copies: np.ndarray  # uint16 [rows of the payload]; 0: not of this shard
 
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 class Plan:
     """Which rows of which pieces each shard takes."""
 
-    pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, combined hash
+    pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
     shard: np.ndarray  # int32 [rows]: shard, counted through both splits; -1: unused
     copies: np.ndarray  # uint16 [rows]: times that a row is used
     summary: dict[str, Any]  # per source: identity, counts; rejected rows by reason; rows per split
@@ -107,11 +107,6 @@ class Plan:
                 yield Part(inputs[number].name, payload, inputs[number].spec, check, copies)
 
 
-def combined(hashes: Iterable[int]) -> int:
-    """One number for the content of a piece, 63 bits."""
-    return reduce(xor, hashes, 0) >> 1
-
-
 def look(item: tuple[Piece, RowSpec, bool]) -> Looked:
     """Parse and check the rows of a piece (in a worker)."""
     (place, payload), spec, near = item
@@ -137,6 +132,7 @@ def look(item: tuple[Piece, RowSpec, bool]) -> Looked:
         np.array(chars, np.uint32),
         np.array(reasons, np.uint8),
         dedup.stack(signatures),
+        0 if payload is None else checksum(payload),
         fault,
     )
 
@@ -157,7 +153,7 @@ def make_plan(config: DataConfig, inputs: list[Input], workers: Workers) -> Plan
             if limit is not None:
                 found = _first(found, limit)
                 left[id(one.source)] = limit = max(0, limit - len(found.reasons))
-            table.append((number, *found.place, len(found.reasons), combined(found.hashes.tolist())))
+            table.append((number, *found.place, len(found.reasons), found.check))
             looked.append(found)
             count += len(found.reasons)
             if limit == 0:

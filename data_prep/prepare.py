@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from data_prep.encode import EncodeSettings, encode_part, set_up
 from data_prep.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep.parallel import Workers
 from data_prep.plan import SPLITS, Plan, make_plan
-from data_prep.rows import Rejected, parse, plain_text
+from data_prep.rows import plain_text, take
 from data_prep.shards import (
     FORMAT,
     MANIFEST,
@@ -43,7 +44,7 @@ from data_prep.shards import (
 )
 from data_prep.sources import Input, open_inputs
 from data_prep.templates import VERSIONS
-from data_prep.tokenizer import save_tokenizer, tokenizer_facts, train_sentencepiece
+from data_prep.tokenizer import TokenizerFacts, save_tokenizer, train_sentencepiece
 from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
@@ -75,7 +76,7 @@ def prepare(
         say(f"{directory} is already prepared; nothing to do")
         return
     inputs = open_inputs(config)
-    settings = _settings(config)
+    settings = _settings(config, plan)
     if not finish:
         _shards(config, plan, inputs, settings, shard, workers, say)
     _finish(config, plan, settings, finish, say)
@@ -91,7 +92,7 @@ def _begin(config: DataConfig, workers: int, say: Say) -> None:
     say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
     say(f"rejected: {rejected or 'none'}")
     with full_disk(config.dir):
-        _save_tokenizer(config, plan, inputs, say)
+        plan.summary["tokenizer"] = _save_tokenizer(config, plan, inputs, say)._asdict()
     if config.contamination is not None:
         grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
         contamination.save(grams, config.dir / GRAMS)
@@ -132,25 +133,24 @@ def _decisive(config: DataConfig) -> dict[str, Any]:
     return tree | {"format": FORMAT, "template": template}
 
 
-def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> None:
+def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> TokenizerFacts:
     place = config.dir / TOKENIZER
     if config.train_tokenizer is not None:
         say(f"training a tokenizer of {config.train_tokenizer} pieces")
         model = config.dir / TOKENIZER / "tokenizer.model"
         train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
-        save_tokenizer(model, None, place)
-    else:
-        assert config.tokenizer is not None
-        local = config.root / config.tokenizer
-        source = local if local.exists() else config.tokenizer
-        save_tokenizer(source, config.tokenizer_revision, place)
+        return save_tokenizer(model, None, place)
+    assert config.tokenizer is not None
+    local = config.root / config.tokenizer
+    source = local if local.exists() else config.tokenizer
+    return save_tokenizer(source, config.tokenizer_revision, place)
 
 
-def _settings(config: DataConfig) -> EncodeSettings:
+def _settings(config: DataConfig, plan: Plan) -> EncodeSettings:
     """What workers need to encode."""
     return EncodeSettings(
         config.dir / TOKENIZER,
-        tokenizer_facts(config.dir / TOKENIZER),
+        TokenizerFacts(**plan.summary["tokenizer"]),
         config.template,
         config.block,
         config.overlong,
@@ -161,15 +161,9 @@ def _settings(config: DataConfig) -> EncodeSettings:
 def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
     """The training rows' text, an even sample of it if there is much."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
-    count = 0
-    for shard in range(config.shards):
-        for part in plan.parts(inputs, shard):
-            rows = parse(part.payload, part.spec)
-            for row, copies in zip(rows, part.copies.tolist(), strict=True):
-                if copies and not isinstance(row, Rejected):
-                    count += 1
-                    if count % step == 0:
-                        yield plain_text(row)
+    parts = (part for shard in range(config.shards) for part in plan.parts(inputs, shard))
+    rows = (row for part in parts for row in take(part.payload, part.spec, (part.copies > 0).tolist()))
+    return map(plain_text, islice(rows, 0, None, step))
 
 
 def _shards(

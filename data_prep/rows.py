@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data_prep.templates import Conversation, Exchange
@@ -69,6 +70,22 @@ def parse(payload: Payload, spec: RowSpec) -> Iterator[Row | Rejected]:
         yield row if isinstance(row, Rejected) else _judge(row, spec)
 
 
+def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:
+    """Rows that `parse` found good, each as often as `copies` says; they are not judged again."""
+    rows: list[Row] = []
+    for raw, times in zip(raw_rows(payload, spec), copies, strict=True):
+        if times:
+            row = _row(raw, spec)
+            assert not isinstance(row, Rejected), "the plan takes good rows only"
+            rows += [row] * times
+    return rows
+
+
+def checksum(payload: Payload) -> int:
+    """To notice that a source changed between the planning pass and the encoding pass."""
+    return zlib.crc32(payload if isinstance(payload, bytes) else repr(payload).encode("utf-8", "replace"))
+
+
 def raw_rows(payload: Payload, spec: RowSpec) -> list[Any]:
     """Cut a payload into rows without looking inside them."""
     if not isinstance(payload, bytes):
@@ -111,7 +128,7 @@ def plain_text(row: Row) -> str:
 
 
 def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
-    """A raw row as text or conversation."""
+    """A raw row as text or conversation, cleaned."""
     if isinstance(raw, bytes):
         if len(raw) > 4 * spec.max_chars:
             return Rejected("too_long", f"{len(raw):,} bytes")
@@ -121,7 +138,7 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
             return Rejected("bad_utf8", f"byte {error.object[error.start]:#04x}")
         raw = raw.removeprefix("\ufeff")
         if not spec.lines:
-            return raw.removesuffix("\r")
+            return _clean(raw.removesuffix("\r"), spec.clean)
         try:
             raw = json.loads(raw)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -138,7 +155,7 @@ def _text(raw: dict[str, Any], spec: RowSpec) -> str | Rejected:
     if name is None:
         return Rejected("missing_column", _lacks(raw, " or ".join(names)))
     value = raw[name]
-    return value if isinstance(value, str) else _wrong(name, value)
+    return _clean(value, spec.clean) if isinstance(value, str) else _wrong(name, value)
 
 
 def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Rejected:
@@ -147,7 +164,7 @@ def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Rejected
     if spec.format == "messages" and talk is None:
         return Rejected("missing_column", _lacks(raw, "messages"))
     if talk is not None and spec.format != "alpaca":
-        return _messages(raw[talk], talk)
+        return _messages(raw[talk], talk, spec)
     found = [next((n for n in c if n in raw), None) for c in (PROMPT_COLUMNS, RESPONSE_COLUMNS)]
     if found[0] is None or found[1] is None:
         missing = PROMPT_COLUMNS[0] if found[0] is None else RESPONSE_COLUMNS[0]
@@ -156,10 +173,10 @@ def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Rejected
     for name, value in zip((*found, "input"), values, strict=True):
         if not isinstance(value, str):
             return _wrong(str(name), value)
-    return Conversation((Exchange(*values),))
+    return Conversation((Exchange(*(_clean(value, spec.clean) for value in values)),))
 
 
-def _messages(talk: Any, column: str) -> Conversation | Rejected:
+def _messages(talk: Any, column: str, spec: RowSpec) -> Conversation | Rejected:
     """Turns of a chat: an optional system message, then user and assistant by turns."""
     if not isinstance(talk, list):
         return _wrong(column, talk)
@@ -173,7 +190,7 @@ def _messages(talk: Any, column: str) -> Conversation | Rejected:
             return Rejected("missing_column", _lacks(message, "role and content"))
         if not isinstance(content, str):
             return _wrong(f"{column}.content", content)
-        said.append((ROLES.get(str(role), str(role)), content))
+        said.append((ROLES.get(str(role), str(role)), _clean(content, spec.clean)))
     system = said.pop(0)[1] if said and said[0][0] == "system" else ""
     roles = [role for role, _ in said]
     if not said or roles != ["user", "assistant"] * (len(said) // 2):
@@ -183,20 +200,15 @@ def _messages(talk: Any, column: str) -> Conversation | Rejected:
 
 
 def _judge(row: Row, spec: RowSpec) -> Row | Rejected:
-    """A clean row, or the reason why its content is useless."""
+    """The row, or the reason why its content is useless."""
     if isinstance(row, Conversation):
-        exchanges = tuple(Exchange(*(_clean(p, spec.clean) for p in e)) for e in row.exchanges)
-        row = Conversation(exchanges, row.system)
-        if any(not (e.prompt.strip() or e.input.strip()) for e in exchanges):
+        if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges):
             return Rejected("empty_instruction")
-        if any(not e.response.strip() for e in exchanges):
+        if any(not e.response.strip() for e in row.exchanges):
             return Rejected("empty_response")
-        text = plain_text(row)
-    else:
-        text = row = _clean(row, spec.clean)
-        if not text.strip():
-            return Rejected("empty")
-    fault = _fault(text, spec)
+    elif not row.strip():
+        return Rejected("empty")
+    fault = _fault(plain_text(row), spec)
     return Rejected(fault) if fault else row
 
 

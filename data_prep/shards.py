@@ -26,7 +26,7 @@ from data_prep.config import Section, UserError
 FORMAT = 1  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 IGNORE = -100  # label of a position that predicts nothing
-FORGET_EVERY = 32 << 20  # bytes of rows after which mapped pages are handed back
+FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
 
 class ShardInfo(Section):
@@ -136,7 +136,6 @@ class Shard:
         valid = [batch.column("valid").to_numpy() for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self._touched = 0
 
     def row(self, row: int) -> list[np.ndarray]:
         """Columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
@@ -146,14 +145,12 @@ class Shard:
         for ragged in self.columns.values():
             offsets, values = ragged[batch]
             cells.append(values[offsets[at] : offsets[at + 1]])
-            self._touched += cells[-1].nbytes
         return cells
 
     def forget(self) -> None:
-        """Hand mapped pages back from time to time: resident memory stays flat over an epoch."""
-        if self._touched > FORGET_EVERY and hasattr(mmap, "MADV_DONTNEED"):
+        """Hand mapped pages back; the kernel keeps them in its cache, not in this process's memory."""
+        if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
-            self._touched = 0
 
 
 def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,6 +183,7 @@ class TokenDataset:
                     f"{path} is damaged ({reason}); run: python -m data_prep prepare RECIPE --force"
                 ) from None
         self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
+        self._read = 0
         self.valid = np.concatenate([shard.valid for shard in self._shards])
 
     def __len__(self) -> int:
@@ -241,6 +239,8 @@ class TokenDataset:
 
     def _row(self, row: int) -> list[np.ndarray]:
         shard, at = self._place(row)
-        cells = self._shards[shard].row(at)
-        self._shards[shard].forget()
-        return cells
+        self._read += 1
+        if self._read % FORGET_EVERY == 0:  # so that resident memory stays flat over an epoch
+            for one in self._shards:
+                one.forget()
+        return self._shards[shard].row(at)

@@ -54,13 +54,14 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
 
 
-def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> None:
+def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
     backend, names = _find(path, revision)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     config = names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return _facts(backend, names)
 
 
 def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
@@ -119,7 +120,10 @@ class TokenizerFacts(NamedTuple):
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
     """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    backend, names = _read(place)
+    return _facts(*_read(place))
+
+
+def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
     bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
     return TokenizerFacts(backend.get_vocab_size(), bos, eos, _fingerprint(backend, bos, eos))
 

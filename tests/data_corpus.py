@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
@@ -16,10 +17,21 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import DataConfig, parse_section
+from data_prep.pack import Rows
 from data_prep.prepare import prepare
-from data_prep.shards import TokenDataset
+from data_prep.shards import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    TokenDataset,
+    content_fingerprint,
+    manifest_text,
+    shard_name,
+)
 from data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from data_prep.write import ShardWriter
 
+COUNTED = ("rows", "tokens", "valid_tokens", "documents", "segments")
 WORDS = (
     *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),
     *("cat", "dog", "boat", "song", "rain", "light", "road", "runs", "sings", "sees", "finds", "takes"),
@@ -114,3 +126,41 @@ def file_bytes(directory: Path) -> dict[str, bytes]:
     """All files of the two splits, by relative name; hidden ones too."""
     files = (p for split in ("train", "validation") for p in (directory / split).rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
+    """A text data set of random tokens, two segments in each row, by the writer that prepare uses."""
+    place.mkdir(parents=True)
+    rng, infos = np.random.default_rng(1), []
+    none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
+    halves = np.tile([block // 2, block - block // 2], 1000)
+    for name in (shard_name(0, 2), shard_name(1, 2)):
+        with (place / name).open("wb") as file:
+            writer = ShardWriter(file, "text", np.dtype(np.uint16))
+            for _ in range(rows // 2000):
+                ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
+                writer.add(Rows(ids, full, halves, two, none, np.zeros(1000, np.int64), full - 2))
+            infos.append(writer.finish(name, rows, Counter()))
+    counts = {k: sum(getattr(info, k) for info in infos) for k in COUNTED}
+    manifest = Manifest(
+        format=FORMAT,
+        tool="test",
+        kind="text",
+        split="train",
+        block=block,
+        vocab_size=1000,
+        tokenizer_fingerprint="none",
+        bos_id=None,
+        eos_id=None,
+        template=None,
+        fingerprint=content_fingerprint("text", block, "none", infos),
+        config={},
+        sources=[],
+        rejected={},
+        counts={},
+        **counts,
+        waste=0.0,
+        shards=infos,
+    )
+    (place / MANIFEST).write_text(manifest_text(manifest))
+    return TokenDataset(place)

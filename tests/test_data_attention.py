@@ -53,7 +53,7 @@ NEEDS_MASK = ("opt",)
 
 
 def block_mask(positions: torch.Tensor) -> torch.Tensor:
-    """Added to attention scores, [b, 1, L, L]: 0 within a segment and before, else -1e30. positions: [b, L]."""
+    """Added to attention scores, [b, 1, L, L]: 0 for earlier tokens of the segment, else -1e30."""
     segment = (positions == 0).cumsum(dim=1)
     same = segment[:, None, :, None] == segment[:, None, None, :]
     return torch.where(same & torch.ones_like(same[:1, :1]).tril(), 0.0, -1e30)

@@ -27,6 +27,7 @@ from data_prep.verify import verify
 from tests.data_corpus import (
     alpaca_rows,
     data_config,
+    random_dataset,
     run,
     segments,
     texts,
@@ -290,3 +291,21 @@ def test_inspect_shows_numbers_lengths_and_sources(
     manifest = read_manifest(instruct_config.dir / "train")
     assert f"{manifest.tokens:,}" in out and f"{manifest.waste:.2%}" in out
     assert "a.jsonl" in out and "segment lengths" in out and "█" in out and "### Response:" in out
+
+
+def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
+    """All rows are read in random order, and few pages of the mapped files stay resident."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) * 1024
+
+    data = random_dataset(tmp_path / "train", rows=160_000, block=256)
+    size = sum(info.bytes for info in data.manifest.shards)
+    assert size > 80_000_000
+    before, peak = mapped(), 0
+    order = np.random.default_rng(0).permutation(len(data))
+    for start in range(0, len(data), 50):
+        data.batch(order[start : start + 50])
+        peak = max(peak, mapped()) if start % 500 == 450 else peak
+    assert peak - before < size // 2
