@@ -4,7 +4,7 @@ PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
 BIN := .venv/bin
-# CPU machines build DeepSpeed's communication helper once (about 30 s) into a cache that ranks share.
+# DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
 .PHONY: setup quickstart test lint format bench clean

@@ -16,7 +16,6 @@ import yaml
 from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
-# One cache for DeepSpeed's compiled helper: ranks and tests share it and do not race.
 ENVIRONMENT = os.environ | {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
