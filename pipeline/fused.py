@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from data_prep.config import UserError
 from pipeline.cost import CostEmbedding, LiveCost, unit_rows
 from pipeline.cost_rows import Rows, Targets, open_rows
+from pipeline.dense import Teacher, process_dense_chunk
+from pipeline.gradients import Accumulator, Gradients, Needs, scaled
 from pipeline.kernels import Chunk, Terms, group_size, process_chunk, statistics_dtype
 from pipeline.objectives import Objective
 
 IGNORE = -100
 CHUNK_MB, CHUNK_MB_CPU = 512, 32  # of logits alive at a time, unless asked otherwise
-WEIGHT_BLOCK = 1024  # rows of the head whose gradient is formed at a time in half precision
 
 
 class LossSums(NamedTuple):
@@ -89,57 +90,8 @@ def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
 def _chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the memory budget."""
     budget = spec.memory_mb or (CHUNK_MB_CPU if device.type == "cpu" else CHUNK_MB)
-    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize))
-
-
-class _Accumulator:
-    """Gradients of one call, each None if nobody wants it."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        self.hidden, self.weight = hidden, weight
-        stats = statistics_dtype(hidden.dtype)
-        self.d_hidden = torch.zeros_like(hidden) if needs[0] else None
-        self.d_weight: Tensor | None = None
-        self.wants_weight = needs[1]
-        self.d_bias = torch.zeros(len(weight), dtype=stats, device=hidden.device) if needs[2] else None
-
-    def add(self, G: Tensor, row: Tensor, order: Tensor, scale: float) -> None:
-        """Use up one chunk: G [n, V] in the model's dtype, row [n], order [n]."""
-        factor = (row * scale)[:, None]
-        if self.d_hidden is not None:
-            part = torch.mm(G, self.weight)
-            self.d_hidden[order] = (
-                part.mul_(factor)
-                if part.dtype == row.dtype
-                else (part.to(row.dtype).mul_(factor).to(part.dtype))
-            )
-        if self.wants_weight:
-            self._add_weight(G, (self.hidden[order] * factor).to(G.dtype))
-        if self.d_bias is not None:
-            self.d_bias += torch.mv(G.to(row.dtype).t(), row)
-
-    def _add_weight(self, G: Tensor, scaled: Tensor) -> None:
-        """d_weight += G^T scaled, summed over chunks in float32."""
-        stats = statistics_dtype(G.dtype)
-        first = self.d_weight is None
-        if self.d_weight is None:
-            self.d_weight = torch.empty(self.weight.shape, dtype=stats, device=G.device)
-        if G.dtype == stats:
-            self.d_weight.addmm_(G.t(), scaled, beta=0.0 if first else 1.0)
-            return
-        for start in range(0, len(self.weight), WEIGHT_BLOCK):
-            block = slice(start, start + WEIGHT_BLOCK)
-            part = torch.mm(G[:, block].t(), scaled)
-            if first:
-                self.d_weight[block] = part
-            else:
-                self.d_weight[block] += part
-
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.wants_weight and self.d_weight is None:  # no valid token
-            stats = statistics_dtype(self.weight.dtype)
-            self.d_weight = torch.zeros_like(self.weight, dtype=stats)
-        return self.d_hidden, self.d_weight, self.d_bias
+    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
+    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
 
 
 def _logits(
@@ -173,15 +125,17 @@ def _compute(
     bias: Tensor | None,
     labels: Tensor,
     spec: Spec,
-    needs: tuple[bool, bool, bool],
-) -> tuple[LossSums, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    needs: Needs,
+    teacher: Teacher | None,
+) -> tuple[LossSums, Gradients]:
     """The sums, and the gradients of the loss sum that `needs` asks for."""
     V, device = len(weight), hidden.device
     stats = statistics_dtype(hidden.dtype)
     cost = spec.cost
     if isinstance(cost, LiveCost):
         cost = CostEmbedding(unit_rows(weight.detach()))
-    plan = _plan(labels, V, by_label=cost is not None)
+    dense = spec.terms.objective.dense
+    plan = _plan(labels, V, by_label=cost is not None and not dense)
     total = len(plan.order)
     n = min(_chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
     triton = _use_triton(spec, hidden)
@@ -190,7 +144,7 @@ def _compute(
         group = group_size(V, hidden.dtype, device, n)
         placed = cost.placed(device, hidden.dtype)
         rows = open_rows(placed, plan.targets, stats, group, n, as_stored=triton)
-    gradients = _Accumulator(hidden, weight, needs)
+    gradients = Accumulator(hidden, weight, needs)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
     wide_bias = None if bias is None else bias.to(stats)
@@ -202,7 +156,12 @@ def _compute(
             h.mul_(spec.logit_scale)
         z, target, shift = _logits(h, weight, wide_bias, y, buffer)
         chunk = Chunk(start, y, target, shift, wide_bias)
-        tokens = process_chunk(z, chunk, rows, spec.terms, any(needs), triton)
+        if teacher is not None and cost is not None:
+            P = teacher.probabilities(order)
+            placed = cost.placed(device, hidden.dtype)
+            tokens = process_dense_chunk(z, chunk, P, placed, spec.terms, any(needs))
+        else:
+            tokens = process_chunk(z, chunk, rows, spec.terms, any(needs), triton)
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if any(needs):
             gradients.add(z, tokens.row, order, spec.logit_scale)
@@ -217,8 +176,8 @@ class _FusedLoss(torch.autograd.Function):
     """Gradients are made in forward and handed out, scaled, in backward: once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, labels, spec, needs):
-        sums, ctx.gradients = _compute(hidden, weight, bias, labels, spec, needs)
+    def forward(ctx: Any, hidden, weight, bias, labels, spec, needs, teacher):
+        sums, ctx.gradients = _compute(hidden, weight, bias, labels, spec, needs, teacher)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)
@@ -228,22 +187,11 @@ class _FusedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
         gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done
-        scaled = (_scaled(*pair, d_loss) for pair in zip(gradients, ctx.dtypes, strict=True))
-        return (*scaled, None, None, None)
+        handed = (scaled(*pair, d_loss) for pair in zip(gradients, ctx.dtypes, strict=True))
+        return (*handed, None, None, None, None)
 
 
-def _scaled(gradient: Tensor | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
-    """`gradient * factor` in `dtype`; in place where the dtype is right, else block by block."""
-    if gradient is None or dtype is None or gradient.dtype == dtype:
-        return None if gradient is None else gradient.mul_(factor)
-    out = torch.empty_like(gradient, dtype=dtype)
-    for start in range(0, len(gradient), WEIGHT_BLOCK):
-        block = slice(start, start + WEIGHT_BLOCK)
-        out[block] = gradient[block].mul_(factor)
-    return out
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec, teacher: Teacher | None) -> None:
     V = len(weight)
     if weight.dim() != 2 or weight.numel() == 0:
         raise UserError(
@@ -257,6 +205,13 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec) -> None:
         )
     if hidden.dtype != weight.dtype:
         raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}")
+    if spec.terms.objective.dense != (teacher is not None):
+        raise UserError("objective demd_dense needs a teacher, and no other objective takes one")
+    if teacher is not None and teacher.hidden.shape[:-1].numel() * len(teacher.weight) != len(labels) * V:
+        raise UserError(
+            f"teacher: hidden {list(teacher.hidden.shape)} and head {list(teacher.weight.shape)} do not "
+            f"fit {len(labels)} tokens and {V} vocabulary entries"
+        )
     if spec.cost is None and spec.terms.objective.needs_cost:
         raise UserError(f"objective {spec.terms.objective.name} needs a cost embedding")
     if isinstance(spec.cost, CostEmbedding) and spec.cost.vocab_size != V:
@@ -293,17 +248,24 @@ def make_spec(
 
 
 @torch.compiler.disable
-def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> LossSums:
+def _apply(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    spec: Spec,
+    teacher: Teacher | None,
+) -> LossSums:
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels = labels.reshape(-1)
-    _check(hidden, weight, labels, spec)
+    _check(hidden, weight, labels, spec, teacher)
     inputs = (hidden, weight, bias)
     recording = torch.is_grad_enabled()
     needs = tuple(recording and x is not None and x.requires_grad for x in inputs)
-    return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs))
+    return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher))
 
 
 def fused_linear_loss(
@@ -314,12 +276,14 @@ def fused_linear_loss(
     cost: CostEmbedding | LiveCost | None = None,
     *,
     bias: Tensor | None = None,
+    teacher: Teacher | None = None,
     **options: Any,
 ) -> LossSums:
     """Loss of `hidden` [..., H] against `labels` [...] through the head `weight` [V, H] (+ `bias` [V]).
 
     labels[i] is the token that hidden[i] predicts (nothing is shifted); -100 leaves a token out.
-    With a cost embedding DEMD is reported for every objective. Options, see `make_spec`:
+    With a cost embedding DEMD is reported for every objective. `demd_dense` compares with the
+    distribution of a `teacher` at the same positions. Options, see `make_spec`:
         softcap          logits become cap * tanh(logits / cap)
         logit_scale      factor on h W^T, before the soft cap
         z_loss           weight of (log sum exp z)^2 per token
@@ -327,7 +291,8 @@ def fused_linear_loss(
         kernels          auto (Triton on a GPU that has it, else PyTorch) | torch | triton
         memory_mb        budget of a chunk's logits; by default 32 on a CPU, 512 elsewhere
     """
-    return _apply(hidden, weight, bias, labels, make_spec(objective, cost, **options))
+    spec = make_spec(objective, cost, **options)
+    return _apply(hidden, weight, bias, labels, spec, teacher)
 
 
 class FusedHead(nn.Linear):
@@ -340,12 +305,12 @@ class FusedHead(nn.Linear):
     spec: Spec
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, labels: Tensor | None = None
+        self, hidden: Tensor, labels: Tensor | None = None, teacher: Teacher | None = None
     ) -> Tensor | LossSums:
         """Logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
         if labels is None:
             return super().forward(hidden)
-        return _apply(hidden, self.weight, self.bias, labels, self.spec)
+        return _apply(hidden, self.weight, self.bias, labels, self.spec, teacher)
 
 
 def fuse_head(

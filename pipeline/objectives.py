@@ -171,6 +171,7 @@ _FACTORIES: dict[str, tuple[Callable[..., CoefficientFunction], bool]] = {  # na
     "dft": (dft, False),
     "emo_compat": (emo_compat, True),
     "emo2_compat": (emo2_compat, True),
+    "demd_dense": (demd, True),  # `dense.py`; for a one-hot teacher the same as demd
 }
 OBJECTIVES = tuple(_FACTORIES)
 
@@ -188,7 +189,7 @@ def get_objective(name: str, **params: float | None) -> Objective:
         if key not in known:
             raise UserError(f"unknown parameter {key!r} of objective {name}; {_nearest(key, known)}")
     bound = tuple((key, params.get(key, known[key].default)) for key in known)
-    return Objective(name, needs_cost, make(**params), bound)
+    return Objective(name, needs_cost, make(**params), bound, dense=name == "demd_dense")
 
 
 def _nearest(given: str, known: object) -> str:
