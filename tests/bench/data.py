@@ -1,6 +1,6 @@
 """Data preparation beside its peers: tokenising, scaling, reading, packing.
 
-    python -m tests.bench.data [--rounds 5] [--parts tokenise scale read pack] [--quick]
+    python -m tests.bench.data [--rounds 5] [--parts tokenise scale read pack real] [--quick]
 
 Everybody gets the same text and the same tokenizer (LLaMA's where the real data are at hand). Tokenising is
 compared by CPU seconds on one thread; `prepare` there does all of its work: reading, checking, removing
@@ -10,6 +10,7 @@ duplicates, packing, hashing, writing. Scaling is wall time, so it needs a machi
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -33,13 +34,13 @@ from data_prep.sources import open_text
 from data_prep.templates import Conversation, Exchange
 from data_prep.tokenizer import encoder, save_tokenizer
 from tests.bench import _data_peers as peers
-from tests.bench import common
+from tests.bench import _data_real, common
 from tests.data_corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
 from tests.data_corpus import texts as made_up
 
 DATA = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 BLOCK = 256
-PARTS = ("tokenise", "scale", "read", "pack")
+PARTS = ("tokenise", "scale", "read", "pack", "real")
 
 
 class Bench:
@@ -149,7 +150,7 @@ def scale(bench: Bench) -> None:
     import subprocess
 
     report = bench.report
-    folder = bench.folder("much", copies=1 if bench.quick else 3)
+    folder = bench.folder("much", copies=1 if bench.quick else 5)
     times: dict[int, list[float]] = {1: [], 2: []}
     for i in range(bench.rounds):
         for workers in ((1, 2), (2, 1))[i % 2]:
@@ -165,7 +166,33 @@ def scale(bench: Bench) -> None:
     for workers, own in times.items():
         report.row(part="scale", what=f"{workers} workers", wall_s=round(statistics.median(own), 2))
     gain = statistics.median(a / b for a, b in zip(times[1], times[2], strict=True))
+    control = statistics.median(bare_scaling(bench) for _ in range(bench.rounds))
+    report.row(part="scale", what="the bare tokenizer in 1 -> 2 processes gains", wall_s=round(control, 3))
     report.ratio("1 -> 2 workers, wall time", gain, at_least=1.8)
+    report.ratio("1 -> 2 workers / what the machine gives the bare tokenizer", gain / control)
+
+
+def bare_scaling(bench: Bench) -> float:
+    """How much more two processes that only tokenise get done than one: what the machine itself allows."""
+    context = multiprocessing.get_context("spawn")
+    texts = bench.texts[: len(bench.texts) // 2]
+    walls = []
+    for count in (1, 2):
+        with context.Pool(count) as pool:
+            pool.starmap(_bare, [(bench.tokenizer, texts[:5])] * count, chunksize=1)  # imports and loads
+            begin = time.perf_counter()
+            pool.starmap(_bare, [(bench.tokenizer, texts)] * count, chunksize=1)
+            walls.append(time.perf_counter() - begin)
+    return 2 * walls[0] / walls[1]
+
+
+_LOADED: dict[Path, Any] = {}
+
+
+def _bare(tokenizer: Path, texts: list[str]) -> int:
+    if tokenizer not in _LOADED:
+        _LOADED[tokenizer] = encoder(tokenizer)
+    return peers.bare_encode_batch(texts, _LOADED[tokenizer])
 
 
 def read(bench: Bench) -> None:
@@ -292,16 +319,25 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
     return made.conversations(dialogues).lengths
 
 
+def real(bench: Bench) -> None:
+    """All real sets, prepared with near-duplicate removal and the overlap check."""
+    if not bench.real:
+        bench.report.note("skipped: real sets, there are none here")
+        return
+    _data_real.prepare_all(DATA, bench.work, 1, bench.report)
+
+
 def main() -> int:
     """Run the chosen parts; exit code 1 when a target is missed."""
     parser = common.parser(__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
     args = parser.parse_args()
     common.settle()
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(Path(work), args.rounds, args.quick)
         for part in args.parts:
-            {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack}[part](bench)
+            runs = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack, "real": real}
+            runs[part](bench)
         return bench.report.finish(rounds=args.rounds, parts=list(args.parts), quick=args.quick)
 
 
