@@ -50,7 +50,7 @@ class Spec:
     kernels: str = "auto"
 
 
-def _use_triton(spec: Spec, hidden: Tensor) -> bool:
+def use_triton(spec: Spec, hidden: Tensor) -> bool:
     """Whether the element-wise part runs in Triton. Raises UserError where it was asked for in vain."""
     if spec.kernels == "torch" or hidden.dtype == torch.float64:
         return False
@@ -64,7 +64,7 @@ def _use_triton(spec: Spec, hidden: Tensor) -> bool:
     return True
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The valid tokens, sorted by label where a cost embedding is used."""
 
     order: Tensor  # [T] positions in the flat batch
@@ -72,7 +72,7 @@ class _Plan(NamedTuple):
     targets: Targets | None
 
 
-def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
+def plan_tokens(labels: Tensor, vocab_size: int, by_label: bool) -> Plan:
     order = (labels != IGNORE).nonzero()[:, 0]
     chosen = labels[order]
     if len(chosen):
@@ -81,13 +81,13 @@ def _plan(labels: Tensor, vocab_size: int, by_label: bool) -> _Plan:
             bad = low if low < 0 else high
             raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
     if not by_label:
-        return _Plan(order, chosen, None)
+        return Plan(order, chosen, None)
     chosen, by = torch.sort(chosen, stable=True)
     ids, which = torch.unique_consecutive(chosen, return_inverse=True)
-    return _Plan(order[by], chosen, Targets(ids, which))
+    return Plan(order[by], chosen, Targets(ids, which))
 
 
-def _chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
+def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the memory budget."""
     budget = spec.memory_mb or (CHUNK_MB_CPU if device.type == "cpu" else CHUNK_MB)
     matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
@@ -135,10 +135,10 @@ def _compute(
     if isinstance(cost, LiveCost):
         cost = CostEmbedding(unit_rows(weight.detach()))
     dense = spec.terms.objective.dense
-    plan = _plan(labels, V, by_label=cost is not None and not dense)
+    plan = plan_tokens(labels, V, by_label=cost is not None and not dense)
     total = len(plan.order)
-    n = min(_chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
-    triton = _use_triton(spec, hidden)
+    n = min(chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
+    triton = use_triton(spec, hidden)
     rows: Rows | None = None
     if cost is not None and plan.targets is not None and total:
         group = group_size(V, hidden.dtype, device, n)
