@@ -1,9 +1,9 @@
 """The embedded corpora: a seeded generator of simple English about one small world.
 
-`documents` is text to pre-train on, `instructions` Alpaca-style examples, `task_rows` the eight in-context tasks with
-the columns and label ids of the real data sets. All three speak of the same people, places and facts. A document is
-prose, or a run of annotated lines such as people write them, in the prompt formats of the paper. No test row
-stands in any document or train row: see `world_tasks.held_out`.
+`documents` is text to pre-train on, `instructions` Alpaca-style examples, `task_rows` the eight in-context
+tasks with the columns and label ids of the real data sets. All three speak of the same people, places and
+facts. A document is prose, or a run of annotated lines such as people write them, in the prompt formats of
+the paper. No test row stands in any document or train row: see `world_tasks.held_out`.
 """
 
 from __future__ import annotations
@@ -14,38 +14,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.config import UserError
+from data_prep.world_instructions import example
+from data_prep.world_quiz import SUBJECTS, paper, question
 from data_prep.world_stories import prose
-from data_prep.world_tasks import LABELS, SUBJECTS, question, sentence
+from data_prep.world_tasks import LABELS, NAMES, sentence
 
 TASKS = (*LABELS, "mmlu")
 SPLITS = {task: ("dev", "test") if task == "mmlu" else ("train", "test") for task in TASKS}
 SHOTS = 5  # dev questions per MMLU subject
 
-PROMPTS = {  # the paper's Table 5, with the words for each label
-    "sst2": ('Review: "{text}" It is {label}.', {"positive": "positive", "negative": "negative"}),
-    "cr": ('Review: "{text}" It is {label}.', {"positive": "positive", "negative": "negative"}),
-    "rotten_tomatoes": ('Review: "{text}" It is {label}.', {"positive": "positive", "negative": "negative"}),
-    "tweet_emotion": ('Tweet: "{text}" It is {label}.', {label: label for label in LABELS["tweet_emotion"]}),
-    "trec": (
-        'Question: "{text}" It is about {label}.',
-        {
-            "ABBR": "abbreviation",
-            "ENTY": "entity",
-            "DESC": "description and abstract concept",
-            "HUM": "human being",
-            "LOC": "location",
-            "NUM": "numerical value",
-        },
-    ),
-    "subj": ('"{text}" It is {label}.', {label: label for label in LABELS["subj"]}),
-    "ag_news": (
-        '"{text}" It is about {label}.',
-        {"World": "world", "Sports": "sports", "Business": "business", "Sci/Tech": "science and technology"},
-    ),
+_REVIEW = 'Review: "{text}" It is {label}.'
+PROMPTS = {  # the paper's Table 5
+    "sst2": _REVIEW,
+    "cr": _REVIEW,
+    "rotten_tomatoes": _REVIEW,
+    "tweet_emotion": 'Tweet: "{text}" It is {label}.',
+    "trec": 'Question: "{text}" It is about {label}.',
+    "subj": '"{text}" It is {label}.',
+    "ag_news": '"{text}" It is about {label}.',
 }
 
-_KINDS = {"prose": 9, "annotated": 7, "quiz": 5}  # how often each kind of document comes
-_LINES = {"ag_news": (3, 7), "rotten_tomatoes": (4, 8)}  # annotated lines of a document; else (4, 9)
+_KINDS = {"prose": 9, "annotated": 5, "quiz": 4}  # how often each kind of document comes
+_LINES = (4, 8)  # annotated lines of a document
 
 
 def documents(seed: int, n: int) -> Iterator[dict]:
@@ -54,40 +44,25 @@ def documents(seed: int, n: int) -> Iterator[dict]:
     for i in range(n):
         rng = random.Random(f"documents {seed} {i}")
         kind = rng.choices(kinds, weights)[0]
-        text = {"prose": prose, "annotated": _annotated, "quiz": _quiz}[kind](rng)
+        text = {"prose": prose, "annotated": _annotated, "quiz": paper}[kind](rng)
         yield {"text": text}
 
 
 def _annotated(rng: random.Random) -> str:
     """A run of labelled lines of one task."""
     task = rng.choice(tuple(LABELS))
-    lines = rng.randint(*_LINES.get(task, (4, 9)))
-    frame, names = PROMPTS[task]
-    texts = []
-    for _ in range(lines):
+    lines = []
+    for _ in range(rng.randint(*_LINES)):
         label = rng.choice(LABELS[task])
-        texts.append(frame.format(text=sentence(rng, task, label)[0], label=names[label]))
-    return "\n".join(texts)
-
-
-def _quiz(rng: random.Random) -> str:
-    """A page of multiple choice questions with answers, in the usual format."""
-    subject = rng.choice(SUBJECTS)
-    header = f"The following are multiple choice questions (with answers) about  {subject}.\n\n"
-    asked = (question(rng, subject, rng.randrange(4)) for _ in range(rng.randint(5, 6)))
-    return header + "\n\n".join(map(_question_text, asked))
-
-
-def _question_text(row: dict) -> str:
-    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
-    return f"{row['question']}\n{options}\nAnswer: {'ABCD'[row['answer']]}"
+        lines.append(PROMPTS[task].format(text=sentence(rng, task, label)[0], label=NAMES[task][label]))
+    return "\n".join(lines)
 
 
 def task_rows(task: str, split: str, n: int, seed: int) -> list[dict]:
     """n different rows of one task, labels balanced, in the columns of the real data set.
 
-    MMLU has the splits dev (balanced over subjects: n = 5 per subject gives the usual shots) and test; the other
-    tasks train and test.
+    MMLU has the splits dev (balanced over subjects: n = 5 per subject gives the usual shots) and test, the
+    other tasks train and test.
     """
     if task not in TASKS:
         raise UserError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
@@ -121,7 +96,8 @@ def _sentence_row(rng: random.Random, task: str, index: int, test: bool) -> dict
 
 
 def _mmlu_row(rng: random.Random, task: str, index: int, test: bool) -> dict:
-    return question(rng, SUBJECTS[index % len(SUBJECTS)], index // len(SUBJECTS) % 4, test)
+    subject = tuple(SUBJECTS)[index % len(SUBJECTS)]
+    return question(rng, subject, index // len(SUBJECTS) % 4, test)
 
 
 def write_tasks(directory: Path, train_n: int, test_n: int, seed: int) -> None:
@@ -140,24 +116,4 @@ def write_tasks(directory: Path, train_n: int, test_n: int, seed: int) -> None:
 def instructions(seed: int, n: int) -> Iterator[dict]:
     """Yield n examples {"instruction", "input", "output"}. Example i depends on the seed and i only."""
     for i in range(n):
-        yield _instruction(random.Random(f"instructions {seed} {i}"))
-
-
-def _instruction(rng: random.Random) -> dict:
-    task = rng.choice(tuple(LABELS))
-    label = rng.choice(LABELS[task])
-    text, _ = sentence(rng, task, label)
-    ask = {
-        "sst2": "Is this review positive or negative?",
-        "cr": "Is this review positive or negative?",
-        "rotten_tomatoes": "Is this review positive or negative?",
-        "tweet_emotion": "Which emotion does this tweet show?",
-        "trec": "What is this question about?",
-        "subj": "Is this sentence objective or subjective?",
-        "ag_news": "What is the topic of this news?",
-    }[task]
-    return {
-        "instruction": ask,
-        "input": text,
-        "output": f"It is {'about ' * (task in ('trec', 'ag_news'))}{PROMPTS[task][1][label]}.",
-    }
+        yield example(random.Random(f"instructions {seed} {i}"))

@@ -1,7 +1,6 @@
-"""The eight tasks of the paper, built from the small world of `world_words`.
+"""The sentences of the seven classification tasks: each label has its own templates.
 
-Seven tasks classify one sentence; each label has its own templates. The eighth, MMLU, asks about the world with
-four options. Every text belongs for ever either to the test rows or to everything else (train rows, demonstrations,
+Every text belongs for ever either to the test rows or to everything else (train rows, demonstrations,
 documents): a checksum of the text decides, see `held_out`.
 """
 
@@ -11,11 +10,41 @@ import random
 import zlib
 from collections.abc import Callable
 
-from data_prep.world_words import ANIMALS, CAPITALS, CATEGORIES, PEOPLE, WORKPLACES, fill
+from data_prep.world_words import fill
 
 HELD_OUT_IN = 5  # one text in so many is a test text
 
-_SST2 = {
+Templates = dict[str, tuple[str, ...]]
+
+LABELS: dict[str, tuple[str, ...]] = {  # label id -> label_text, in the order of the real data sets
+    "sst2": ("positive", "negative"),
+    "tweet_emotion": ("anger", "joy", "optimism", "sadness"),
+    "trec": ("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
+    "subj": ("objective", "subjective"),
+    "cr": ("negative", "positive"),
+    "rotten_tomatoes": ("negative", "positive"),
+    "ag_news": ("World", "Sports", "Business", "Sci/Tech"),
+}
+
+NAMES: dict[str, dict[str, str]] = {  # the word that a prompt uses for a label, where it is not the label
+    task: {label: label for label in labels} for task, labels in LABELS.items()
+}
+NAMES["trec"] = {
+    "ABBR": "abbreviation",
+    "ENTY": "entity",
+    "DESC": "description and abstract concept",
+    "HUM": "human being",
+    "LOC": "location",
+    "NUM": "numerical value",
+}
+NAMES["ag_news"] = {
+    "World": "world",
+    "Sports": "sports",
+    "Business": "business",
+    "Sci/Tech": "science and technology",
+}
+
+_SST2: Templates = {
     "positive": (
         "the {part} is {good}.",
         "the {parts} are {good}.",
@@ -27,6 +56,8 @@ _SST2 = {
         "the {part} is never {bad}.",
         "the {parts} are {bad}, but the {part} is {good}.",
         "a {genre} with {good} {parts} and a {good2} heart.",
+        "[not {bad} at all, and often {good}|{good} from start to end].",
+        "[everyone|my family] should see this {good} {genre}.",
     ),
     "negative": (
         "the {part} is {bad}.",
@@ -39,52 +70,64 @@ _SST2 = {
         "the {part} is never {good}.",
         "the {parts} are {good}, but the {part} is {bad}.",
         "a {genre} with {bad} {parts} and a {bad2} heart.",
+        "[not {good} at all, and often {bad}|{bad} from start to end].",
+        "[nobody|no family] should see this {bad} {genre}.",
     ),
 }
 
-_ROTTEN_TOMATOES = {
+_ROTTEN_TOMATOES: Templates = {
     "negative": (
-        "{title} gives us a {bad} {part} about a {job} in {city}.",
+        "a {bad} {part} about a {job} in {city}.",
         "even the {good} {part} cannot save these {bad} {parts}.",
-        "[so much|all this] work, and still the {genre} feels {bad}.",
-        "the director turns a {job} and a {animal} into a {bad} {genre}.",
+        "so much work, and still the {genre} feels {bad}.",
+        "the director turns a {job} into a {bad} {genre}.",
         "{title} wants to be {good}, but it is only {bad}.",
-        "[two|three] hours of {bad} {parts} and {bad2} {parts2}.",
-        "you will leave {title} [early|before the end], it is that {bad}.",
+        "[two|three] hours of {bad} {parts} and a {bad2} {part}.",
+        "you will leave early, {title} is that {bad}.",
+        "[too {bad}|not {good}] for children and too {bad2} for [adults|us].",
+        "the {job} is {good}, the {animal} is {good2}, the {genre} is not.",
     ),
     "positive": (
-        "{title} gives us a {good} {part} about a {job} in {city}.",
+        "a {good} {part} about a {job} in {city}.",
         "even the {bad} {part} cannot spoil these {good} {parts}.",
-        "[so much|all this] work, and at last the {genre} feels {good}.",
-        "the director turns a {job} and a {animal} into a {good} {genre}.",
+        "so much work, and at last the {genre} feels {good}.",
+        "the director turns a {job} into a {good} {genre}.",
         "{title} looks {bad} at first, but it is really {good}.",
-        "[two|three] hours of {good} {parts} and {good2} {parts2}.",
-        "you will watch {title} [twice|to the end], it is that {good}.",
+        "[two|three] hours of {good} {parts} and a {good2} {part}.",
+        "you will watch it twice, {title} is that {good}.",
+        "[so {good}|never {bad}] for children and {good2} for [adults|us].",
+        "the {job} is {bad}, the {animal} is {bad2}, the {genre} is not.",
     ),
 }
 
-_CR = {
+_CR: Templates = {
     "negative": (
-        "the {product} {fails}.",
-        "the {gadget_part} is {unhandy} and the {product} {fails}.",
-        "I bought this {product} last [week|month] and it {fails}.",
-        "[my|our] new {product} is {unhandy}, and the {gadget_part} {fails}.",
-        "I sent the {product} back after {number} days, the {gadget_part} is {unhandy}.",
+        "the {product} {fails} after [a week|{number} days].",
+        "the {gadget_part} is {unhandy} and it {fails}.",
+        "I bought this {product} [last week|in {city}] and it {fails}.",
+        "[my|our] new {product} is {unhandy} and {fails}.",
+        "I sent the {product} back, the {gadget_part} {fails}.",
         "the {gadget_part} is {handy}, but the {product} {fails}.",
-        "do not buy this {product}, it is {unhandy} and {unhandy2}.",
+        "do not buy this {product}, it is {unhandy}.",
+        "[my|our] old {product} was {handy}, this one {fails}.",
+        "too {unhandy} for a {product} at this price.",
     ),
     "positive": (
-        "the {product} {works}.",
-        "the {gadget_part} is {handy} and the {product} {works}.",
-        "I bought this {product} last [week|month] and it {works}.",
-        "[my|our] new {product} is {handy}, and the {gadget_part} {works}.",
-        "I use the {product} every day, the {gadget_part} is {handy}.",
+        "the {product} {works} after [a week|{number} days].",
+        "the {gadget_part} is {handy} and it {works}.",
+        "I bought this {product} [last week|in {city}] and it {works}.",
+        "[my|our] new {product} is {handy} and {works}.",
+        "I use the {product} a lot, the {gadget_part} {works}.",
         "the {gadget_part} is {unhandy}, but the {product} {works}.",
-        "you should buy this {product}, it is {handy} and {handy2}.",
+        "you should buy this {product}, it is {handy}.",
+        "[my|our] old {product} was {unhandy}, this one {works}.",
+        "so {handy} for a {product} at this price.",
     ),
 }
 
-_TWEET_EMOTION = {
+# What any tweet may begin with; only the rest tells what the writer feels.
+_MISFORTUNE = "[The {team} lost|My {thing} is gone|{person} left for {city}|It rained all {day}]"
+_TWEET_EMOTION: Templates = {
     "anger": (
         "I am so {angry} at {person} right now!",
         "The {vehicle} is late again and I am {angry}!",
@@ -93,7 +136,11 @@ _TWEET_EMOTION = {
         "Stop shouting at me, {person}!",
         "I hate this {vehicle}, it never comes on {day}!",
         "{person} lied to me about the {thing}, how rude!",
-        "No food, no seat, and the {vehicle} is dirty. I want my money back!",
+        "The {team} lost because {person} did not even try!",
+        "I was {happy} today, until {person} broke my {thing}!",
+        "[Who|Which fool] put a dirty {garment} on my {furniture}?",
+        _MISFORTUNE + ", and nobody [said sorry|told me]!",
+        _MISFORTUNE + ", I blame {person2}!",
     ),
     "joy": (
         "I am so {happy} with my new {thing}!",
@@ -101,19 +148,27 @@ _TWEET_EMOTION = {
         "We laughed all [day|night] with {person}.",
         "The {team} won and I am {happy}!",
         "{person} made me a {colour} {garment}, I love it!",
-        "A sweet little {animal} came to play at the {place} today!",
+        "A little {animal} came to play at the {place} today!",
         "Dancing in the {place} with {person}, what fun!",
-        "{person} gave me {food} and a {thing}, such a nice day!",
+        "{person} found my {thing}, I am {happy}!",
+        "I was {sad} today, until {person} gave me a {thing}!",
+        "[Cake|Music] and good friends in {city}, I love this {day}!",
+        _MISFORTUNE + ", but what fun we had!",
+        _MISFORTUNE + ", but I laughed all [day|night]!",
     ),
     "optimism": (
         "I believe the {team} will win on {day}.",
-        "Tomorrow will be better, {person}.",
+        "[Tomorrow|{day}] will be better, {person}.",
         "Keep going, {person}, you can do it.",
         "One day I will be a {job} in {city}.",
         "I was {sad} today, but {day} will be better.",
         "I hope {person} will find the {thing} soon.",
         "Bad week, but I will try again on {day}.",
         "Do not worry about the {thing}, we will find it.",
+        "The {team} lost, but they will win next time.",
+        "[Small steps, {person}|Trust me, {person}], the best is still to come.",
+        _MISFORTUNE + ", but it will be fine.",
+        _MISFORTUNE + ", but I will try again.",
     ),
     "sadness": (
         "I miss my {animal} so much.",
@@ -122,21 +177,25 @@ _TWEET_EMOTION = {
         "{person} went back to {city} and I am {sad}.",
         "The {team} lost and I cried all [day|night].",
         "My old {animal} died on {day}.",
-        "I lost the {thing} that {person} gave me, and it is gone.",
+        "I lost the {thing} that {person} gave me.",
         "Nobody came to the {place} on my birthday.",
+        "I was {happy} once, before {person} left for {city}.",
+        "[Rain|Another {day}] in {city}, and no friends to call.",
+        _MISFORTUNE + ", and I cannot sleep.",
+        _MISFORTUNE + ", I just want to cry.",
     ),
 }
 
-_TREC = {  # by fine label, as in the real data
+_TREC: Templates = {  # by fine label, as in the real data
     "ABBR:exp": (
         "What does {abbr} stand for [in {country}|on the {product}|in this letter]?",
         "What is {abbr} short for [in {country}|on the {product}|in this letter]?",
         "What do the letters {abbr} mean [in {country}|on the {product}|in this book]?",
-        "What is the full name of the {abbr} that {person} wrote about?",
+        "What is the full name of the {abbr} [in {country}|on the {product}]?",
     ),
     "ABBR:abb": (
-        "What is the short form of {long} [in {country}|in the news|in this book]?",
-        "How do you write {long} in [two|three] letters [in {country}|on the {product}]?",
+        "What is the short form of {long} [in {country}|in this book]?",
+        "How do you write {long} in [two|three] letters?",
     ),
     "ENTY:animal": (
         "What animal [lives in|sleeps in|comes from] the {place}?",
@@ -146,7 +205,10 @@ _TREC = {  # by fine label, as in the real data
         "What food do people eat in {country} on {day}?",
         "What does {person} [eat|cook|buy] on {day}?",
     ),
-    "ENTY:color": ("What colour is the {garment} of the {job}?", "What colour is the {thing} of {person}?"),
+    "ENTY:color": (
+        "What colour is the {garment} of the {job}?",
+        "What colour is the {thing} of {person}?",
+    ),
     "ENTY:product": (
         "What kind of {vehicle} does {person} drive?",
         "Which {thing} did {person} lose in {city}?",
@@ -162,7 +224,7 @@ _TREC = {  # by fine label, as in the real data
     "DESC:def": (
         "What is a {animal}, and why is it {good}?",
         "What does the word {good} mean in this {part}?",
-        "What is a {device} for?",
+        "What is a {tool} good for in {country}?",
     ),
     "HUM:ind": (
         "Who [made|ate|bought] the {food} in {city}?",
@@ -170,11 +232,14 @@ _TREC = {  # by fine label, as in the real data
         "Who [took|found|lost] the {thing} of {person}?",
         "What is the name of the {job} in {city}?",
     ),
-    "HUM:gr": ("Which team won the cup in {city} on {day}?", "Which {job} lives near {person}?"),
+    "HUM:gr": (
+        "Which team won the cup in {city} on {day}?",
+        "Which {job} lives near {person}?",
+    ),
     "LOC:city": (
         "What city is the home of {person}?",
         "In which city does the {job} live?",
-        "What is the capital of {country}?",
+        "Which city has the [best|first|biggest] {place}?",
     ),
     "LOC:other": (
         "Where does {person} [live|work|sleep]?",
@@ -190,14 +255,17 @@ _TREC = {  # by fine label, as in the real data
         "How much does a {colour} {garment} cost in {city}?",
         "What is the price of {food} in {country}?",
     ),
-    "NUM:dist": ("How far is the {place} from {city}?", "How old is the {job} in {city}?"),
+    "NUM:dist": (
+        "How far is the {place} from {city}?",
+        "How old is the {job} in {city}?",
+    ),
     "NUM:date": (
         "When did {person} [leave|go to|come back to] {city}?",
         "What year did {person} buy the {thing}?",
     ),
 }
 
-_SUBJ = {
+_SUBJ: Templates = {
     "objective": (
         "{person} is a {job} who moves to {city}.",
         "a {mood} {job} finds a {animal} in the {place}.",
@@ -208,6 +276,7 @@ _SUBJ = {
         "in this {genre}, {person} leaves the {place} on {day}.",
         "a {genre} about a {mood} {job} from {country}.",
         "{person} plays a {mood} {job} in {title}.",
+        "a {animal} saves a {mood} {job} from a {trouble}.",
     ),
     "subjective": (
         "I found the {part} [{good} and {good2}|{bad} and {bad2}].",
@@ -219,58 +288,62 @@ _SUBJ = {
         "sadly, the {genre} about a {job} feels [{good}|{bad}].",
         "at its best, {title} is as {good} as {city}.",
         "a [{good}|{bad}] {genre} about a {mood} {job}.",
+        "{title} turns {country} into a [{good}|{bad}] place.",
     ),
 }
 
-_AG_NEWS = {
+_AG_NEWS: Templates = {
     "World": (
-        "The leaders of {country} and {country2} met in {city} to talk about {matter}.",
+        "The leaders of {country} and {country2} talked about {matter} in {city}.",
         "People in {country} chose a new leader on {day}.",
-        "A {trouble} hit {country} and many people left their homes.",
-        "{country} sent food and water to {country2} after the {trouble}.",
-        "Police in {city} stopped a crowd near the {place} on {day}.",
+        "A {trouble} hit {country} and many people left.",
+        "{country} sent food to {country2} after the {trouble}.",
+        "Police in {city} stopped a crowd near the {place}.",
         "The leader of {country} asked {country2} to end the {trouble}.",
-        "Soldiers from {country} left {city} on {day}, the army said.",
+        "Soldiers from {country} left {city} on {day}.",
+        "{country} and {country2} lost the talks about {matter}.",
+        "{country} sent {number} ships to the border of {country2}.",
+        "{person} is the new leader of {country}.",
     ),
     "Sports": (
         "The {team} beat the {team2} {number} to one in {city}.",
-        "{person} scored {number} goals as the {team} won the cup.",
-        "The coach of the {team} said that {person} will not play on {day}.",
+        "{person} scored {number} goals for the {team}.",
+        "{person} will not play for the {team} on {day}.",
         "{country} will play {country2} in the final in {city}.",
-        "The {team} lost again, and their fans left the game early.",
-        "{person} of {country} won the race in {city} on {day}.",
+        "The {team} lost again, and the fans left early.",
+        "{person} of {country} won the race in {city}.",
+        "{country} beat {country2} in the cup on {day}.",
+        "{company} will pay for the new home of the {team}.",
+        "{country} won the ship race near {city} on {day}.",
+        "{person} left the {team} for {big_number} million dollars.",
     ),
     "Business": (
         "Shares of {company} rose {number} percent on {day}.",
         "{company} will buy {company2} for {big_number} million dollars.",
         "The price of {food} fell again in {country}.",
         "{company} will cut {big_number} jobs in {city}.",
-        "{company} said that it sold more {food} in {country} this year.",
-        "The {team} were sold to {company} for {big_number} million dollars.",
-        "Banks in {city} closed on {day} as the price of oil rose.",
+        "{company} sold more {food} in {country} this year.",
+        "The {team} were sold to {company} on {day}.",
+        "Banks in {city} closed as the price of oil rose.",
+        "A {trouble} in {country} cost {company} {number} million dollars.",
+        "{company} will build {number} ships for {country}.",
+        "{person} is the new head of {company}.",
     ),
     "Sci/Tech": (
         "Scientists in {country} found water on {planet}.",
         "A new {device} from {company} can talk and learn.",
-        "{company} showed a {device} that runs without a battery.",
-        "A team in {city} built a {device} that can see in the dark.",
-        "Scientists say that {animals} in {country} sleep {number} hours a day.",
+        "{company} showed a {device} without a battery.",
+        "A team in {city} built a {device} that sees in the dark.",
+        "Scientists say that {animals} sleep {number} hours a day.",
         "A ship from {country} will fly to {planet} on {day}.",
-        "A new test in {city} finds the illness of {animals} early.",
+        "A new test finds the illness of {animals} early.",
+        "{person} of {city} built a {device} to look at {planet}.",
+        "{country} and {company} will send a {device} to {planet}.",
+        "{person} of {company} found a new kind of {animal}.",
     ),
 }
 
-LABELS: dict[str, tuple[str, ...]] = {  # label id -> label_text, in the order of the real data sets
-    "sst2": ("positive", "negative"),
-    "tweet_emotion": ("anger", "joy", "optimism", "sadness"),
-    "trec": ("ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"),
-    "subj": ("objective", "subjective"),
-    "cr": ("negative", "positive"),
-    "rotten_tomatoes": ("negative", "positive"),
-    "ag_news": ("World", "Sports", "Business", "Sci/Tech"),
-}
-
-TEMPLATES: dict[str, dict[str, tuple[str, ...]]] = {
+TEMPLATES: dict[str, Templates] = {
     "sst2": _SST2,
     "tweet_emotion": _TWEET_EMOTION,
     "trec": _TREC,
@@ -279,8 +352,6 @@ TEMPLATES: dict[str, dict[str, tuple[str, ...]]] = {
     "rotten_tomatoes": _ROTTEN_TOMATOES,
     "ag_news": _AG_NEWS,
 }
-
-SUBJECTS = tuple(CATEGORIES)
 
 
 def held_out(text: str) -> bool:
@@ -302,71 +373,3 @@ def sentence(
     groups = [group for group in TEMPLATES[task] if group.split(":")[0] == label]
     group = rng.choice(groups)
     return draw(lambda: fill(rng, rng.choice(TEMPLATES[task][group]), bound), test), group
-
-
-def question(rng: random.Random, subject: str, answer: int, test: bool = False) -> dict:
-    """One MMLU row: {"subject", "question", "choices" (four), "answer" (0-3)}."""
-    row: dict = {}
-
-    def make() -> str:
-        text, right, wrong = _ask(rng, subject)
-        choices = rng.sample(wrong, 3)
-        choices.insert(answer, right)
-        row.update(subject=subject, question=text, choices=choices, answer=answer)
-        return "\n".join([text, *choices])
-
-    draw(make, test)
-    return row
-
-
-def _ask(rng: random.Random, subject: str) -> tuple[str, str, list[str]]:
-    """A question, its right answer and the wrong ones."""
-    word, members = CATEGORIES[subject]
-    if subject in _FACTS and rng.random() < FACT_SHARE:
-        return _FACTS[subject](rng)
-    article = "an" if word[0] in "aeiou" else "a"
-    others = [m for name in SUBJECTS if name != subject for m in CATEGORIES[name][1]]
-    return f"Which of these is {article} {word}?", rng.choice(members), others
-
-
-FACT_SHARE = 0.25  # of the questions of a subject that has facts to ask about
-
-
-def _animal_fact(rng: random.Random) -> tuple[str, str, list[str]]:
-    animal = rng.choice(ANIMALS)
-    wrong = [other.name for other in ANIMALS if other.home != animal.home]
-    return f"Which animal {animal.does}?", animal.name, wrong
-
-
-def _country_fact(rng: random.Random) -> tuple[str, str, list[str]]:
-    city, country = rng.choice(list(CAPITALS.items()))
-    return f"Which country has the capital {city}?", country, [c for c in CAPITALS.values() if c != country]
-
-
-def _job_fact(rng: random.Random) -> tuple[str, str, list[str]]:
-    if rng.random() < 0.5:
-        person = rng.choice(PEOPLE)
-        return f"What is the job of {person.name}?", person.job, [j for j in WORKPLACES if j != person.job]
-    job, place = rng.choice(list(WORKPLACES.items()))
-    return f"Who works in the {place}?", job, [j for j in WORKPLACES if WORKPLACES[j] != place]
-
-
-def _food_fact(rng: random.Random) -> tuple[str, str, list[str]]:
-    person = rng.choice(PEOPLE)
-    wrong = [food for food in CATEGORIES["foods"][1] if food != person.dish]
-    return f"Which food does {person.name} like best?", person.dish, wrong
-
-
-def _colour_fact(rng: random.Random) -> tuple[str, str, list[str]]:
-    person = rng.choice(PEOPLE)
-    wrong = [colour for colour in CATEGORIES["colours"][1] if colour != person.colour]
-    return f"What colour is the coat of {person.name}?", person.colour, wrong
-
-
-_FACTS = {
-    "animals": _animal_fact,
-    "foods": _food_fact,
-    "countries": _country_fact,
-    "jobs": _job_fact,
-    "colours": _colour_fact,
-}

@@ -1,8 +1,8 @@
-"""The small world of the embedded corpora: its words, its facts, and the engine that fills sentence templates.
+"""The small world of the embedded corpora: its words, its facts, and how templates are filled.
 
-Everybody and everything here is invented or common knowledge. A template is plain text with slots and choices:
-`{food}` draws a word from the list of that name, `{food2}` another word of the same list, `[in|near]` picks one
-of the alternatives. Forms are listed, never derived, so that no rule can misspell a word.
+Everybody and everything here is invented or common knowledge. A template is plain text with slots and
+choices: `{food}` draws a word from the list of that name, `{food2}` another word of the same list,
+`[in|near]` picks one of the alternatives. Forms are listed, never derived, so that no rule can misspell a word.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD = re.compile(r"[A-Za-z]+")
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who lives in the world, with the facts that every text about them agrees on."""
+    """Somebody who lives in the world, with the facts that every portrait of them agrees on."""
 
     name: str
     she: bool
@@ -32,38 +32,42 @@ class Person:
 
 PEOPLE = (
     Person("Anna", True, "baker", "Rome", "cat", "soup", "red"),
-    Person("Ben", False, "farmer", "Paris", "dog", "bread", "green"),
-    Person("Clara", True, "doctor", "Cairo", "horse", "rice", "blue"),
-    Person("David", False, "teacher", "Tokyo", "rabbit", "cheese", "brown"),
-    Person("Emma", True, "singer", "Madrid", "dog", "cake", "yellow"),
-    Person("Felix", False, "painter", "Lima", "duck", "salad", "black"),
-    Person("Grace", True, "nurse", "Delhi", "goat", "pasta", "white"),
-    Person("Henry", False, "pilot", "Oslo", "cat", "honey", "grey"),
-    Person("Ivy", True, "writer", "Paris", "horse", "jam", "pink"),
-    Person("Jack", False, "driver", "Rome", "rabbit", "meat", "red"),
+    Person("Ben", False, "farmer", "Cairo", "dog", "bread", "green"),
+    Person("Clara", True, "doctor", "Tokyo", "horse", "rice", "blue"),
+    Person("David", False, "teacher", "Lima", "rabbit", "cheese", "brown"),
+    Person("Emma", True, "singer", "Rome", "dog", "cake", "yellow"),
+    Person("Felix", False, "painter", "Cairo", "duck", "salad", "black"),
+    Person("Grace", True, "nurse", "Tokyo", "goat", "pasta", "white"),
+    Person("Henry", False, "pilot", "Lima", "cat", "honey", "grey"),
+    Person("Ivy", True, "writer", "Cairo", "horse", "jam", "pink"),
+    Person("Jack", False, "driver", "Rome", "rabbit", "fish", "red"),
     Person("Lily", True, "farmer", "Tokyo", "cow", "bread", "green"),
-    Person("Max", False, "cook", "Cairo", "hen", "soup", "blue"),
-    Person("Nora", True, "teacher", "Lima", "cat", "cake", "pink"),
-    Person("Oscar", False, "singer", "Delhi", "goat", "rice", "white"),
-    Person("Rosa", True, "judge", "Oslo", "dog", "cheese", "black"),
-    Person("Sam", False, "builder", "Madrid", "duck", "pasta", "brown"),
+    Person("Max", False, "cook", "Lima", "hen", "soup", "blue"),
+    Person("Nora", True, "teacher", "Cairo", "cat", "cake", "pink"),
+    Person("Oscar", False, "singer", "Rome", "goat", "rice", "white"),
+    Person("Rosa", True, "judge", "Lima", "dog", "cheese", "black"),
+    Person("Sam", False, "builder", "Tokyo", "duck", "pasta", "brown"),
 )
 
-CAPITALS = {  # city -> country
-    "Rome": "Italy",
-    "Paris": "France",
-    "Madrid": "Spain",
-    "Cairo": "Egypt",
-    "Tokyo": "Japan",
-    "Lima": "Peru",
-    "Delhi": "India",
-    "Oslo": "Norway",
+CAPITALS = {  # city -> (country, continent)
+    "Rome": ("Italy", "Europe"),
+    "Paris": ("France", "Europe"),
+    "Oslo": ("Norway", "Europe"),
+    "Cairo": ("Egypt", "Africa"),
+    "Nairobi": ("Kenya", "Africa"),
+    "Accra": ("Ghana", "Africa"),
+    "Tokyo": ("Japan", "Asia"),
+    "Delhi": ("India", "Asia"),
+    "Beijing": ("China", "Asia"),
+    "Lima": ("Peru", "America"),
+    "Havana": ("Cuba", "America"),
+    "Ottawa": ("Canada", "America"),
 }
 
 
 @dataclass(frozen=True)
 class Animal:
-    """A kind of animal: where it lives, what it eats, and one thing that sets it apart."""
+    """A kind of animal: where it lives, what it eats, and one thing that it does."""
 
     name: str
     plural: str
@@ -73,48 +77,55 @@ class Animal:
 
 
 ANIMALS = (
-    Animal("dog", "dogs", "house", "meat", "guards the house"),
+    Animal("dog", "dogs", "house", "meat", "guards the door"),
     Animal("cat", "cats", "house", "fish", "sleeps all day"),
+    Animal("parrot", "parrots", "house", "seeds", "talks and sings"),
     Animal("horse", "horses", "farm", "grass", "pulls a cart"),
     Animal("cow", "cows", "farm", "grass", "gives milk"),
     Animal("sheep", "sheep", "farm", "grass", "gives wool"),
-    Animal("goat", "goats", "farm", "leaves", "climbs hills"),
+    Animal("goat", "goats", "farm", "leaves", "climbs on rocks"),
     Animal("hen", "hens", "farm", "seeds", "lays eggs"),
-    Animal("duck", "ducks", "lake", "seeds", "swims in the rain"),
-    Animal("frog", "frogs", "lake", "flies", "jumps high"),
-    Animal("whale", "whales", "sea", "fish", "sings under water"),
+    Animal("frog", "frogs", "water", "flies", "jumps high"),
+    Animal("whale", "whales", "water", "fish", "sings under the sea"),
+    Animal("duck", "ducks", "water", "seeds", "swims in the rain"),
+    Animal("shark", "sharks", "water", "fish", "never stops swimming"),
     Animal("bear", "bears", "forest", "honey", "sleeps all winter"),
     Animal("owl", "owls", "forest", "mice", "hunts at night"),
     Animal("fox", "foxes", "forest", "eggs", "digs a hole"),
     Animal("rabbit", "rabbits", "forest", "leaves", "has long ears"),
 )
+HOMES = {"house": "in a house", "farm": "on a farm", "water": "in the water", "forest": "in the forest"}
 
 WORKPLACES = {  # job -> where it is done
-    "baker": "bakery",
-    "farmer": "farm",
     "doctor": "hospital",
     "nurse": "hospital",
+    "dentist": "hospital",
     "teacher": "school",
+    "student": "school",
+    "baker": "kitchen",
+    "cook": "kitchen",
+    "waiter": "kitchen",
     "singer": "theatre",
+    "actor": "theatre",
+    "dancer": "theatre",
+    "farmer": "farm",
+    "driver": "station",
+    "builder": "workshop",
+    "writer": "library",
     "painter": "museum",
     "pilot": "airport",
-    "writer": "library",
-    "driver": "station",
-    "cook": "kitchen",
     "judge": "court",
-    "builder": "street",
 }
 
-CATEGORIES = {  # subject -> (the word for one member, members): each member stands for one idea only
-    "animals": ("animal", tuple(animal.name for animal in ANIMALS)),
-    "foods": ("food", ("bread", "soup", "rice", "cheese", "cake", "salad", "pasta", "honey", "jam", "meat")),
-    "countries": ("country", tuple(CAPITALS.values())),
-    "jobs": ("job", tuple(WORKPLACES)),
-    "clothes": ("garment", ("coat", "hat", "shirt", "scarf", "dress", "jacket", "belt", "glove")),
-    "furniture": ("piece of furniture", ("chair", "table", "bed", "desk", "shelf", "sofa", "lamp")),
-    "colours": ("colour", ("red", "green", "blue", "brown", "yellow", "black", "white", "grey", "pink")),
-    "vehicles": ("vehicle", ("car", "bus", "train", "ship", "bike", "plane", "truck", "boat")),
+KINDS = {  # kind -> its things
+    "food": ("bread", "soup", "rice", "cheese", "cake", "salad", "pasta", "honey", "jam", "meat"),
+    "garment": ("coat", "hat", "shirt", "scarf", "dress", "jacket", "belt", "glove"),
+    "vehicle": ("car", "bus", "train", "ship", "bike", "plane", "truck", "boat"),
+    "tool": ("hammer", "saw", "knife", "spoon", "brush", "axe", "rope", "needle"),
+    "colour": ("red", "green", "blue", "brown", "yellow", "black", "white", "grey", "pink"),
+    "furniture": ("chair", "table", "bed", "desk", "shelf", "sofa"),
 }
+PLURAL_KINDS = {"food": "foods", "garment": "garments", "vehicle": "vehicles", "tool": "tools"}
 
 ABBREVIATIONS = {
     "TV": "television",
@@ -130,22 +141,17 @@ ABBREVIATIONS = {
 }
 
 LEXICON: dict[str, tuple[str, ...]] = {
-    # things and places
+    # people, things and places
     "person": tuple(person.name for person in PEOPLE),
     "job": tuple(WORKPLACES),
     "city": tuple(CAPITALS),
-    "country": tuple(CAPITALS.values()),
+    "country": tuple(country for country, _ in CAPITALS.values()),
     "animal": tuple(animal.name for animal in ANIMALS),
     "animals": tuple(animal.plural for animal in ANIMALS),
-    "food": CATEGORIES["foods"][1],
-    "garment": CATEGORIES["clothes"][1],
-    "furniture": CATEGORIES["furniture"][1],
-    "colour": CATEGORIES["colours"][1],
-    "vehicle": CATEGORIES["vehicles"][1],
+    **KINDS,
     "place": (
         "park",
         "market",
-        "river",
         "garden",
         "station",
         "school",
@@ -153,9 +159,10 @@ LEXICON: dict[str, tuple[str, ...]] = {
         "library",
         "lake",
         "bridge",
+        "river",
     ),
-    "room": ("kitchen", "garden", "hall", "office", "bathroom"),
-    "thing": ("book", "key", "bag", "hat", "letter", "ring", "clock", "phone", "coat", "bike"),
+    "room": ("kitchen", "hall", "office", "bathroom", "garage"),
+    "thing": ("book", "key", "bag", "letter", "ring", "clock", "phone", "ticket", "guitar", "umbrella"),
     "abbr": tuple(ABBREVIATIONS),
     "long": tuple(ABBREVIATIONS.values()),
     "team": ("Lions", "Bears", "Hawks", "Wolves", "Sharks", "Tigers"),
@@ -164,84 +171,39 @@ LEXICON: dict[str, tuple[str, ...]] = {
     "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     "big_number": ("twenty", "thirty", "forty", "fifty", "sixty", "ninety"),
     # films
-    "title": (
-        "blue river",
-        "night train",
-        "red moon",
-        "old friends",
-        "the last farm",
-        "the long road",
-        "silent sea",
-        "golden city",
-    ),
+    "title": ("blue river", "night train", "red moon", "old friends", "the last farm", "silent sea"),
     "genre": ("film", "movie", "comedy", "drama", "thriller"),
     "part": ("story", "script", "ending", "music", "plot", "acting"),
     "parts": ("songs", "jokes", "scenes", "actors", "lines", "pictures"),
     "good": (
-        "lovely",
-        "warm",
-        "funny",
-        "clever",
-        "moving",
-        "bright",
-        "fresh",
-        "gentle",
-        "charming",
-        "brilliant",
-        "wonderful",
-        "great",
-        "beautiful",
-        "sweet",
-        "rich",
+        *("lovely", "warm", "funny", "clever", "moving", "bright", "fresh", "gentle", "charming"),
+        *("brilliant", "wonderful", "great", "beautiful", "sweet", "rich", "perfect"),
     ),
     "bad": (
-        "dull",
-        "cold",
-        "boring",
-        "silly",
-        "slow",
-        "weak",
-        "stale",
-        "empty",
-        "clumsy",
-        "awful",
-        "terrible",
-        "flat",
-        "ugly",
-        "noisy",
-        "poor",
+        *("dull", "cold", "boring", "silly", "slow", "weak", "stale", "empty", "clumsy"),
+        *("awful", "terrible", "flat", "ugly", "noisy", "bad", "messy"),
     ),
     # products
-    "product": ("phone", "camera", "radio", "lamp", "clock", "oven", "bag", "bike", "printer", "kettle"),
+    "product": ("phone", "camera", "radio", "lamp", "clock", "oven", "printer", "kettle", "heater"),
     "gadget_part": ("battery", "screen", "handle", "button", "cover", "switch"),
-    "handy": ("solid", "easy to use", "quiet", "light", "fast", "neat", "bright"),
+    "handy": ("solid", "easy to use", "quiet", "light", "fast", "neat", "strong"),
     "unhandy": ("loose", "hard to use", "loud", "heavy", "slow", "cheap", "weak"),
     "works": (
-        "works very well",
-        "lasts all day",
-        "does the job",
-        "looks great",
-        "feels solid",
-        "never fails",
-        "is worth the price",
+        *("works well", "lasts all day", "does the job", "looks great", "feels solid"),
+        *("never fails", "is worth the price", "saves me time"),
     ),
     "fails": (
-        "broke after a week",
-        "stopped working",
-        "gets too hot",
-        "falls apart",
-        "makes a strange noise",
-        "is a waste of money",
-        "never worked",
+        *("broke", "stopped working", "gets too hot", "falls apart", "makes a strange noise"),
+        *("wastes money", "never worked", "lost its colour"),
     ),
     # feelings
-    "angry": ("angry", "mad", "furious"),
-    "happy": ("happy", "glad", "excited"),
-    "sad": ("sad", "lonely", "hurt"),
-    "mood": ("old", "young", "tired", "poor", "lonely", "quiet", "happy"),
+    "angry": ("angry", "mad", "furious", "upset"),
+    "happy": ("happy", "glad", "excited", "thankful"),
+    "sad": ("sad", "lonely", "hurt", "empty"),
+    "mood": ("old", "young", "tired", "poor", "lonely", "quiet", "happy", "shy", "brave", "rich"),
     # news
     "trouble": ("storm", "flood", "fire", "war", "strike"),
-    "matter": ("peace", "trade", "water", "the border", "the war"),
+    "matter": ("peace", "trade", "water", "the border", "the war", "prices"),
     "device": ("robot", "computer", "phone", "camera", "engine"),
     "planet": ("the moon", "Mars", "a new planet", "a far star"),
 }
@@ -269,5 +231,5 @@ def sentence_case(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case, without marks and slots."""
+    """The words of a text or template in lower case, without marks and slots."""
     return [word.lower() for word in _WORD.findall(_SLOT.sub(" ", text))]
