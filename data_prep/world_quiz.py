@@ -5,8 +5,6 @@ winter, spring), and the question asks for the first of them all. So the right l
 option. That is what a model of a few million parameters can find out within minutes: to look a fact up and
 then the letter of its option needs far more text than a first run on a laptop can read.
 """
-# NOTE to whoever edits this file now: keep this design (letter = rotation); shuffled or fact-based options stayed
-# at chance after 0.4M tokens of quiz alone. Please adapt the tests to it and finish; remove this note.
 
 from __future__ import annotations
 

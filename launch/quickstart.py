@@ -30,22 +30,17 @@ def steps() -> list[tuple[str, list[str]]]:
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(RANKS), "launch/continual.sh"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
     models = {"base": RUN / "pretrain/export"} | {o: RUN / o / "export" for o in ("mle", "emo")}
-    evaluate = [
-        (
-            f"Score {name} on the eight tasks",
-            [python, "-m", "eval", "run", "--model", str(path), "--name", name, "--tasks", "all"]
-            + ["--data", str(RUN / "tasks"), "--out", str(RUN / "results")],
-        )
-        for name, path in models.items()
-    ]
-    generate = [
-        (
-            f"Sample text from {name}",
-            [python, "-m", "eval", "generate", "--model", str(path), "--name", name]
-            + ["--out", str(RUN / "results"), "--samples", "8"],
-        )
-        for name, path in models.items()
-    ]
+    results = ["--out", str(RUN / "results")]
+    evaluate, generate = [], []
+    for name, path in models.items():
+        model = ["--model", str(path), "--name", name, *results]
+        data = ["--tasks", "all", "--data", str(RUN / "tasks")]
+        evaluate.append((f"Score {name} on the eight tasks", [python, "-m", "eval", "run", *model, *data]))
+        sampling = [python, "-m", "eval", "generate", *model, "--samples", "8"]
+        generate.append((f"Sample text from {name}", sampling))
+    runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}
+    report = [python, "-m", "eval", "report", str(RUN / "results"), "--out", str(RUN), "--notice", NOTICE]
+    report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
     return [
         ("Generate the eight tasks", [python, "-m", "data_prep", "world", str(RUN / "tasks")]),
         ("Tokenise the pre-training corpus", [python, "-m", "data_prep", "prepare", str(pretrain)]),
@@ -60,12 +55,7 @@ def steps() -> list[tuple[str, list[str]]]:
         ),
         *evaluate,
         *generate,
-        (
-            "Write the report",
-            [python, "-m", "eval", "report", str(RUN / "results"), "--out", str(RUN)]
-            + [f"--run=base={RUN / 'pretrain'}", f"--run=mle={RUN / 'mle'}", f"--run=emo={RUN / 'emo'}"]
-            + ["--notice", NOTICE],
-        ),
+        ("Write the report", report),
     ]
 
 

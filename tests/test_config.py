@@ -62,8 +62,7 @@ def test_a_mistake_gets_one_line(recipe: Path, override: str, message: str) -> N
 def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Path, recipe: Path) -> None:
     child = tmp_path / "child.yaml"
     child.write_text(
-        "extends: recipe.yaml\ntrain: {lr: 5.0e-4}\n"
-        "model: {architecture: {model_type: gpt2, n_embd: 8}}\n"
+        "extends: recipe.yaml\ntrain: {lr: 5.0e-4}\nmodel: {architecture: {model_type: gpt2, n_embd: 8}}\n"
     )
     tree = read_recipe(child, [])
     assert tree["train"] == {"steps": 10, "lr": 5e-4}
