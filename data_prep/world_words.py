@@ -2,7 +2,7 @@
 
 Everybody and everything here is invented or common knowledge. A template is plain text with slots and
 choices: `{food}` draws a word from the list of that name, `{food2}` another word of the same list,
-`[in|near]` picks one of the alternatives. Forms are listed, never derived, so that no rule can misspell a word.
+`[in|near]` picks one of the alternatives. Forms are listed, never derived, so that no rule can misspell one.
 """
 
 from __future__ import annotations

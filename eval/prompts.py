@@ -71,28 +71,37 @@ class PromptBuilder:
     def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
         """Samples of test rows `rows`, whose demonstrations are `indices`."""
         samples = [self._render(row, found) for row, found in zip(rows, indices, strict=True)]
-        self._tokenise(samples)
-        long = [n for n, sample in enumerate(samples) if self._too_long(sample)]
-        low = dict.fromkeys(long, 0)  # the largest number known to be kept, or 0
-        high = {n: len(indices[n]) for n in long}  # too many
-        fitting: dict[int, Sample] = {}
-        while any(low[n] + 1 < high[n] for n in long):  # bisection: length grows with the demonstrations
-            open_ = [n for n in long if low[n] + 1 < high[n]]
-            tried = {n: (low[n] + high[n]) // 2 for n in open_}
-            trial = [self._render(rows[n], indices[n][: tried[n]]) for n in open_]
-            self._tokenise(trial)
-            for n, sample in zip(open_, trial, strict=True):
-                if self._too_long(sample):
-                    high[n] = tried[n]
-                else:
-                    low[n], fitting[n] = tried[n], sample
-        bare = [n for n in long if n not in fitting]
-        fitting |= {n: self._render(rows[n], []) for n in bare}
-        self._tokenise([fitting[n] for n in bare])
+        tokenise(self.tokenizer, samples)
+        long = {n: sample for n, sample in enumerate(samples) if self._too_long(sample)}
+        kept = self._most_that_fit(long, indices)
+        while kept:
+            trial = {n: self._render(rows[n], indices[n][:count]) for n, count in kept.items()}
+            tokenise(self.tokenizer, list(trial.values()))
+            samples = [trial.get(n, sample) for n, sample in enumerate(samples)]
+            # Rarely another label's prompt has become the longest one.
+            kept = {n: kept[n] - 1 for n in trial if kept[n] > 0 and self._too_long(trial[n])}
         for n in long:
-            fitting[n].dropped = len(indices[n]) - len(fitting[n].demonstrations)
-            samples[n] = self._cut(fitting[n])
+            samples[n].dropped = len(indices[n]) - len(samples[n].demonstrations)
+            samples[n] = self._cut(samples[n])
         return samples
+
+    def _most_that_fit(self, long: dict[int, Sample], indices: list[list[int]]) -> dict[int, int]:
+        """For samples that are too long, how many demonstrations the longest label's prompt leaves room for.
+
+        By bisection over all samples together: length grows with the demonstrations.
+        """
+        low = dict.fromkeys(long, 0)  # known to fit, or 0
+        high = {n: len(indices[n]) for n in long}  # known not to fit
+        while opened := [n for n in long if low[n] + 1 < high[n]]:
+            middle = {n: (low[n] + high[n]) // 2 for n in opened}
+            trial = []
+            for n in opened:
+                longest = int(np.argmax([len(ids) for ids in long[n].ids]))
+                trial.append(self._render(long[n].row, indices[n][: middle[n]], [self.labels[longest]]))
+            tokenise(self.tokenizer, trial)
+            for n, sample in zip(opened, trial, strict=True):
+                (high if self._too_long(sample) else low)[n] = middle[n]
+        return low
 
     def ice(self, indices: list[int]) -> str:
         """The demonstrations as text."""
@@ -105,18 +114,15 @@ class PromptBuilder:
         parts = [self._demonstrations[index] for index in indices]
         return self.retriever.ice_separator.join(parts) + self.retriever.ice_eos_token
 
-    def _render(self, row: int, indices: list[int]) -> Sample:
+    def _render(self, row: int, indices: list[int], labels: list[Any] | None = None) -> Sample:
         ice = self.ice(indices)
         prompts = [
             self.retriever.generate_label_prompt(
                 row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
             )
-            for label in self.labels
+            for label in labels or self.labels
         ]
         return Sample(row, list(indices), [ice] * len(prompts), prompts)
-
-    def _tokenise(self, samples: list[Sample]) -> None:
-        tokenise(self.tokenizer, samples)
 
     def _too_long(self, sample: Sample) -> bool:
         return self.limit is not None and max(map(len, sample.ids)) > self.limit

@@ -82,8 +82,8 @@ def start_world(timeout_minutes: float = 60) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
-    # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first start
-    # would wait half a minute for it, and a start killed meanwhile leaves a lock that hangs every later one.
+    # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first
+    # start would wait half a minute, and one killed meanwhile leaves a lock that hangs every later one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     deepspeed.init_distributed(

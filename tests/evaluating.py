@@ -63,7 +63,7 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `python -m eval ARGUMENTS`, run in this process: imports take seconds."""
+    """Exit code, stdout and stderr of `python -m eval ARGUMENTS`, in this process: imports take long."""
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["eval", *map(str, arguments)]
     try:

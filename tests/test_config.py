@@ -70,7 +70,7 @@ def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Pat
 
 
 def test_missing_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.yaml does not exist"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
         read_recipe(tmp_path / "nowhere.yaml", [])
 
 
