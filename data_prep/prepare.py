@@ -86,6 +86,9 @@ def _begin(config: DataConfig, workers: int, say: Say) -> None:
     """Settings, tokenizer and grams, and last the plan: once it is there, all of them are."""
     inputs = open_inputs(config)
     say(f"reading {len(inputs)} inputs")
+    for one in inputs:
+        if one.source.hub and not one.source.revision:
+            say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
     with Workers(workers, _nothing) as pool:
         plan = make_plan(config, inputs, pool)
     rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())

@@ -145,6 +145,8 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
             return Rejected("broken_json", getattr(error, "msg", "nested too deep"))
     if not isinstance(raw, dict):
         return Rejected("not_an_object", f"a row must be an object, not {type(raw).__name__}")
+    if len(raw) == 1 and isinstance(only := next(iter(raw.values())), dict):
+        raw = only  # a row in one column, as in the recycled Evol-Instruct set
     return _text(raw, spec) if spec.kind == "text" else _conversation(raw, spec)
 
 

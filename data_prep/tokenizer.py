@@ -207,7 +207,11 @@ def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     if place.is_file():
         return _from_sentencepiece(place)
     if (place / "tokenizer.json").is_file():
-        return Tokenizer.from_file(str(place / "tokenizer.json")), _special_names(place)
+        backend = Tokenizer.from_file(str(place / "tokenizer.json"))
+        names = _special_names(place)
+        if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
+            names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
+        return backend, names
     if (place / "tokenizer.model").is_file():
         backend, names = _from_sentencepiece(place / "tokenizer.model")
         return backend, names | _special_names(place)
@@ -296,18 +300,21 @@ def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    if backend.token_to_id("</s>") is not None:  # OPT; it knows <|endoftext|> too, but does not use it
-        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
-        names["pad_token"] = "<pad>"
-    elif backend.token_to_id("<|endoftext|>") is not None:
-        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    else:
-        raise UserError(f"tokenizer {place} has neither <|endoftext|> nor </s>: which ends a text?")
+    names = _byte_bpe_names(backend, place)
     specials = [AddedToken(n, special=True, normalized=False) for n in sorted(set(names.values()))]
     backend.add_special_tokens(specials)
     if names["bos_token"] == "</s>":
         _begin_with_bos(backend, names)
     return backend, names
+
+
+def _byte_bpe_names(backend: Tokenizer, place: Path) -> dict[str, str]:
+    """Special tokens of GPT-2 and OPT, which use one for all."""
+    if backend.token_to_id("</s>") is not None:  # OPT; it knows <|endoftext|> too, but does not use it
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>") | {"pad_token": "<pad>"}
+    if backend.token_to_id("<|endoftext|>") is not None:
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    raise UserError(f"tokenizer {place} has neither <|endoftext|> nor </s>: which ends a text?")
 
 
 def _begin_with_bos(backend: Tokenizer, names: dict[str, str]) -> None:

@@ -212,11 +212,12 @@ def test_alpaca_text_is_the_published_one() -> None:
 
 def test_messages_and_alpaca_rows_mean_the_same(tmp_path: Path) -> None:
     rows = [row | {"input": ""} for row in alpaca_rows(30)]
+    write_jsonl(tmp_path / "nested.jsonl", ({"data": row} for row in rows))
     messages = [as_messages(Conversation((Exchange(r["instruction"], r["output"]),))) for r in rows]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     write_jsonl(tmp_path / "talk.jsonl", messages)
     sets = []
-    for name in ("rows", "talk"):
+    for name in ("rows", "talk", "nested"):
         config = data_config(
             tmp_path,
             dir=str(tmp_path / name),
@@ -226,4 +227,4 @@ def test_messages_and_alpaca_rows_mean_the_same(tmp_path: Path) -> None:
         )
         run(config)
         sets.append(TokenDataset(config.dir / "train"))
-    assert sets[0].fingerprint == sets[1].fingerprint
+    assert len({one.fingerprint for one in sets}) == 1

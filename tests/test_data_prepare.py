@@ -267,7 +267,7 @@ def test_hub_data_sets_load_like_files(tmp_path: Path, monkeypatch: pytest.Monke
     write_jsonl(tmp_path / "repo/train.jsonl", ({"content": text} for text in made))
     sources = [{"hub": str(tmp_path / "repo"), "split": "train[:150]"}]
     config = data_config(tmp_path, sources=sources)
-    run(config, shard=(1, 2))
+    assert any("is not pinned" in line for line in run(config, shard=(1, 2)))
     run(config, shard=(0, 2))
     assert rows_of(config) == made[:150]
     assert train_set(config).manifest.sources[0]["revision"] == "not pinned"
@@ -403,7 +403,7 @@ def test_validation_rows_that_stand_in_training_are_dropped(tmp_path: Path) -> N
 def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
     rng = random.Random(0)
     originals = [
-        " ".join(f"{rng.choice('abcdefgh')}{rng.randint(0, 99)}" for _ in range(200)) for _ in range(150)
+        " ".join(f"{rng.choice('abcdefgh')}{rng.randint(0, 99)}" for _ in range(200)) for _ in range(200)
     ]
     rows, near, far = list(originals), [], []
     for text in originals[:60]:
@@ -414,6 +414,11 @@ def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
         words = text.split()
         for at in range(0, 200, 10):
             words[at] = "other"  # half of the shingles: similarity about 0.33
+        far.append(" ".join(words))
+    for text in originals[120:]:
+        words = text.split()
+        for at in range(10, 200, 28):
+            words[at] = "mid"  # similarity about 0.7: agrees in a band now and then, and yet is no duplicate
         far.append(" ".join(words))
     rows += near + far + originals[:5] + [originals[7].upper()]
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))

@@ -52,6 +52,17 @@ def instruct_config(tmp_path: Path) -> DataConfig:
     return config
 
 
+@pytest.fixture
+def split_config(tmp_path: Path) -> DataConfig:
+    """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
+    config = data_config(
+        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", block=180, overlong="split"
+    )
+    run(config)
+    return config
+
+
 def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
     """ids, shifted labels and positions of a row, one token at a time."""
     ids, labels, positions = [], [], []
@@ -70,7 +81,7 @@ def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], 
     return ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))
 
 
-@pytest.mark.parametrize("kind", ["text_config", "instruct_config"])
+@pytest.mark.parametrize("kind", ["text_config", "instruct_config", "split_config"])
 def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequest) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
     config: DataConfig = request.getfixturevalue(kind)

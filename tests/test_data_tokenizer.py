@@ -77,6 +77,16 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
     assert opt("Hello world")["input_ids"] == [2, 31414, 232]
 
 
+def test_gpt2_as_the_hub_has_it(shared_data: Path, tmp_path: Path) -> None:
+    """Its tokenizer.json comes with a configuration that names no special token."""
+    original = load_tokenizer(shared_data / "tokenizers/gpt2")
+    original.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    bare = load_tokenizer(tmp_path)
+    assert (bare.bos_token_id, bare.eos_token_id) == (50256, 50256)
+    assert tokenizer_fingerprint(bare) == tokenizer_fingerprint(original)
+
+
 def test_special_tokens_are_never_found_in_text(shared_data: Path) -> None:
     for name in ("tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"):
         tokenizer = load_tokenizer(shared_data / name)
