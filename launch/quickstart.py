@@ -24,8 +24,8 @@ NOTICE = (
 )
 
 
-def steps() -> list[tuple[str, list[str]]]:
-    """Title and command of every step, in order."""
+def steps() -> list[tuple[str, list[list[str]]]]:
+    """Title and commands of every step, in order; the commands of a step run side by side."""
     python = str(BIN / "python")
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(RANKS), "launch/continual.sh"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
@@ -34,28 +34,23 @@ def steps() -> list[tuple[str, list[str]]]:
     evaluate, generate = [], []
     for name, path in models.items():
         model = ["--model", str(path), "--name", name, *results]
-        data = ["--tasks", "all", "--data", str(RUN / "tasks")]
-        evaluate.append((f"Score {name} on the eight tasks", [python, "-m", "eval", "run", *model, *data]))
-        sampling = [python, "-m", "eval", "generate", *model, "--samples", "8"]
-        generate.append((f"Sample text from {name}", sampling))
+        evaluate.append([python, "-m", "eval", "run", *model, "--tasks", "all", "--data", str(RUN / "tasks")])
+        generate.append([python, "-m", "eval", "generate", *model, "--samples", "8"])
     runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}
     report = [python, "-m", "eval", "report", str(RUN / "results"), "--out", str(RUN), "--notice", NOTICE]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
+    continued = {o: [f"objective.name={o}", f"run_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
-        ("Generate the eight tasks", [python, "-m", "data_prep", "world", str(RUN / "tasks")]),
-        ("Tokenise the pre-training corpus", [python, "-m", "data_prep", "prepare", str(pretrain)]),
-        ("Tokenise the adaptation corpus", [python, "-m", "data_prep", "prepare", str(adapt)]),
-        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [*deepspeed, str(pretrain)]),
-        *(
-            (
-                f"Continue it with {objective.upper()} (ZeRO-3, 2 ranks)",
-                [*deepspeed, str(adapt), f"objective.name={objective}", f"run_dir={RUN / objective}"],
-            )
-            for objective in ("mle", "emo")
-        ),
-        *evaluate,
-        *generate,
-        ("Write the report", report),
+        ("Generate the eight tasks", [[python, "-m", "data_prep", "world", str(RUN / "tasks")]]),
+        ("Tokenise the pre-training corpus", [[python, "-m", "data_prep", "prepare", str(pretrain)]]),
+        ("Tokenise the adaptation corpus", [[python, "-m", "data_prep", "prepare", str(adapt)]]),
+        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*deepspeed, str(pretrain)]]),
+        ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*deepspeed, str(adapt), *continued["mle"]]]),
+        ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*deepspeed, str(adapt), *continued["emo"]]]),
+        ("Score the pre-trained model on the eight tasks", evaluate[:1]),
+        ("Score both continued models on the eight tasks", evaluate[1:]),
+        ("Sample text from all three", generate),
+        ("Write the report", [report]),
     ]
 
 
@@ -70,14 +65,16 @@ def main() -> int:
     }
     plan = steps()
     began = time.perf_counter()
-    for number, (title, command) in enumerate(plan, start=1):
+    for number, (title, commands) in enumerate(plan, start=1):
         elapsed = time.perf_counter() - began
         print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)
-        print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment)
-        if done.returncode:
-            print(f"error: step {number} ended with exit code {done.returncode}", file=sys.stderr)
-            return done.returncode
+        for command in commands:
+            print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
+        running = [subprocess.Popen(command, cwd=REPOSITORY, env=environment) for command in commands]
+        failed = [code for code in (process.wait() for process in running) if code]
+        if failed:
+            print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
+            return failed[0]
     print(f"\nDone in {time.perf_counter() - began:.0f} s.")
     print(f"Report:  {REPOSITORY / RUN / 'report.html'}  (open it in a browser)")
     print(f"Numbers: {REPOSITORY / RUN / 'results.json'}")
