@@ -117,6 +117,11 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     mean nothing, so an objective without costs is not measured with them.
     """
     objective = get_objective(config.objective.name, **config.objective.params)
+    if objective.dense:
+        raise UserError(
+            f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
+            "use pipeline.fused from Python, or set objective.name to another"
+        )
     source = config.objective.cost
     cost: Cost = None
     if source == "pretrained" and (config.model.path is not None or objective.needs_cost):
