@@ -63,4 +63,5 @@ def test_files_stay_small() -> None:
     for file in tracked():
         if file.endswith(".py"):
             lines = len((REPO / file).read_text().splitlines())
-            assert lines <= 420, f"{file} has {lines} lines: it does more than one thing"
+            most = 500 if file.startswith("tests/") else 420
+            assert lines <= most, f"{file} has {lines} lines: it does more than one thing"
