@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from data_prep.shards import TokenDataset
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from data_prep.config import UserError
+from data_prep.shards import TokenDataset
 from pipeline.config import RunConfig, solve_batch, total_steps
 from pipeline.engine import deepspeed_config, zero_stage
 from pipeline.model import add_lora, attention, model_config
