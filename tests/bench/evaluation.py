@@ -1,0 +1,349 @@
+"""In-context evaluation beside OpenICL and lm-evaluation-harness: CPU time, equality, memory, retrieval.
+
+    python -m tests.bench.evaluation [--rounds 5] [--parts scoring retrieval memory] [--quick]
+
+Scoring: a random LLaMA (6 layers, hidden 256, 32,000 pieces), real rows, demonstrations by MiniLM; every
+round takes other rows. Everybody renders, tokenises and scores; retrieval is done before. OpenICL runs with
+the batch size that is faster here. The floor is what a plain forward needs for the distinct tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+from datasets import DatasetDict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data_prep.tokenizer import load_tokenizer
+from eval.forward import PrefixScorer
+from eval.openicl_compat import DatasetReader, PPLInferencer, quiet
+from eval.quiet import quiet_libraries
+from eval.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
+from eval.score import PrefixPPLInferencer
+from eval.tasks import LABEL, Task, load_data, load_task
+from tests.bench import common
+
+HARNESS = "lm_eval==0.4.13"
+SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
+SCRATCH = Path(tempfile.gettempdir()) / f"bench-evaluation-{os.getuid()}"
+POOL = 1500  # rows that demonstrations come from: enough for real ones, embedded in reasonable time
+TARGETS = {"trec": 10.0, "ag_news": 3.5, "mmlu": 12.0}
+HARNESS_TARGET, FLOOR_TARGET, SCORE_TARGET = 6.0, 0.7, 1e-5
+
+
+def language_model() -> tuple[Any, Any]:
+    """The model that is timed, and its tokenizer."""
+    tokenizer = load_tokenizer(SHARED / "tokenizers" / "llama" / "tokenizer.model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        max_position_embeddings=4096,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # labels of an untrained model would differ by rounding only
+        model.lm_head.weight.mul_(20)
+    return model, tokenizer
+
+
+@dataclass
+class Rows:
+    """A task's rows with their demonstrations, cut into one part per round."""
+
+    task: Task
+    data: DatasetDict
+    indices: list[list[int]]
+    size: int  # rows per round
+
+    def part(self, number: int) -> StoredRetriever:
+        """The retriever of a round's rows; another round, other rows."""
+        start = (number % (len(self.indices) // self.size)) * self.size
+        rows = range(start, start + self.size)
+        data = DatasetDict({"train": self.data["train"], "test": self.data["test"].select(rows)})
+        reader = DatasetReader(data, input_columns=self.task.inputs, output_column=LABEL)
+        found = [self.indices[r] for r in rows]
+        return StoredRetriever(reader, found, len(found[0]))
+
+
+def task_rows(name: str, size: int) -> Rows:
+    """Real rows; for MMLU whole subjects one after the other, as they stand in the test split."""
+    task = load_task(name)
+    data = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400).rows
+    if name == "mmlu":
+        count = task.spec.shots.count
+        indices = GroupRetriever(_reader(task, data), ice_num=count).retrieve()
+        return Rows(task, data, indices, size)
+    data["train"] = data["train"].select(range(min(POOL, len(data["train"]))))
+    encoder = Encoder("minilm", SCRATCH / "cache")
+    retriever = DenseRetriever(
+        _reader(task, data), ice_num=task.spec.shots.count, sentence_transformers_model_name=encoder
+    )
+    return Rows(task, data, retriever.retrieve(), size)
+
+
+def _reader(task: Task, data: DatasetDict) -> DatasetReader:
+    return DatasetReader(data, input_columns=task.inputs, output_column=LABEL)
+
+
+@dataclass
+class Contestants:
+    """The evaluators on one task; what each predicts is kept for the comparison."""
+
+    rows: Rows
+    model: Any
+    tokenizer: Any
+    harness: Any
+    openicl_batch: int = 8
+    predictions: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    scores: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scorer = PrefixScorer(self.model)
+        self.scratch = str(SCRATCH / "out")
+
+    def ours(self, number: int) -> None:
+        """The prefix scorer."""
+        inferencer = PrefixPPLInferencer(
+            tokenizer_name=self.tokenizer, output_json_filepath=self.scratch, scorer=self.scorer
+        )
+        self._infer("ours", number, inferencer)
+        self.scores["ours", number] = inferencer.scores["openicl_ppl"]
+
+    def openicl(self, number: int, batch: int | None = None) -> None:
+        """OpenICL's PPLInferencer on the same loaded model."""
+        inferencer = PPLInferencer(
+            self.model,
+            load_tokenizer(SHARED / "tokenizers" / "llama" / "tokenizer.model"),
+            batch_size=batch or self.openicl_batch,
+            output_json_filepath=self.scratch,
+        )
+        self._infer("openicl", number, inferencer)
+        self.scores["openicl", number] = self._saved_scores()
+
+    def _infer(self, who: str, number: int, inferencer: Any) -> None:
+        task = self.rows.task
+        with quiet(), torch.inference_mode():
+            found = inferencer.inference(self.rows.part(number), task.demonstration_template, task.template)
+        self.predictions[who, number] = found
+
+    def _saved_scores(self) -> np.ndarray:
+        import json
+
+        saved = json.loads((Path(self.scratch) / "predictions.json").read_text())
+        return np.array([[r[f"label: {k}"]["PPL"] for k in self.rows.task.labels] for r in saved.values()])
+
+    def lm_eval(self, number: int) -> None:
+        """lm-evaluation-harness: the label's likelihood after the prompt, for every row and label."""
+        from lm_eval.api.instance import Instance
+
+        task, retriever = self.rows.task, self.rows.part(number)
+        requests = []
+        for row, found in enumerate(retriever.retrieve()):
+            ice = retriever.generate_ice(found, task.demonstration_template)
+            for label in task.labels:
+                prompt = retriever.generate_label_prompt(row, ice, label, prompt_template=task.template)
+                at = prompt.rindex(f" {task.words(label)}")
+                arguments = (prompt[:at], prompt[at:])
+                requests.append(Instance("loglikelihood", {}, arguments, len(requests)))
+        scores = [x for x, _ in self.harness.loglikelihood(requests, disable_tqdm=True)]
+        best = np.array(scores).reshape(-1, len(task.labels)).argmax(axis=1)
+        self.predictions["lm-eval", number] = [task.labels[k] for k in best]
+
+    def faster_batch(self) -> int:
+        """OpenICL's better batch size of 1 and 8, by one measurement each."""
+        took = {b: common.seconds(lambda b=b: self.openicl(-1, b)) for b in (8, 1)}  # type: ignore[misc]
+        return min(took, key=took.__getitem__)
+
+
+def floor_seconds(model: Any, tokens: int, length: int) -> float:
+    """CPU time of the plainest forward for `tokens` tokens, in rows of `length`, logits included."""
+    ids = torch.randint(3, 32000, (1, length))
+    rows = max(1, round(2048 / length))
+
+    def run() -> None:
+        with torch.inference_mode():
+            for _ in range(rows):
+                model(input_ids=ids, use_cache=False)
+
+    run()
+    return statistics.median(common.seconds(run) for _ in range(3)) / (rows * length) * tokens
+
+
+def scoring(report: common.Report, rounds: int, quick: bool) -> None:
+    """Ours, OpenICL and (on TREC) the harness in turn."""
+    if not (SHARED / "nlu").is_dir():
+        report.note(f"scoring skipped: no real rows at {SHARED}; set SHARED_DATA")
+        return
+    model, tokenizer = language_model()
+    harness = load_harness(report, model, tokenizer)
+    for name in ("trec", "ag_news", "mmlu"):
+        size = 6 if quick else {"trec": 24, "ag_news": 16, "mmlu": 32}[name]
+        contestants = Contestants(task_rows(name, size), model, tokenizer, harness)
+        contestants.openicl_batch = contestants.faster_batch()
+        racing = {"ours": contestants.ours, "openicl": contestants.openicl}
+        if name == "trec" and harness is not None:
+            racing["lm-eval"] = contestants.lm_eval
+        work = contestants.scorer.work
+        times = common.race(racing, rounds)
+        total = sum(len(p) for (who, i), p in contestants.predictions.items() if who == "ours" and i >= 0)
+        for who in racing:
+            same = sum(
+                a == b
+                for i in range(rounds)
+                for a, b in zip(
+                    contestants.predictions[who, i], contestants.predictions["openicl", i], strict=True
+                )
+            )
+            report.row(
+                task=name,
+                evaluator=who + (f" (batch {contestants.openicl_batch})" if who == "openicl" else ""),
+                rows=size,
+                seconds=statistics.median(times[who]),
+                **{
+                    "rows like OpenICL": f"{same}/{total}",
+                    "OpenICL / this": common.ratio(times, "openicl", who),
+                },
+            )
+            if who == "ours":
+                report.ratio(f"{name}: rows that differ from OpenICL", total - same, at_most=0.5)
+        difference = max(
+            np.abs(contestants.scores["ours", i] - contestants.scores["openicl", i]).max()
+            for i in range(rounds)
+        )
+        report.ratio(f"{name}: largest score difference x 1e5", float(difference) / SCORE_TARGET, at_most=1.0)
+        report.ratio(
+            f"{name}: OpenICL's time / ours", common.ratio(times, "openicl", "ours"), at_least=TARGETS[name]
+        )
+        if "lm-eval" in times:
+            harness_ratio = common.ratio(times, "lm-eval", "ours")
+            report.ratio(f"{name}: lm-eval's time / ours", harness_ratio, at_least=HARNESS_TARGET)
+        # The warm-up round's work is counted too, so the mean is over one round more.
+        tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / work.items
+        floor = floor_seconds(model, round(tokens), max(16, round(length)))
+        report.ratio(f"{name}: floor / ours", floor / statistics.median(times["ours"]), at_least=FLOOR_TARGET)
+        padding = work.distinct_tokens / work.padded_tokens
+        report.note(f"{name}: {tokens:.0f} distinct tokens a round, {100 * padding:.1f} % of what was fed")
+
+
+def load_harness(report: common.Report, model: Any, tokenizer: Any) -> Any:
+    """lm-evaluation-harness's model class around the same model, or None with the reason in the report."""
+    try:
+        common.import_peer(HARNESS, "lm_eval")
+        from lm_eval.models.huggingface import HFLM
+
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, device="cpu", max_length=4096)
+    except ImportError as error:
+        report.note(f"lm-evaluation-harness skipped: {error}")
+        return None
+
+
+def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
+    """Exact search beside faiss's flat index, and the embedding cache."""
+    import faiss
+
+    n, q = (10_000, 500) if quick else (100_000, 10_000)
+    rng = np.random.default_rng(0)
+    index = rng.standard_normal((n, 384), dtype=np.float32)
+    queries = rng.standard_normal((q, 384), dtype=np.float32)
+    index /= np.linalg.norm(index, axis=1, keepdims=True)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    faiss.omp_set_num_threads(1)
+    flat = faiss.IndexFlatIP(384)
+    flat.add(index)
+    found: dict[str, np.ndarray] = {}
+
+    def ours(_: int) -> None:
+        found["ours"] = top_k(queries, index, 8)
+
+    def theirs(_: int) -> None:
+        found["faiss"] = flat.search(queries, 8)[1]
+
+    times = common.race({"ours": ours, "faiss": theirs}, rounds)
+    for who, took in times.items():
+        report.row(task=f"search {q} in {n}", evaluator=who, rows=q, seconds=statistics.median(took))
+    report.ratio("search: our time / faiss's", common.ratio(times, "ours", "faiss"), at_most=1.0)
+    same = (found["ours"] == found["faiss"]).all(axis=1).mean()
+    report.note(f"search: {100 * same:.2f} % of the neighbour lists equal faiss's (it rounds in float32)")
+
+    texts = [f"text number {i} about a {'cat' if i % 2 else 'dog'} and some more words" for i in range(400)]
+    with tempfile.TemporaryDirectory() as cache:
+        cold = common.seconds(lambda: Encoder("minilm", Path(cache))(texts))
+        again = Encoder("minilm", Path(cache))
+        warm = common.seconds(lambda: again(texts))
+    report.row(task=f"embed {len(texts)} texts", evaluator="cold", rows=len(texts), seconds=cold)
+    report.row(task=f"embed {len(texts)} texts", evaluator="cached", rows=len(texts), seconds=warm)
+    report.ratio("texts embedded again with a warm cache", again.computed, at_most=0.5)
+
+
+def peak(budget: int) -> tuple[float, int]:
+    """Memory while the longest MMLU prompts run with a budget, MiB; and their longest length."""
+    quiet_libraries()
+    common.settle()
+    model, tokenizer = language_model()
+    rows = task_rows("mmlu", 24)
+    long = sorted(range(len(rows.indices)), key=lambda i: -len(rows.data["test"][i]["question"]))[:24]
+    rows.data["test"] = rows.data["test"].select(long)
+    rows.indices = [rows.indices[i] for i in long]
+    scorer = PrefixScorer(model, budget)
+    inferencer = PrefixPPLInferencer(
+        tokenizer_name=tokenizer, output_json_filepath=str(SCRATCH / "out"), scorer=scorer
+    )
+    task, retriever = rows.task, rows.part(0)
+    with quiet():
+        took = common.peak_memory_mb(
+            lambda: inferencer.inference(retriever, task.demonstration_template, task.template)
+        )
+    return took, max(len(ids) for sample in inferencer.samples for ids in sample.ids)
+
+
+def memory(report: common.Report, quick: bool) -> None:
+    """Peak memory follows the budget, not the number of rows or labels."""
+    if not (SHARED / "nlu").is_dir():
+        report.note(f"memory skipped: no real rows at {SHARED}; set SHARED_DATA")
+        return
+    peaks = {}
+    for budget in (4096, 16384):
+        peaks[budget], longest = common.in_child(peak, budget)
+        report.row(
+            task=f"longest MMLU prompts ({longest} tokens)", evaluator=f"budget {budget}", MiB=peaks[budget]
+        )
+    report.ratio("memory: budget 4096 / budget 16384", peaks[4096] / peaks[16384], at_most=0.75)
+
+
+def main() -> int:
+    """Run the parts and say what was met."""
+    options = common.parser("In-context evaluation beside its peers")
+    options.add_argument("--parts", nargs="+", default=["scoring", "retrieval", "memory"])
+    args = options.parse_args()
+    quiet_libraries()
+    common.settle()
+    began = time.perf_counter()
+    report = common.Report("evaluation")
+    rounds = 2 if args.quick else args.rounds
+    if "scoring" in args.parts:
+        scoring(report, rounds, args.quick)
+    if "retrieval" in args.parts:
+        retrieval(report, 1 if args.quick else min(rounds, 3), args.quick)
+    if "memory" in args.parts:
+        memory(report, args.quick)
+    report.note(f"{time.perf_counter() - began:.0f} s in all")
+    return report.finish(rounds=rounds, quick=args.quick, parts=args.parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
