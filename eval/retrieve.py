@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from eval.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
 SEGMENT = 4096  # texts embedded between two writes of the cache
 BLOCK = 64  # index rows whose best score stands for all of them
-QUERIES = 256  # queries scored together
+QUERIES = 128  # queries scored together
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
 
 
@@ -131,40 +131,39 @@ def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
         raise ValueError(f"{k} neighbours wanted of {n} rows")
     if k == 0:
         return np.empty((len(queries), 0), dtype=np.int64)
-    rows = torch.from_numpy(np.ascontiguousarray(index))
+    rows = torch.zeros(-(-n // BLOCK) * BLOCK, index.shape[1])
+    rows[:n] = torch.from_numpy(index)
+    buffer = torch.empty(min(QUERIES, len(queries)), len(rows))
     found = np.empty((len(queries), k), dtype=np.int64)
     for start in range(0, len(queries), QUERIES):
         batch = torch.from_numpy(np.ascontiguousarray(queries[start : start + QUERIES]))
-        scores = batch @ rows.T  # [b, n]
+        scores = torch.mm(batch, rows.T, out=buffer[: len(batch)])
+        scores[:, n:] = -torch.inf
         for i, candidates in enumerate(_candidates(scores, k)):
-            exact = np.einsum(
-                "nd,d->n", index[candidates].astype(np.float64), queries[start + i].astype(np.float64)
-            )
+            query = queries[start + i].astype(np.float64)
+            exact = np.einsum("nd,d->n", index[candidates].astype(np.float64), query)
             order = np.lexsort((candidates, -exact))[:k]
             found[start + i] = candidates[order]
     return found
 
 
-def _candidates(scores: Tensor, k: int) -> list[np.ndarray]:
+def _candidates(scores: Tensor, k: int) -> Iterator[np.ndarray]:
     """Per row of scores [b, n] all columns that may be among the k best, the k-th score's ties included."""
     b, n = scores.shape
-    blocks = -(-n // BLOCK)
-    padded = torch.full((b, blocks * BLOCK), -torch.inf)
-    padded[:, :n] = scores
-    padded = padded.view(b, blocks, BLOCK)
-    maxima = padded.amax(dim=2)
-    chosen = min(k + 1, blocks)
-    tops, where = maxima.topk(chosen, dim=1)
-    values = padded.gather(1, where[:, :, None].expand(b, chosen, BLOCK)).reshape(b, -1)
+    blocks = scores.view(b, n // BLOCK, BLOCK)
+    chosen = min(k + 1, n // BLOCK)
+    tops, where = blocks.amax(dim=2).topk(chosen, dim=1)
+    values = blocks.gather(1, where[:, :, None].expand(b, chosen, BLOCK)).reshape(b, -1)
     kth = values.topk(k, dim=1).values[:, -1] - MARGIN
-    columns = (where[:, :, None] * BLOCK + torch.arange(BLOCK)).reshape(b, -1)
-    result = []
+    columns = (where[:, :, None] * BLOCK + torch.arange(BLOCK)).reshape(b, -1).numpy()
+    keep = (values >= kth[:, None]).numpy()
+    # When the next block may hold a tie too, every column is looked at.
+    all_columns = (tops[:, -1] >= kth).tolist() if chosen < n // BLOCK else [False] * b
     for i in range(b):
-        if chosen < blocks and tops[i, -1] >= kth[i]:  # another block may hold a tie: look at every column
-            result.append(torch.nonzero(scores[i] >= kth[i]).flatten().numpy())
+        if all_columns[i]:
+            yield torch.nonzero(scores[i] >= kth[i]).flatten().numpy()
         else:
-            result.append(columns[i][values[i] >= kth[i]].numpy())
-    return result
+            yield columns[i][keep[i]]
 
 
 class DenseRetriever(TopkRetriever):

@@ -11,7 +11,6 @@ moves with the model; the other two do not, hence all three are recorded.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -57,13 +56,11 @@ class PrefixPPLInferencer(PPLInferencer):
         faithful: bool = False,
         **kwargs: Any,
     ) -> None:
-        # The base class sets padding on the tokenizer it gets; the caller's stays as it is.
-        tokenizer = (
-            tokenizer_name if isinstance(tokenizer_name, str | None) else copy.deepcopy(tokenizer_name)
-        )
+        # The base class sets padding on the tokenizer it is given; a caller's own gets its padding back.
+        kept = {} if isinstance(tokenizer_name, str | None) else _padding(tokenizer_name)
         super().__init__(
             scorer.model if scorer is not None else model_name,
-            tokenizer,
+            tokenizer_name,
             max_model_token_num,
             model_config,
             batch_size,
@@ -75,6 +72,9 @@ class PrefixPPLInferencer(PPLInferencer):
             model_parallel,
             **kwargs,
         )
+        self.pad_id = self.tokenizer.pad_token_id
+        for name, value in kept.items():
+            setattr(self.tokenizer, name, value)
         if self.call_api:
             raise ValueError("PrefixPPLInferencer scores local models; use PPLInferencer for an API")
         if score not in SCORES:
@@ -108,7 +108,7 @@ class PrefixPPLInferencer(PPLInferencer):
         )
         indices = retriever.retrieve()
         self.samples = builder.build(range(len(indices)), indices)
-        ignored = self.tokenizer.pad_token_id if self.faithful else None
+        ignored = self.pad_id if self.faithful else None
         self.scores = score_samples(self.scorer, self.samples, ignored)
         best = self.scores[self.score].argmin(axis=1)
         handler = self._records(retriever, ice_template, labels, [labels[k] for k in best])
@@ -150,6 +150,10 @@ class PrefixPPLInferencer(PPLInferencer):
                 extra = {name: float(self.scores[name][row, k]) for name in SCORES[1:]}
                 record[f"label: {label}"].update(extra)
         return handler
+
+
+def _padding(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("pad_token", "padding_side")}
 
 
 def score_samples(

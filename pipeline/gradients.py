@@ -41,13 +41,16 @@ class Accumulator:
         first = self.d_weight is None
         if self.d_weight is None:
             stats = statistics_dtype(G.dtype)
-            self.d_weight = torch.empty(self.weight.shape, dtype=stats, device=G.device)
+            make = torch.zeros if G.is_cuda else torch.empty
+            self.d_weight = make(self.weight.shape, dtype=stats, device=G.device)
         if G.dtype == self.d_weight.dtype:
             self.d_weight.addmm_(G.t(), scaled, beta=0.0 if first else 1.0)
             return
-        step = BLOCK if G.device.type == "cpu" else 8 * BLOCK
-        for start in range(0, len(self.weight), step):
-            block = slice(start, start + step)
+        if G.is_cuda:  # half-precision factors, float32 sum: only there a product can do that
+            torch.addmm(self.d_weight, G.t(), scaled, out_dtype=self.d_weight.dtype, out=self.d_weight)
+            return
+        for start in range(0, len(self.weight), BLOCK):
+            block = slice(start, start + BLOCK)
             part = torch.mm(G[:, block].t(), scaled)
             if first:
                 self.d_weight[block] = part

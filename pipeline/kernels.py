@@ -256,10 +256,9 @@ class _Group:
 
 
 def _ratio(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(a, b / a) with a moved off zero by a relative rounding error of b where the two differ that far."""
+    """(a, b / a), with a zero moved just far enough that the quotient, and b / a * a, stay finite."""
     if b is None:
         return a, None
-    least = b.abs() * torch.finfo(a.dtype).eps
-    least = least.clamp(min=torch.finfo(a.dtype).tiny)
+    least = (b.abs() * 1e-30).clamp(min=1e-30)
     a = torch.where(a.abs() < least, torch.copysign(least, a), a)
     return a, b / a

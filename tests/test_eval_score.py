@@ -15,12 +15,14 @@ from datasets import Dataset, DatasetDict
 
 from data_prep.tokenizer import load_tokenizer
 from eval import forward
+from eval.extra_scores import calibrated, channel
 from eval.forward import Item, PrefixScorer
 from eval.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
+from eval.prompts import PromptBuilder, common_prefix
 from eval.retrieve import GroupRetriever, StoredRetriever
-from eval.score import PrefixPPLInferencer
+from eval.score import PrefixPPLInferencer, score_samples
 from eval.tasks import Task, load_data, load_task
-from tests.evaluating import load, naive_nll, tiny_model
+from tests.evaluating import load, naive_nll, tiny_model, write_tasks
 from tests.test_eval_tasks import EIGHT
 
 UNLIMITED = 10**6
@@ -388,3 +390,65 @@ def test_batches_hold_items_of_like_length(tiny: tuple[Any, Any]) -> None:
     scorer = PrefixScorer(tiny[0], budget=512)
     scorer.score(random_items(384, 200))
     assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9
+
+
+# --- further scores ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(tiny: tuple[Any, Any], tmp_path: Path) -> tuple[Task, Any, list[list[int]]]:
+    write_tasks(tmp_path, ["sst2"], train=12, test=5)
+    task = load_task("sst2")
+    return task, load_data(task, str(tmp_path)).rows, [[i, i + 2, i + 4] for i in range(5)]
+
+
+def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: tuple[Any, Any], few: Any) -> None:
+    model, tokenizer = tiny
+    task, rows, indices = few
+    found = channel(task, rows, indices, PrefixScorer(model), tokenizer, None)
+    words = {label: f"It is {label}." for label in task.labels}
+    for row, shown in enumerate(indices):
+        examples = [rows["train"][i] for i in shown]
+        ice = "".join(f'{words[e["label"]]} Review: "{e["text"]}"\n' for e in examples)
+        for k, label in enumerate(task.labels):
+            before = ice + f"It is {label}"
+            whole = before + f'. Review: "{rows["test"][row]["text"]}"'
+            ids = tokenizer(whole).input_ids
+            known = len(tokenizer(before).input_ids)
+            assert ids[:known] == tokenizer(before).input_ids  # the label ends where a token does
+            assert found[row, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
+
+
+def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: tuple[Any, Any], few: Any) -> None:
+    model, tokenizer = tiny
+    task, rows, indices = few
+    retriever = StoredRetriever(
+        DatasetReader(rows, input_columns=task.inputs, output_column="label"), indices, 3
+    )
+    builder = PromptBuilder(
+        retriever, tokenizer, task.labels, task.demonstration_template, task.template, 1024
+    )
+    samples, scorer = builder.build(range(5), indices), PrefixScorer(model)
+    plain = score_samples(scorer, samples)["suffix_sum"]
+    found = calibrated(task, rows, samples, plain, scorer, tokenizer, 1024)
+    for row, sample in enumerate(samples):
+        blank = [f'{sample.ice[0]}Review: "N/A" It is {label}.' for label in task.labels]
+        ids = [np.array(tokenizer(text).input_ids) for text in blank]
+        shared = common_prefix(ids)
+        for k, whole in enumerate(ids):
+            worth = naive_nll(model, whole.tolist())[shared - 1 :].sum()
+            assert found[row, k] == pytest.approx(plain[row, k] - worth, abs=1e-3)
+
+
+def test_a_query_after_its_label_is_cut_at_its_end(tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = tiny
+    task = load_task("sst2")
+    rows = DatasetDict(
+        {s: Dataset.from_list([{"text": " ".join(LONG), "label": "positive"}] * 9) for s in ("train", "test")}
+    )
+    found = channel(task, rows, [[0, 1]] * 9, PrefixScorer(model), tokenizer, 60)
+    for k, label in enumerate(task.labels):
+        other = max(len(tokenizer(f'It is {x}. Review: "{" ".join(LONG)}"').input_ids) for x in task.labels)
+        ids = tokenizer(f'It is {label}. Review: "{" ".join(LONG)}"').input_ids[: 60 - other]
+        known = len(tokenizer(f"It is {label}").input_ids)
+        assert found[0, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
