@@ -1,5 +1,6 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
+# make soak         50 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
@@ -7,7 +8,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test lint format bench clean
+.PHONY: setup quickstart test lint format bench soak cluster-test clean
 
 setup: .venv/ready
 
@@ -39,6 +40,12 @@ format: setup
 
 bench: setup
 	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
+
+soak: setup
+	$(BIN)/python -m tests.soak
+
+cluster-test: setup
+	$(BIN)/python -m tests.cluster
 
 clean:
 	rm -rf runs build *.egg-info

@@ -89,7 +89,7 @@ def accuracy_figure(
         axes.set_yticks(range(len(titles)), titles)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(titles) - 0.45, -0.55)
-        axes.set_xlim(0, 100)
+        axes.set_xlim(0, 101.5)  # room for a marker at 100
         axes.set_xlabel("accuracy (%), 95 % bootstrap interval")
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)

@@ -218,9 +218,12 @@ def _myself() -> dict[str, Any]:
 
 
 def _started(pid: int) -> float | None:
-    """Start time of a process, None when there is none (or only its zombie)."""
+    """What tells a process from an earlier one of the same number; None when there is none but a zombie."""
     import psutil
 
+    with contextlib.suppress(OSError):  # Linux: ticks since boot, where psutil's time moves with the clock
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else float(fields[19])
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

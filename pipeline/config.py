@@ -81,9 +81,17 @@ class TrainConfig(Section):
     eval_every: int = Field(0, ge=0)  # steps between validation passes; 0 = only at the end
     eval_rows: int = Field(512, gt=0)  # at most so many validation rows
     save_every: int = Field(0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
-    keep_last: int = Field(2, gt=0)  # complete checkpoints that stay
+    keep_last: int = Field(2, gt=0)  # complete checkpoints that stay; besides
+    keep_every: int = Field(0, ge=0)  # those of every so many steps; 0 = none
+    # Checkpoints are written while training goes on, from a copy in host memory (14 bytes a parameter, over
+    # all ranks); false: training waits.
+    async_save: bool = True
+    copy_to: str | None = None  # every checkpoint also goes there: s3://..., gs://..., a directory (fsspec)
     export_checkpoints: bool = False  # each checkpoint also holds an export, for scheduled evaluation
     tensorboard: bool = True
+    wandb: str | None = None  # project of Weights & Biases that gets the metrics
+    profile: tuple[int, int] | None = None  # first and last step that torch.profiler records
+    timeout_minutes: float = Field(10, gt=0)  # a step in which a rank waits longer for another has failed
     max_minutes: float | None = Field(None, gt=0)  # then save and stop, as at any stop request
     max_skipped: int = Field(5, gt=0)  # steps in a row without finite gradient before the run ends
     spike_factor: float = Field(0.0, ge=0)  # a loss this many times the usual one is a spike; 0 = off

@@ -16,6 +16,7 @@ from pipeline.cost import CostEmbedding
 from pipeline.cost_table import CostTable
 
 WINDOW_MB = 8.0  # of rows alive at a time on a CPU
+CONVERTED = 16  # rows brought to float16 at a time
 
 
 class Costs(NamedTuple):
@@ -129,5 +130,8 @@ class TableRows:
         missing = (self.places[low:] < 0).nonzero()[: self.table.window, 0] + low
         fresh = ids[missing]
         place = self.table.places(fresh, ids)
-        self.table.rows[place] = self.cost.costs(fresh).to(torch.float16)
+        costs = self.cost.costs(fresh)
+        for start in range(0, len(fresh), CONVERTED):  # no second copy of the whole window
+            part = slice(start, start + CONVERTED)
+            self.table.rows[place[part]] = costs[part].to(torch.float16)
         self.places[missing] = place

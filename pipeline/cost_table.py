@@ -18,7 +18,7 @@ class CostTable:
     def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
         row_bytes = vocab_size * torch.float16.itemsize
         # rows computed together; on an accelerator one request of the kernels must fit
-        self.window = min(vocab_size, 128 if device.type == "cpu" else 1024)
+        self.window = min(vocab_size, 64 if device.type == "cpu" else 1024)
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets that found no place
         self.rows = torch.empty(rows, vocab_size, dtype=torch.float16, device=device)

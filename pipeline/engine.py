@@ -22,13 +22,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree
 from transformers.integrations import HfDeepSpeedConfig
 
 from data_prep.config import UserError
 from pipeline.config import Batch, RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
@@ -66,11 +70,8 @@ class Sums(NamedTuple):
     applied: bool = True  # whether the weights were updated
 
 
-def start_world(timeout_minutes: float = 60) -> World:
-    """Join the process group that the launcher describes; alone when there is none.
-
-    The long timeout covers loading and saving, where one rank may work while the others wait.
-    """
+def start_world(timeout_minutes: float = PATIENCE) -> World:
+    """Join the process group that the launcher describes; alone when there is none."""
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -174,6 +175,8 @@ class Engine:
         self.stage = zero_stage(ds_config)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+        self.files = Snapshots(self.ds._config)
+        self.ds.checkpoint_engine = self.files
 
     @property
     def model(self) -> nn.Module:
@@ -227,14 +230,14 @@ class Engine:
         norm = self.ds.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of the state below `directory`; all ranks must call."""
+    def snapshot(self, directory: Path) -> None:
+        """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
         self.ds.save_checkpoint(
             str(directory), tag="state", save_latest=False, exclude_frozen_parameters=True
         )
 
     def load(self, directory: Path) -> None:
-        """Read the state that `save` wrote on as many ranks; all ranks must call."""
+        """Read the state that as many ranks saved; all ranks must call."""
         path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
             raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
@@ -244,6 +247,29 @@ class Engine:
 
     def _to_device(self, micro: dict[str, Tensor]) -> dict[str, Tensor]:
         return {k: v.to(self.world.device, non_blocking=True) for k, v in micro.items()}
+
+
+class Snapshots(TorchCheckpointEngine):
+    """What DeepSpeed saves is copied into host memory; `write` brings it to disk while training goes on."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._waiting: list[tuple[Any, str]] = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy `state_dict`; every tensor becomes its own storage on the host."""
+        self._waiting.append((pytree.tree_map_only(Tensor, _copy, state_dict), path))
+
+    def write(self) -> list[Path]:
+        """Write what was copied; the files."""
+        waiting, self._waiting = self._waiting, []
+        for state, path in waiting:
+            super().save(state, path)
+        return [Path(path) for _, path in waiting]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _detached(sums: Any) -> Tensor:
@@ -277,11 +303,31 @@ def barrier() -> None:
     dist.barrier()
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """`value` of every rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def host_group() -> Any:
+    """A process group of all ranks through host memory, for a thread that works beside training."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
+
+
+def wait_at_most(minutes: float, spare: Any = None) -> None:
+    """How long a collective may take before it counts as failed, in every group except `spare`."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not spare:
+            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+@contextlib.contextmanager
+def patience(minutes: float, spare: Any = None) -> Iterator[None]:
+    """Within the block ranks wait for PATIENCE minutes, afterwards for `minutes`."""
+    wait_at_most(PATIENCE, spare)
+    yield
+    wait_at_most(minutes, spare)
 
 
 def lost_a_peer(error: RuntimeError) -> bool:

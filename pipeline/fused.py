@@ -27,7 +27,8 @@ from pipeline.kernels import Chunk, Terms, group_size, process_chunk, statistics
 from pipeline.objectives import Objective
 
 IGNORE = -100
-CHUNK_MB, CHUNK_MB_CPU = 512, 32  # of logits alive at a time, unless asked otherwise
+CHUNK_MB = 512  # of logits alive at a time, unless asked otherwise
+CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
 
 
 class LossSums(NamedTuple):
@@ -89,7 +90,7 @@ def plan_tokens(labels: Tensor, vocab_size: int, by_label: bool) -> Plan:
 
 def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the memory budget."""
-    budget = spec.memory_mb or (CHUNK_MB_CPU if device.type == "cpu" else CHUNK_MB)
+    budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
     matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
     return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
 
@@ -289,7 +290,7 @@ def fused_linear_loss(
         z_loss           weight of (log sum exp z)^2 per token
         label_smoothing  share e: (1 - e) * loss + e * mean_i(-log p_i), for every objective
         kernels          auto (Triton on a GPU that has it, else PyTorch) | torch | triton
-        memory_mb        budget of a chunk's logits; by default 32 on a CPU, 512 elsewhere
+        memory_mb        budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere
     """
     spec = make_spec(objective, cost, **options)
     return _apply(hidden, weight, bias, labels, spec, teacher)

@@ -1,12 +1,10 @@
-"""Starting the same command again: what must match, which checkpoint is taken, what a save holds."""
+"""Starting the same command again: what must match, and which checkpoint is taken."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +13,7 @@ import yaml
 from data_prep.config import UserError
 from pipeline import checkpoint
 from pipeline.config import RunConfig, dump_config
-from pipeline.engine import (
-    REPOSITORY,
-    Engine,
-    World,
-    barrier,
-    gather_objects,
-    main_first,
-    to_universal,
-)
-from pipeline.export import export_model
+from pipeline.engine import World, gather_objects, main_first, to_universal
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +30,14 @@ FREE = {
     "train.eval_rows",
     "train.save_every",
     "train.keep_last",
+    "train.keep_every",
+    "train.async_save",
+    "train.copy_to",
     "train.export_checkpoints",
     "train.tensorboard",
+    "train.wandb",
+    "train.profile",
+    "train.timeout_minutes",
     "train.max_minutes",
     "train.max_skipped",
     "train.spike_factor",
@@ -115,62 +110,6 @@ def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
             shutil.rmtree(copy, ignore_errors=True)
             to_universal(saved.directory / "state", copy / "state")
     return copy, True
-
-
-def save(engine: Engine, config: RunConfig, step: int, tokens: int, fingerprint: str) -> None:
-    """Save a checkpoint after `step` by the directory protocol; all ranks must call."""
-    partial = checkpoint.partial_directory(config.run_dir, step)
-    if engine.world.is_main:
-        checkpoint.remove(partial)
-        partial.mkdir(parents=True)
-    barrier()
-    engine.save(partial)
-    if config.train.export_checkpoints:
-        info = export_info(config, step, tokens, fingerprint)
-        export_model(engine, config, partial / checkpoint.HF, info)
-    if engine.world.is_main:
-        state = {
-            "step": step,
-            "tokens": tokens,
-            "ranks": engine.world.ranks,
-            "zero_stage": engine.stage,
-            "data_fingerprint": fingerprint,
-        }
-        checkpoint.write_atomic(partial / checkpoint.STATE, json.dumps(state))
-    barrier()
-    names = checkpoint.list_files(partial)[engine.world.rank :: engine.world.ranks]
-    described = gather_objects(checkpoint.describe(partial, names))
-    if engine.world.is_main:
-        checkpoint.write_complete(partial, {k: v for part in described for k, v in part.items()})
-        checkpoint.publish(config.run_dir, step)
-        checkpoint.prune(config.run_dir, config.train.keep_last)
-    barrier()
-
-
-def export_info(config: RunConfig, step: int, tokens: int, fingerprint: str) -> dict[str, Any]:
-    """What an export says of its origin."""
-    return {
-        "run": str(config.run_dir),
-        "origin": config.model.path or "new",
-        "objective": config.objective.name,
-        "objective_params": config.objective.params,
-        "cost": config.objective.cost,
-        "step": step,
-        "tokens": tokens,
-        "data_fingerprint": fingerprint,
-        "seed": config.train.seed,
-        "lr": config.train.lr,
-        "batch": config.train.batch,
-        "git": _git_commit(),
-        **{p: importlib.metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
-    }
-
-
-def _git_commit() -> str:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    return result.stdout.strip() or "unknown"
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,9 +29,10 @@ from data_prep.config import UserError
 from data_prep.shards import TokenDataset
 from pipeline import checkpoint, engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
-from pipeline.config import RunConfig, load_config, lr_at, solve_batch, total_steps
+from pipeline.config import Batch, RunConfig, load_config, lr_at, solve_batch, total_steps
 from pipeline.engine import Engine, World
 from pipeline.export import ExportError, export_model
+from pipeline.footprint import Setup, accelerator, utilisation
 from pipeline.guard import Guard
 from pipeline.metrics import Metrics
 from pipeline.model import (
@@ -42,7 +44,8 @@ from pipeline.model import (
     model_config,
     write_initial_weights,
 )
-from pipeline.plan import print_plan
+from pipeline.plan import model_sizes, print_plan
+from pipeline.saving import Saver
 from pipeline.stop import EXIT_STOPPED, StopRequest
 
 log = logging.getLogger(__name__)
@@ -85,25 +88,27 @@ def train(config: RunConfig, world: World) -> bool:
         step, tokens = saved.step, saved.tokens
         log.info("resumed from %s", saved.directory)
     log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
-    metrics = Metrics(
-        config.run_dir, step, steps, world.is_main, config.train.tensorboard, config.run_dir.name
-    )
+    metrics = Metrics(config, step, steps, world.is_main, _peak_share(config, batch))
     guard = Guard(config.run_dir, config.train, writes=world.is_main)
+    saver = Saver(trainer, config, data.fingerprint)
 
-    finished, last_lr, saved_step = True, 0.0, step
+    finished, last_lr, first, saved_step = True, 0.0, step, step
     while step < steps:
         rows = order.step_rows(step)
         mine = rank_rows(rows, world.rank, world.ranks)
         last_lr = lr_at(config.train, step, steps)
+        metrics.starts(step + 1)
         sums = trainer.train_step(
             _tensors(data, mine, batch.micro),
             valid=int(data.valid[rows].sum()),
             lr=last_lr,
             seed=engine.step_seed(config.train.seed, step),
-            stop=stop.reason is not None,
+            stop=stop.reason is not None or saver.problem is not None,
         )
         step, tokens = step + 1, tokens + sums.tokens
-        metrics.step(sums)
+        if step == first + 1:
+            engine.wait_at_most(config.train.timeout_minutes, saver.group)
+        metrics.step(step, sums)
         warning = guard.observe(step, sums, functools.partial(data.provenance, rows))
         if warning:
             metrics.say(warning)
@@ -111,24 +116,38 @@ def train(config: RunConfig, world: World) -> bool:
             metrics.log(step, tokens, last_lr, trainer.gradient_norm())
         if validation is not None and _due(step, config.train.eval_every, steps):
             metrics.validation(step, tokens, evaluate(trainer, losses, validation, config, batch.micro))
-        if sums.stop and step < steps:
-            finished = False
+            metrics.pause()
+        finished = not sums.stop or step == steps
         if not finished or _due(step, config.train.save_every, steps):
-            resume.save(trainer, config, step, tokens, data.fingerprint)
+            with engine.patience(config.train.timeout_minutes, saver.group):
+                saver.save(step, tokens)
             saved_step = step
+            metrics.pause()
         if not finished:
-            metrics.say(f"stopped after step {step}; the same command goes on from there")
-            if world.is_main:
-                stop.file.unlink(missing_ok=True)
             break
-    if finished:
-        if saved_step != steps:
-            resume.save(trainer, config, step, tokens, data.fingerprint)
-        info = resume.export_info(config, step, tokens, data.fingerprint)
-        export_model(trainer, config, config.run_dir / checkpoint.EXPORT, info)
-        metrics.say(f"finished; export: {config.run_dir / checkpoint.EXPORT}")
+    with engine.patience(config.train.timeout_minutes, saver.group):
+        if finished:
+            if saved_step != steps:
+                saver.save(step, tokens)
+            info = saver.export_info(step, tokens)
+            export_model(trainer, config, config.run_dir / checkpoint.EXPORT, info)
+            metrics.say(f"finished; export: {config.run_dir / checkpoint.EXPORT}")
+        saver.finish()
+    if not finished:
+        metrics.say(f"stopped after step {step}; the same command goes on from there")
+        if world.is_main:
+            stop.file.unlink(missing_ok=True)
     metrics.close()
     return finished
+
+
+def _peak_share(config: RunConfig, batch: Batch) -> float | None:
+    """Share of the GPUs' peak that one step per second would be; None on hardware that is not known."""
+    gpu = accelerator(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if gpu is None:
+        return None
+    setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation)
+    return utilisation(model_sizes(config), setup, 1.0, gpu)
 
 
 def evaluate(
@@ -200,6 +219,11 @@ def main(kind: str, argv: list[str] | None = None) -> int:
         if main_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except (OSError, SafetensorError) as error:
+        print(
+            f"error: {error}; the same command goes on from the last checkpoint", file=sys.stderr, flush=True
+        )
+        os._exit(1)  # the other ranks wait for this one; the launcher ends them
     except RuntimeError as error:
         if not engine.lost_a_peer(error):
             raise

@@ -141,6 +141,12 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The Python processes that a launcher started and that run a launch script."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in children if any(a.startswith("launch/") for a in p.cmdline())]
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The training processes below a launcher."""
     below = psutil.Process(process.pid).children(recursive=True)

@@ -152,6 +152,14 @@ def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
 # --- whole evaluations ------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _chunk_as_it_was() -> Any:
+    """Chunks are made small here; other modules' tests must find the usual ones."""
+    usual = job.CHUNK
+    yield
+    job.CHUNK = usual
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, two models, warm embeddings."""

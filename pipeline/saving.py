@@ -1,0 +1,166 @@
+"""Saving while training goes on: copy the state, then write, hash and publish it in a thread.
+
+The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
+hashing what was written, and on rank 0 COMPLETE, the final name, pruning and the copy elsewhere. Ranks talk
+through a process group of their own, so that all learn when one of them could not write.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from data_prep.config import UserError
+from pipeline import checkpoint
+from pipeline.config import RunConfig
+from pipeline.engine import REPOSITORY, Engine, barrier, gather_objects, host_group
+from pipeline.export import export_model
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time."""
+
+    def __init__(self, engine: Engine, config: RunConfig, fingerprint: str) -> None:
+        self.engine, self.config, self.fingerprint = engine, config, fingerprint
+        self.problem: str | None = None  # why the last checkpoint could not be written, on any rank
+        self._thread: threading.Thread | None = None
+        self.group = host_group()
+
+    def save(self, step: int, tokens: int) -> None:
+        """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
+
+        Raises UserError when the one before could not be written.
+        """
+        self.finish()
+        run_dir = self.config.run_dir
+        partial = checkpoint.partial_directory(run_dir, step)
+        if self.engine.world.is_main:
+            checkpoint.remove(partial)
+            partial.mkdir(parents=True)
+        barrier()
+        self.engine.snapshot(partial)
+        if self.config.train.export_checkpoints:
+            info = self.export_info(step, tokens)
+            export_model(self.engine, self.config, partial / checkpoint.HF, info)
+        if self.engine.world.is_main:
+            state = {
+                "step": step,
+                "tokens": tokens,
+                "ranks": self.engine.world.ranks,
+                "zero_stage": self.engine.stage,
+                "data_fingerprint": self.fingerprint,
+            }
+            checkpoint.write_atomic(partial / checkpoint.STATE, json.dumps(state))
+        barrier()
+        self._thread = threading.Thread(target=self._write, args=(step, partial), daemon=True)
+        self._thread.start()
+        if not self.config.train.async_save:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint stands; all ranks must call.
+
+        Raises UserError, on all ranks alike, when it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.problem is not None:
+            raise UserError(self.problem)
+
+    def _write(self, step: int, partial: Path) -> None:
+        """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
+        try:
+            error, files = None, {}
+            try:
+                files = self._describe(partial, self.engine.files.write())
+            except (
+                OSError,
+                RuntimeError,
+            ) as found:  # PyTorch's writer has no type of its own for a full disk
+                error = " ".join(str(found).split())[:200]
+            parts = gather_objects((error, files), self.group)
+            errors = [f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0] is not None]
+            if not errors and self.engine.world.is_main:
+                try:
+                    checkpoint.write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
+                    final = checkpoint.publish(self.config.run_dir, step)
+                    train = self.config.train
+                    checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
+                    if train.copy_to is not None:
+                        _copy(final, train.copy_to)
+                except OSError as found:
+                    errors = [f"rank 0: {found}"]
+            errors = gather_objects(errors, self.group)[0]
+            if errors:
+                raise OSError(errors[0])
+        except Exception as found:
+            if self.engine.world.is_main:
+                checkpoint.remove(partial)
+            self.problem = (
+                f"the checkpoint after step {step} cannot be written ({found}); the last complete one stays; "
+                "make room or set run_dir elsewhere, then the same command goes on from there"
+            )
+
+    def _describe(self, partial: Path, written: list[Path]) -> dict[str, dict[str, int | str]]:
+        """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
+        names = [path.relative_to(partial).as_posix() for path in written]
+        if self.engine.world.is_main:
+            names += [n for n in checkpoint.list_files(partial) if not n.startswith("state/")]
+        for name in names:
+            _to_disk(partial / name)
+        return checkpoint.describe(partial, names)
+
+    def export_info(self, step: int, tokens: int) -> dict[str, Any]:
+        """What an export says of its origin."""
+        config = self.config
+        return {
+            "run": str(config.run_dir),
+            "origin": config.model.path or "new",
+            "objective": config.objective.name,
+            "objective_params": config.objective.params,
+            "cost": config.objective.cost,
+            "step": step,
+            "tokens": tokens,
+            "data_fingerprint": self.fingerprint,
+            "seed": config.train.seed,
+            "lr": config.train.lr,
+            "batch": config.train.batch,
+            "git": _git_commit(),
+            **{p: importlib.metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
+        }
+
+
+def _to_disk(path: Path) -> None:
+    """A power cut after COMPLETE must not find unwritten pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _copy(directory: Path, target: str) -> None:
+    """Copy a checkpoint to another place, its marker last. A failure is told and does not end the run."""
+    try:
+        system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
+        for name in [*checkpoint.list_files(directory), checkpoint.COMPLETE]:
+            system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+            system.put_file(str(directory / name), f"{root}/{name}")
+    except Exception as error:
+        line = " ".join(str(error).split())[:200]
+        log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, target, line)
+
+
+def _git_commit() -> str:
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    return result.stdout.strip() or "unknown"

@@ -1,0 +1,261 @@
+"""Our training loop beside a bare DeepSpeed loop and Hugging Face's Trainer: same model, data and ZeRO-3.
+
+    python -m tests.bench.training [--rounds 3] [--steps 60] [--quick]
+
+Every contestant is a run of its own on 2 ranks, started in turn. Counted are the steps after the first ten:
+CPU seconds of both ranks, and tokens per second by the clock.
+
+ours       pipeline.train as the launcher runs it, with logging, guards and agreement on stops
+bare       the same DeepSpeed engine, fused MLE head and batches made beforehand; nothing but
+           forward, backward and step
+Trainer    Hugging Face's Trainer with the same DeepSpeed configuration, its own loss
+stall      what a save costs the steps: ours, saving every five steps aside, at once, and not at all
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.bench import common
+
+WARM = 10  # steps that do not count
+RANKS = 2
+RECIPE = common.REPO / "launch" / "recipes" / "quickstart-pretrain.yaml"
+CONTESTANTS = ("ours", "bare", "Trainer", "ours, saving aside", "ours, saving at once")
+
+
+class Clock:
+    """CPU and wall time between the start of step WARM + 1 and the end of the last step."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.seen = steps, 0
+        self.marks: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        """A step begins, or the last one has ended."""
+        if self.seen in (WARM, self.steps):
+            self.marks.append((time.process_time(), time.perf_counter()))
+        self.seen += 1
+
+    def result(self) -> dict[str, float]:
+        (cpu, wall), (cpu_end, wall_end) = self.marks
+        return {"cpu": cpu_end - cpu, "wall": wall_end - wall}
+
+
+def worker(who: str, steps: int, directory: Path) -> None:
+    """One rank of one contestant; writes its times to DIRECTORY/rank-N.json."""
+    from pipeline import engine
+    from pipeline.config import load_config
+
+    options = [f"run_dir={directory}/run", f"data.dir={common.RESULTS}/training-data"]
+    options += [f"train.steps={steps}", "train.tensorboard=false", "train.log_every=10"]
+    if "saving" in who:
+        options += ["train.save_every=5", f"train.async_save={str('aside' in who).lower()}"]
+    config = load_config(RECIPE, options)
+    clock = Clock(steps)
+    world = engine.start_world()
+    {"ours": _ours, "bare": _bare, "Trainer": _trainer}[who.split(",")[0]](config, world, clock)
+    (directory / f"rank-{world.rank}.json").write_text(json.dumps(clock.result()))
+    engine.end_world()
+
+
+def _ours(config: Any, world: Any, clock: Clock) -> None:
+    from pipeline import train
+    from pipeline.engine import Engine
+
+    step, evaluate = Engine.train_step, train.evaluate
+
+    def ticking(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        clock.tick()
+        return step(self, *args, **kwargs)
+
+    def ended(*args: Any, **kwargs: Any) -> Any:  # validation comes right after the last step
+        clock.tick()
+        return evaluate(*args, **kwargs)
+
+    Engine.train_step, train.evaluate = ticking, ended  # type: ignore[method-assign, assignment]
+    train.train(config, world)
+
+
+def _bare(config: Any, world: Any, clock: Clock) -> None:
+    import torch
+
+    from data_prep.shards import TokenDataset
+    from pipeline import engine, resume
+    from pipeline.batches import BatchOrder, rank_rows
+    from pipeline.config import lr_at, solve_batch
+    from pipeline.model import build_model, load_losses, model_config, write_initial_weights
+
+    data = TokenDataset(config.data.dir / "train")
+    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+    order = BatchOrder(len(data), batch.batch, config.train.seed)
+    with engine.main_first(world):
+        if world.is_main:
+            resume.claim_run_dir(config, data.fingerprint)
+            write_initial_weights(config)
+    losses = load_losses(config, model_config(config.model).vocab_size)
+    ds_config = engine.deepspeed_config(config, batch)
+    partitioned = engine.build_partitioned(ds_config)
+    ds = engine.Engine(build_model(config, losses), ds_config, world).ds
+    del partitioned
+    batches = []
+    for step in range(config.train.steps):
+        rows = rank_rows(order.step_rows(step), world.rank, world.ranks)
+        arrays = data.batch(rows)
+        batches.append({k: torch.from_numpy(v) for k, v in arrays.items()})
+    ds.train()
+    for step, arrays in enumerate(batches):
+        clock.tick()
+        for group in ds.optimizer.param_groups:
+            group["lr"] = lr_at(config.train, step, config.train.steps)
+        sums = ds(**arrays)
+        ds.backward(sums.loss / sums.tokens)
+        ds.step()
+    clock.tick()
+
+
+def _trainer(config: Any, world: Any, clock: Clock) -> None:
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    from data_prep.shards import TokenDataset
+    from pipeline import engine
+    from pipeline.config import solve_batch
+    from pipeline.model import model_config
+
+    tokens = TokenDataset(config.data.dir / "train")
+    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+    ds_config = engine.deepspeed_config(config, batch)
+    del ds_config["optimizer"]["params"]["torch_adam"]
+    ds_config["zero_force_ds_cpu_optimizer"] = False
+    for key in ("optimizer", "steps_per_print"):
+        ds_config.pop(key)
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return len(tokens)
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            import numpy as np
+
+            arrays = tokens.batch(np.array([row]))
+            ids = torch.from_numpy(arrays["input_ids"][0])
+            return {
+                "input_ids": ids,
+                "labels": ids,
+                "position_ids": torch.from_numpy(arrays["position_ids"][0]),
+            }
+
+    class Ticks(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            clock.tick()
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.tick()
+
+    arguments = TrainingArguments(
+        output_dir=str(config.run_dir),
+        max_steps=config.train.steps,
+        per_device_train_batch_size=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+        learning_rate=config.train.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        adam_beta2=config.train.betas[1],
+        max_grad_norm=config.train.clip,
+        logging_steps=config.train.log_every,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        deepspeed=ds_config,
+        use_cpu=True,
+        optim="adamw_torch",
+    )
+    model = AutoModelForCausalLM.from_config(model_config(config.model), attn_implementation="sdpa")
+    Trainer(model, arguments, train_dataset=Rows(), callbacks=[Ticks()]).train()
+
+
+def run(who: str, steps: int) -> dict[str, float]:
+    """One run of a contestant: CPU seconds of all ranks, wall seconds of the slowest."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        command += [f"--master-port={port}", "-m", "tests.bench.training", "--worker", who]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*command, "--steps", str(steps), "--directory", directory],
+            cwd=common.REPO,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{who}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+        ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+    return {"cpu": sum(r["cpu"] for r in ranks), "wall": max(r["wall"] for r in ranks)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The bench, or with --worker one rank of it."""
+    options = common.parser(__doc__.splitlines()[0], rounds=3)
+    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--worker")
+    options.add_argument("--directory", type=Path)
+    given = options.parse_args(arguments)
+    if given.worker:
+        worker(given.worker, given.steps, given.directory)
+        return 0
+    if given.quick:
+        given.rounds, given.steps = 1, WARM + 4
+    prepare = [sys.executable, "-m", "data_prep", "prepare", str(RECIPE)]
+    where = [
+        f"data.dir={common.RESULTS}/training-data",
+        "data.sources=[{embedded: world, seed: 1, limit: 3000}]",
+    ]
+    subprocess.run([*prepare, *where], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, list[dict[str, float]]] = {who: [] for who in CONTESTANTS}
+    for number in range(given.rounds):
+        turn = number % len(CONTESTANTS)
+        for who in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
+            found[who].append(run(who, given.steps))
+    report = common.Report("training")
+    tokens = (given.steps - WARM) * 8 * 256
+    cpu = {who: [r["cpu"] for r in runs] for who, runs in found.items()}
+    wall = {who: [r["wall"] for r in runs] for who, runs in found.items()}
+    for who in CONTESTANTS:
+        report.row(
+            contestant=who,
+            cpu_seconds=statistics.median(cpu[who]),
+            cpu_to_bare=common.ratio(cpu, who, "bare"),
+            wall_seconds=statistics.median(wall[who]),
+            wall_to_bare=common.ratio(wall, who, "bare"),
+            tokens_per_s=round(tokens / statistics.median(wall[who])),
+        )
+    held = not given.quick
+    report.ratio(
+        "ours / bare DeepSpeed loop, CPU", common.ratio(cpu, "ours", "bare"), at_most=1.03 if held else None
+    )
+    value = common.ratio(cpu, "Trainer", "ours")
+    report.ratio("tokens per CPU second, ours / Trainer", value, at_least=1.0 if held else None)
+    report.ratio("tokens per second, ours / Trainer", common.ratio(wall, "Trainer", "ours"))
+    saves = max(1, (given.steps - WARM) // 5)
+    for who in ("ours, saving aside", "ours, saving at once"):
+        extra = statistics.median(wall[who]) - statistics.median(wall["ours"])
+        report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)
+    return report.finish(rounds=given.rounds, steps=given.steps, ranks=RANKS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

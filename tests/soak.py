@@ -1,0 +1,277 @@
+"""The long campaign: a run killed over and over, and checkpoints damaged in every way we could think of.
+
+    python -m tests.soak [--kills 50] [--seed 0] [--parts kills damage stops]
+
+kills   one 2-rank ZeRO-3 run, killed -9 at seeded random moments (either rank, the launcher, or everything;
+        while it starts, trains, saves or resumes) and started again by the same command, until it has been
+        killed so often and is finished. Every logged loss must equal the undisturbed run's bit for bit.
+damage  the newest checkpoint of a run is damaged; the run must say so, go on from the one before, and end
+        with the losses of the undisturbed run. Two disks that fill up while saving are among them.
+stops   time of a start that resumes beside one that does not.
+
+Prints a table, writes runs/soak.json, and exits 1 when anything was lost, wrong or hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from pipeline import checkpoint
+from pipeline.metrics import read_metrics
+from tests import launching
+from tests.conftest import REPO
+
+Losses = list[tuple[float, float, float]]
+
+
+def losses(run_dir: Path) -> Losses:
+    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
+
+
+def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
+    done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+    assert done.returncode == 0, done.stdout
+    return losses(run_dir)
+
+
+def kills(recipe: Path, count: int, rng: random.Random, show: Callable[..., None]) -> bool:
+    """Kill one run `count` times; whether it ended with the right losses."""
+    options = ["train.steps=300", "train.save_every=2", "train.eval_rows=2"]
+    expected = undisturbed(recipe, recipe.parent / "whole", *options)
+    run_dir = recipe.parent / "killed"
+    arguments = [str(recipe), f"run_dir={run_dir}", *options]
+    resumed, slowest = 0, 0.0
+    for number in range(count):
+        process = launching.start(2, *arguments)
+        begun = time.monotonic()
+        # half of the lives end while the run starts or resumes, half once it trains and saves
+        if number % 2:
+            before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
+            while process.poll() is None and time.monotonic() - begun < 120:
+                if (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] > before:
+                    break
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 1.5))
+        else:
+            time.sleep(rng.uniform(0.5, 14))
+        victim = rng.choice(["rank 0", "rank 1", "launcher", "everything"])
+        trained = read_metrics(run_dir)
+        _kill(process, victim)
+        died = time.monotonic()
+        output, _ = process.communicate(timeout=180)
+        _wait_for_ranks(run_dir)
+        slowest = max(slowest, time.monotonic() - died)
+        resumed += "resumed from" in output
+        step = int(trained[-1]["step"]) if trained else 0
+        kept = [checkpoint.step_of(d) for d in checkpoint.checkpoints(run_dir)]
+        print(f"kill {number + 1}: {victim} at step {step}; complete checkpoints {kept}", flush=True)
+        if process.returncode == 0:
+            break
+    done = launching.run(2, *arguments)
+    equal = done.returncode == 0 and losses(run_dir) == expected
+    show(
+        "kills", f"{count} kills, {resumed} resumes", "losses bit-equal" if equal else "LOSSES DIFFER", equal
+    )
+    show("kills", "slowest end of all ranks after a kill", f"{slowest:.1f} s", slowest < 90)
+    return equal and slowest < 90
+
+
+def _kill(process: subprocess.Popen[str], victim: str) -> None:
+    try:
+        ranks = launching.ranks_of(process)
+    except psutil.NoSuchProcess:
+        return
+    if victim == "everything" or (victim.startswith("rank") and len(ranks) < 2):
+        launching.kill_all(process)
+    elif victim == "launcher":
+        process.send_signal(signal.SIGKILL)
+    else:
+        ranks[int(victim[-1])].send_signal(signal.SIGKILL)
+
+
+def _wait_for_ranks(run_dir: Path, timeout: float = 120) -> None:
+    """Until no process of this run is left; nobody may hang."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        left = [
+            p for p in psutil.process_iter(["cmdline"]) if f"run_dir={run_dir}" in (p.info["cmdline"] or [])
+        ]
+        if not left:
+            return
+        time.sleep(0.1)
+    for process in left:
+        process.kill()
+    raise AssertionError(f"{len(left)} processes of {run_dir} hung for {timeout:.0f} s")
+
+
+def _largest(directory: Path) -> Path:
+    return max((p for p in (directory / "state").rglob("*.pt")), key=lambda p: p.stat().st_size)
+
+
+def _edit(path: Path, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(bytes(data))
+
+
+def _flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def _forge(directory: Path, **changes: object) -> None:
+    """COMPLETE that says something else of the largest file."""
+    marker = json.loads((directory / checkpoint.COMPLETE).read_text())
+    name = _largest(directory).relative_to(directory).as_posix()
+    marker["files"][name].update(changes)
+    (directory / checkpoint.COMPLETE).write_text(json.dumps(marker))
+
+
+def _swap(directory: Path) -> None:
+    """The newest step's name on the content of an older one, with its own marker."""
+    older = checkpoint.checkpoints(directory.parent)[-2]
+    shutil.copy(_largest(older), _largest(directory))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated file": lambda d: _edit(_largest(d), lambda b: b.__delitem__(slice(-10, None))),
+    "empty file": lambda d: _largest(d).write_bytes(b""),
+    "flipped bit": lambda d: _edit(_largest(d), _flip),
+    "file of zeros": lambda d: _largest(d).write_bytes(bytes(_largest(d).stat().st_size)),
+    "missing rank file": lambda d: _largest(d).unlink(),
+    "file of another step": _swap,
+    "stray file": lambda d: (d / "state" / "stray.pt").write_bytes(b"x"),
+    "missing COMPLETE": lambda d: (d / checkpoint.COMPLETE).unlink(),
+    "empty COMPLETE": lambda d: (d / checkpoint.COMPLETE).write_text(""),
+    "torn COMPLETE": lambda d: _edit(d / checkpoint.COMPLETE, lambda b: b.__delitem__(slice(40, None))),
+    "COMPLETE without files": lambda d: (d / checkpoint.COMPLETE).write_text('{"files": {}}'),
+    "COMPLETE of another kind": lambda d: (d / checkpoint.COMPLETE).write_text('["files"]'),
+    "COMPLETE with a wrong size": lambda d: _forge(d, size=1),
+    "COMPLETE with a wrong hash": lambda d: _forge(d, sha256="0" * 64),
+    "COMPLETE of the step before": lambda d: shutil.copy(
+        checkpoint.checkpoints(d.parent)[-2] / checkpoint.COMPLETE, d / checkpoint.COMPLETE
+    ),
+    "torn state.json": lambda d: (d / checkpoint.STATE).write_text("{"),
+    "missing state.json": lambda d: (d / checkpoint.STATE).unlink(),
+    "latest pointing nowhere": lambda d: (_largest(d).unlink(), (d / "latest").write_text("gone")),
+    "a partial left behind": lambda d: d.rename(d.with_name(d.name + ".partial")),
+    "an empty directory": lambda d: (shutil.rmtree(d), d.mkdir()),
+}
+
+
+def damage(recipe: Path, show: Callable[..., None]) -> bool:
+    """Every damage to the newest checkpoint, one after the other."""
+    options = ["train.steps=12", "train.save_every=3", "train.keep_last=3", "train.eval_rows=2"]
+    origin = recipe.parent / "origin"
+    expected = undisturbed(recipe, origin, *options)
+    shutil.rmtree(origin / "export")
+    good = True
+    for name, harm in DAMAGE.items():
+        run_dir = recipe.parent / name.replace(" ", "-")
+        shutil.copytree(origin, run_dir)
+        harm(checkpoint.checkpoints(run_dir)[-1])
+        done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+        right = done.returncode == 0 and losses(run_dir) == expected and "step-000009" in done.stdout
+        show("damage", name, "went on from step 9" if right else done.stdout[-300:], right)
+        good = good and right
+        shutil.rmtree(run_dir)
+    return good
+
+
+def full_disk(recipe: Path, show: Callable[..., None]) -> bool:
+    """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
+    one = checkpoint.checkpoints(recipe.parent / "origin")[-1]
+    bytes_ = sum(p.stat().st_size for p in one.rglob("*") if p.is_file())
+    good = True
+    for what, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
+        with tempfile.TemporaryDirectory() as name:
+            mount = Path(name) / "disk"
+            mount.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)]
+            if subprocess.run(command, capture_output=True).returncode:
+                show("damage", f"disk full: {what}", "skipped: mounting needs root", True)
+                continue
+            try:
+                options = ["train.steps=40", "train.save_every=2", "train.keep_last=99"]
+                done = launching.run(2, str(recipe), f"run_dir={mount / 'run'}", *options)
+                said = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+                kept = checkpoint.checkpoints(mount / "run")
+                right = done.returncode not in (0, 75) and len(said) == 1 and bool(kept)
+                right = right and all(checkpoint.problem(d) is None for d in kept)
+                words = f"one line, {len(kept)} checkpoints stand" if right else done.stdout[-300:]
+                show("damage", f"disk full: {what}", words, right)
+                good = good and right
+            finally:
+                subprocess.run(["umount", "-l", str(mount)], check=True)
+    return good
+
+
+def stops(recipe: Path, show: Callable[..., None]) -> bool:
+    """Time to the first step: resuming beside a cold start, median of three."""
+    cold, warm = [], []
+    for number in range(3):
+        run_dir = recipe.parent / f"start-{number}"
+        for times in (cold, warm):
+            before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
+            begun = time.monotonic()
+            process = launching.start(2, str(recipe), f"run_dir={run_dir}", "train.steps=5000")
+            while (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] <= before:
+                time.sleep(0.01)
+            times.append(time.monotonic() - begun)
+            (run_dir / "STOP").touch()
+            process.communicate(timeout=120)
+    ratio = statistics.median(warm) / statistics.median(cold)
+    show("stops", "resume to first step / cold start", f"{ratio:.2f} (target <= 1.2)", ratio <= 1.2)
+    return ratio <= 1.2
+
+
+def main() -> int:
+    """Run the campaign; 0 when nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", default=["kills", "damage", "stops"])
+    args = parser.parse_args()
+    rows: list[tuple[str, str, str, bool]] = []
+
+    def show(part: str, what: str, found: str, good: bool) -> None:
+        rows.append((part, what, found, good))
+        print(f"{part}: {what}: {found}", flush=True)
+
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = launching.tiny_recipe(Path(directory))
+        if "kills" in args.parts:
+            kills(recipe, args.kills, random.Random(args.seed), show)
+        if "damage" in args.parts:
+            damage(recipe, show)
+            full_disk(recipe, show)
+        if "stops" in args.parts:
+            stops(recipe, show)
+    table = Table("part", "what", "found", "")
+    for *cells, good in rows:
+        table.add_row(*cells, "ok" if good else "FAILED")
+    Console().print(table)
+    target = REPO / "runs" / "soak.json"
+    target.parent.mkdir(exist_ok=True)
+    keys = ("part", "what", "found", "good")
+    content = {"settings": vars(args), "rows": [dict(zip(keys, row, strict=True)) for row in rows]}
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    return int(not all(row[-1] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
