@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 
+# Rows computed together; on an accelerator one request of the kernels must fit.
+WINDOW_CPU, WINDOW = 64, 1024
+
+
 class CostTable:
     """Cost rows of frequent targets in float16, within a memory budget, kept between calls.
 
@@ -17,8 +21,7 @@ class CostTable:
 
     def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
         row_bytes = vocab_size * torch.float16.itemsize
-        # rows computed together; on an accelerator one request of the kernels must fit
-        self.window = min(vocab_size, 64 if device.type == "cpu" else 1024)
+        self.window = min(vocab_size, WINDOW_CPU if device.type == "cpu" else WINDOW)
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets that found no place
         self.rows = torch.empty(rows, vocab_size, dtype=torch.float16, device=device)

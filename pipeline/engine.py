@@ -71,7 +71,15 @@ class Sums(NamedTuple):
 
 
 def start_world(timeout_minutes: float = PATIENCE) -> World:
-    """Join the process group that the launcher describes; alone when there is none."""
+    """Join the process group that the launcher describes; alone when there is none.
+
+    Raises UserError for a torchrun whose restarts could not work.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise UserError(  # its store keeps the addresses of dead ranks, and restarted ones would call them
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        )
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

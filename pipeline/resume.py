@@ -60,7 +60,10 @@ def claim_run_dir(config: RunConfig, fingerprint: str) -> None:
                     f"{config.run_dir} was started with {key}={theirs.get(key)!r}, not {value!r}; "
                     "set run_dir to a new directory, or go on with the old value"
                 )
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir={config.run_dir} cannot be made ({error}); set another") from None
     checkpoint.write_atomic(path, yaml.safe_dump(mine, sort_keys=False))
 
 

@@ -175,8 +175,8 @@ def hosts(directory: Path, show: Show) -> None:
     }
     with two_hosts(directory) as environment:
         time.sleep(1)
-        for way, (where, starts) in ways.items():
-            run_dir = directory / way.split()[1].strip("-,")
+        for number, (way, (where, starts)) in enumerate(ways.items()):
+            run_dir = directory / f"two-{number}"
             commands = [[*start, *script, f"run_dir={run_dir}"] for start in starts]
             codes, output = finish(start_on(where, commands, environment))
             _compare(show, way, codes, output, losses(run_dir), expected)
@@ -246,7 +246,7 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
     config = directory / "slurm.conf"
     config.write_text(
         f"ClusterName=emo\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nAuthType=auth/munge\n"
-        f"AuthInfo=socket={directory}/munge.socket\nCryptoType=crypto/munge\n"
+        f"AuthInfo=socket={directory}/munge.socket\n"
         f"StateSaveLocation={directory}/state\nSlurmdSpoolDir={directory}/spool\n"
         f"SlurmctldPidFile={directory}/ctld.pid\nSlurmdPidFile={directory}/d.pid\n"
         f"SlurmctldLogFile={directory}/log/ctld\nSlurmdLogFile={directory}/log/d\n"
@@ -254,21 +254,22 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
         "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nSwitchType=switch/none\n"
         "MpiDefault=none\nGresTypes=gpu\nKillWait=30\nSchedulerParameters=sched_interval=2\n"
         f"NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
-        f"PartitionName=test Nodes={host} Default=YES MaxTime=60 State=UP\n"
+        f"PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
     )
-    (directory / "gres.conf").write_text("Name=gpu Count=2\n")
-    (directory / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+    (directory / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n")
     key = directory / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
-    directory.chmod(0o755)
+    for folder in (directory, directory.parent):
+        folder.chmod(0o755)
     environment = launching.ENVIRONMENT | {"SLURM_CONF": str(config)}
     munge = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={directory}/munge.socket"]
     munge += [f"--pid-file={directory}/munge.pid", f"--log-file={directory}/log/munge"]
     munge += [f"--seed-file={directory}/munge.seed"]
     services = []
     try:
-        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", host]):
+        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
             log = (directory / f"{command[0]}.out").open("w")
             services.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(2)

@@ -142,8 +142,8 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The Python processes that a launcher started and that run a launch script."""
-    children = psutil.Process(process.pid).children(recursive=True)
+    """The processes of a launch script that a launcher has started itself."""
+    children = psutil.Process(process.pid).children()
     return [p for p in children if any(a.startswith("launch/") for a in p.cmdline())]
 
 

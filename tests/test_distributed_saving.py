@@ -153,7 +153,7 @@ def test_torchrun_restarts_what_was_killed(recipe: Path, tmp_path: Path) -> None
         [str(launching.BIN / "torchrun"), *options, "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
          "train.steps=40", "train.save_every=3"],
         cwd=launching.REPO,
-        env=launching.ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+        env=launching.ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

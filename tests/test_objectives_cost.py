@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data_prep.config import UserError
 from pipeline.cost import LIVE, CostEmbedding, load_cost
+from pipeline.cost_table import WINDOW_CPU
 from pipeline.fused import fused_linear_loss
 from tests.objectives_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.test_objectives import make
@@ -42,7 +43,7 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
     torch.manual_seed(0)
     h, w = torch.randn(300, H).requires_grad_(), torch.randn(vocab, H).requires_grad_()
     E = torch.randn(vocab, 2 * H)
-    megabytes = (rows + min(vocab, 128)) * vocab * 2 / 2**20 + 1e-4
+    megabytes = (rows + min(vocab, WINDOW_CPU)) * vocab * 2 / 2**20 + 1e-4
     fresh, used = CostEmbedding.from_weight(E, cache_mb=megabytes), CostEmbedding.from_weight(E)
     used = used.cached(megabytes)
     for seed in range(6):
@@ -61,7 +62,7 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
 
 def test_cache_prefers_frequent_targets() -> None:
     """A full table gives its least frequent place to a target that has overtaken it."""
-    cost = CostEmbedding.from_weight(torch.randn(V, H), cache_mb=(128 + 10) * V * 2 / 2**20 + 1e-4)
+    cost = CostEmbedding.from_weight(torch.randn(V, H), cache_mb=(WINDOW_CPU + 10) * V * 2 / 2**20 + 1e-4)
     h, w = torch.randn(40, H), torch.randn(V, H)
 
     def see(first: int, times: int) -> None:
