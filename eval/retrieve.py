@@ -12,20 +12,18 @@ import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from data_prep.config import UserError
 from eval.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
 SEGMENT = 4096  # texts embedded between two writes of the cache
-BLOCK = 64  # index rows whose best score stands for all of them
-QUERIES = 128  # queries scored together
+QUERIES = 1024  # searched together
+SPARE = 8  # neighbours beyond those wanted, to see where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
 
 
@@ -123,47 +121,32 @@ def _model_digest(path: str) -> str:
 def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
     """Rows of `index` [n, d] with the largest inner products, best first, equal ones by row: int64 [q, k].
 
-    float32 products pick candidates: the best k blocks by their maxima contain the best k rows. Candidates
-    are scored again in float64 with one order of summation, so that equal vectors get equal scores.
+    faiss picks a few more than k in float32. They are scored again in float64 with one order of summation,
+    so that equal vectors get equal scores. Where ties may reach further than that, all rows are looked at.
     """
+    import faiss
+
     n = len(index)
     if k > n:
         raise ValueError(f"{k} neighbours wanted of {n} rows")
-    if k == 0:
-        return np.empty((len(queries), 0), dtype=np.int64)
-    rows = torch.zeros(-(-n // BLOCK) * BLOCK, index.shape[1])
-    rows[:n] = torch.from_numpy(index)
-    buffer = torch.empty(min(QUERIES, len(queries)), len(rows))
     found = np.empty((len(queries), k), dtype=np.int64)
+    if k == 0 or len(queries) == 0:
+        return found
+    flat = faiss.IndexFlatIP(index.shape[1])
+    flat.add(np.ascontiguousarray(index))
+    wide = min(n, k + SPARE)
     for start in range(0, len(queries), QUERIES):
-        batch = torch.from_numpy(np.ascontiguousarray(queries[start : start + QUERIES]))
-        scores = torch.mm(batch, rows.T, out=buffer[: len(batch)])
-        scores[:, n:] = -torch.inf
-        for i, candidates in enumerate(_candidates(scores, k)):
-            query = queries[start + i].astype(np.float64)
-            exact = np.einsum("nd,d->n", index[candidates].astype(np.float64), query)
-            order = np.lexsort((candidates, -exact))[:k]
-            found[start + i] = candidates[order]
+        batch = np.ascontiguousarray(queries[start : start + QUERIES])
+        scores, rows = flat.search(batch, wide)
+        exact = np.einsum("qwd,qd->qw", index[rows].astype(np.float64), batch.astype(np.float64))
+        order = np.lexsort((rows, -exact), axis=1)[:, :k]
+        found[start : start + QUERIES] = np.take_along_axis(rows, order, axis=1)
+        tied = scores[:, -1] >= scores[:, k - 1] - MARGIN if wide < n else np.zeros(len(batch), bool)
+        for i in np.flatnonzero(tied):
+            near = np.flatnonzero(index @ batch[i] >= scores[i, k - 1] - MARGIN)
+            near_exact = np.einsum("nd,d->n", index[near].astype(np.float64), batch[i].astype(np.float64))
+            found[start + i] = near[np.lexsort((near, -near_exact))[:k]]
     return found
-
-
-def _candidates(scores: Tensor, k: int) -> Iterator[np.ndarray]:
-    """Per row of scores [b, n] all columns that may be among the k best, the k-th score's ties included."""
-    b, n = scores.shape
-    blocks = scores.view(b, n // BLOCK, BLOCK)
-    chosen = min(k + 1, n // BLOCK)
-    tops, where = blocks.amax(dim=2).topk(chosen, dim=1)
-    values = blocks.gather(1, where[:, :, None].expand(b, chosen, BLOCK)).reshape(b, -1)
-    kth = values.topk(k, dim=1).values[:, -1] - MARGIN
-    columns = (where[:, :, None] * BLOCK + torch.arange(BLOCK)).reshape(b, -1).numpy()
-    keep = (values >= kth[:, None]).numpy()
-    # When the next block may hold a tie too, every column is looked at.
-    all_columns = (tops[:, -1] >= kth).tolist() if chosen < n // BLOCK else [False] * b
-    for i in range(b):
-        if all_columns[i]:
-            yield torch.nonzero(scores[i] >= kth[i]).flatten().numpy()
-        else:
-            yield columns[i][keep[i]]
 
 
 class DenseRetriever(TopkRetriever):

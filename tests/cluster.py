@@ -42,7 +42,7 @@ PACKAGES = {
     "slurm": ["slurmctld", "slurmd", "slurm-client", "munge"],
     "kubernetes": [],
 }
-SCHEMAS, VERSIONS = "kubernetes-validate", ("1.29", "1.32")
+SCHEMAS, VERSIONS = "kubernetes-validate==1.37.0", ("1.29", "1.32")
 Show = Callable[[str, str, str, bool], None]
 
 
