@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 # Rows computed together; on an accelerator one request of the kernels must fit.
 WINDOW_CPU, WINDOW = 64, 1024
 

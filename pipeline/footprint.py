@@ -7,6 +7,7 @@ The memory of one GPU, by part (bf16; P parameters, n ranks, T tokens per pass, 
     activations  what a layer keeps for its backward pass, times layers; with checkpointing h per token and
                  layer, and one layer whole
     loss         a chunk of logits, the head's float32 gradient [V, h], the cost embedding [V, h]
+    update       a copy of the gradient while the optimizer steps, when the last three are free again
 
 The time of a step adds matrix products, attention, element-wise traffic, communication that computing does
 not hide, and the optimizer. Its constants are calibrated on published runs (tests/test_footprint.py).
@@ -14,6 +15,7 @@ not hide, and the optimizer. Its constants are calibrated on published runs (tes
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ MEMORY_EFFICIENCY = 0.75  # of the memory bandwidth that element-wise kernels re
 PASSES = 4.0  # times that kept activations cross the memory bus, forward and backward
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
 NODE = 8  # GPUs
+GROUP = 1e9  # parameters that ZeRO updates together
 
 
 class Accelerator(NamedTuple):
@@ -53,9 +56,12 @@ ACCELERATORS = {
 
 def accelerator(name: str) -> Accelerator | None:
     """The kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
-    plain = name.upper().replace(" ", "")
-    kinds = [gpu for kind, gpu in ACCELERATORS.items() if kind.split("-")[0] in plain]
-    return kinds[-1] if kinds else None
+    found = None
+    for kind, gpu in ACCELERATORS.items():
+        letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
+        if re.search(rf"{letters}(?!\d)", name.upper()):
+            found = gpu
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Setup:
     chunk_mb: float = 512.0  # of logits
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
+    fused_adam: bool = True  # as on a GPU; else the update makes copies of its own
 
     @property
     def tokens(self) -> int:
@@ -112,10 +119,12 @@ class Memory(NamedTuple):
     gathered: float
     activations: float
     loss: float
+    update: float  # while the optimizer steps, when the three before are free again
 
     @property
     def total(self) -> float:
-        return sum(self)
+        """What is held at the worst moment."""
+        return self.states + max(self.gathered + self.activations + self.loss, self.update)
 
     @property
     def states(self) -> float:
@@ -143,8 +152,9 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     share = [1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)]
     parameters = sizes.parameters * setup.width * share[0]
     gradients = sizes.trainable * 4 * share[1]
-    # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights. While it updates
-    # them it needs the update of one group of at most 1e9 parameters again.
+    # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights. It updates them a
+    # group of at most 1e9 parameters at a time, with a copy of the group's gradient.
+    update = min(sizes.trainable * share[2], GROUP) * (4 if setup.fused_adam else 12)
     optimizer = sizes.trainable * 12 * share[2]
     if setup.stage == 0:
         optimizer = sizes.trainable * (12 if setup.bf16 else 8)
@@ -155,14 +165,14 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     if setup.stage == 3 and setup.ranks > 1:
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
     if setup.offload_optimizer:
-        optimizer = gradients = 0.0
+        optimizer = gradients = update = 0.0
     if setup.offload_parameters:
         parameters = 0.0
     loss = setup.chunk_mb * 2**20 + 2 * setup.tokens * sizes.hidden * 4
     loss += head * (4 + setup.width) if trains_head else 0.0
     if setup.cost:
         loss += head * setup.width + setup.cache_mb * 2**20
-    return Memory(parameters, gradients, optimizer, gathered, _activations(sizes, setup), loss)
+    return Memory(parameters, gradients, optimizer, gathered, _activations(sizes, setup), loss, update)
 
 
 def _layer_bytes(sizes: Sizes, setup: Setup) -> float:

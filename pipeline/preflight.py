@@ -7,6 +7,7 @@ torchrun --nnodes N --nproc-per-node M ... -m pipeline preflight RECIPE    likew
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -144,7 +145,8 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
         findings.append(Finding(host, "run directory", "not that of rank 0", advice))
     engine.barrier()
     if world.is_main:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink()
         if created and directory.exists() and not any(directory.iterdir()):
             directory.rmdir()
     return findings
