@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -330,5 +331,14 @@ def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_this_process_is_recognised() -> None:
-    assert store._started(os.getpid()) == psutil.Process().create_time()
+    mine = store._started(os.getpid())
+    assert mine is not None and mine == store._started(os.getpid())
+    later = subprocess.Popen(["sleep", "9"])
+    started = store._started(later.pid)
+    assert started is not None and started > mine
+    later.kill()
+    while psutil.Process(later.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert store._started(later.pid) is None  # nobody has waited for it, yet it is gone
+    later.wait()
     assert store._started(2**22 + 1) is None
