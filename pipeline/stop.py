@@ -6,6 +6,7 @@ they agree on the step at which they save once and end with `EXIT_STOPPED`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ class StopRequest:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._signal: str | None = None
         self._launchers = _launchers()
+        self._orphaned = len(self._launchers) == 2 and self._launchers[1] == 1 and not _is_deepspeed(1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
@@ -41,9 +43,16 @@ class StopRequest:
             return "the time limit train.max_minutes"
         if self.file.exists():
             return f"the file {self.file}"
-        if _launchers() != self._launchers:
+        if self._orphaned or _launchers() != self._launchers:
             return "the launcher is gone"
         return None
+
+
+def _is_deepspeed(pid: int) -> bool:
+    """Whether a process is the `deepspeed` command, as it may be the first of a container."""
+    with contextlib.suppress(psutil.Error):
+        return any(Path(part).name == "deepspeed" for part in psutil.Process(pid).cmdline())
+    return False
 
 
 def _launchers() -> list[int]:

@@ -51,7 +51,7 @@ def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
 
 def kills(recipe: Path, count: int, rng: random.Random, show: Callable[..., None]) -> bool:
     """Kill one run `count` times; whether it ended with the right losses."""
-    options = ["train.steps=300", "train.save_every=2", "train.eval_rows=2"]
+    options = ["train.steps=1000", "train.save_every=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *options)
     run_dir = recipe.parent / "killed"
     arguments = [str(recipe), f"run_dir={run_dir}", *options]

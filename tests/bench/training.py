@@ -57,7 +57,7 @@ def worker(who: str, steps: int, directory: Path) -> None:
     from pipeline.config import load_config
 
     options = [f"run_dir={directory}/run", f"data.dir={common.RESULTS}/training-data"]
-    options += [f"train.steps={steps}", "train.tensorboard=false", "train.log_every=10"]
+    options += ["train.epochs=null", f"train.steps={steps}", "train.tensorboard=false", "train.log_every=10"]
     if "saving" in who:
         options += ["train.save_every=5", f"train.async_save={str('aside' in who).lower()}"]
     config = load_config(RECIPE, options)
