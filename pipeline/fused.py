@@ -95,6 +95,38 @@ def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.d
     return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
 
 
+class Walk(NamedTuple):
+    """How a batch is gone through, whether its logits exist already or not."""
+
+    plan: Plan
+    size: int  # tokens per chunk
+    triton: bool
+    rows: Rows | None  # where a cost embedding is used with one target per token
+
+
+def plan_walk(spec: Spec, cost: CostEmbedding | None, labels: Tensor, vocab_size: int, like: Tensor) -> Walk:
+    """The walk over `labels`, whose logits will have the dtype and device of `like`."""
+    dtype, device = like.dtype, like.device
+    plan = plan_tokens(labels, vocab_size, by_label=cost is not None and not spec.terms.objective.dense)
+    total = len(plan.order)
+    size = min(chunk_rows(spec, dtype, vocab_size, device), max(total, 1))
+    triton = use_triton(spec, like)
+    rows: Rows | None = None
+    if cost is not None and plan.targets is not None and total:
+        group = group_size(vocab_size, dtype, device, size)
+        placed = cost.placed(device, dtype)
+        rows = open_rows(placed, plan.targets, statistics_dtype(dtype), group, size, as_stored=triton)
+    return Walk(plan, size, triton, rows)
+
+
+def as_sums(sums: Tensor, dtype: torch.dtype, measured: bool, tokens: int) -> LossSums:
+    """[loss, nll, demd] as LossSums; demd is NaN unless `measured`."""
+    loss, nll, demd = sums.to(dtype).unbind()
+    if not measured:
+        demd = torch.full_like(nll, torch.nan)
+    return LossSums(loss, nll, demd, torch.tensor(tokens, dtype=torch.int64, device=sums.device))
+
+
 def _logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -135,16 +167,8 @@ def _compute(
     cost = spec.cost
     if isinstance(cost, LiveCost):
         cost = CostEmbedding(unit_rows(weight.detach()))
-    dense = spec.terms.objective.dense
-    plan = plan_tokens(labels, V, by_label=cost is not None and not dense)
+    plan, n, triton, rows = plan_walk(spec, cost, labels, V, hidden)
     total = len(plan.order)
-    n = min(chunk_rows(spec, hidden.dtype, V, device), max(total, 1))
-    triton = use_triton(spec, hidden)
-    rows: Rows | None = None
-    if cost is not None and plan.targets is not None and total:
-        group = group_size(V, hidden.dtype, device, n)
-        placed = cost.placed(device, hidden.dtype)
-        rows = open_rows(placed, plan.targets, stats, group, n, as_stored=triton)
     gradients = Accumulator(hidden, weight, needs)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
@@ -166,11 +190,7 @@ def _compute(
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if any(needs):
             gradients.add(z, tokens.row, order, spec.logit_scale)
-    loss, nll, demd = sums.to(stats).unbind()
-    if cost is None:
-        demd = torch.full_like(nll, torch.nan)
-    count = torch.tensor(total, dtype=torch.int64, device=device)
-    return LossSums(loss, nll, demd, count), gradients.finish()
+    return as_sums(sums, stats, cost is not None, total), gradients.finish()
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from data_prep.config import UserError
 from pipeline.cost import CostEmbedding, LiveCost
-from pipeline.cost_rows import Rows, open_rows
-from pipeline.fused import LossSums, Spec, chunk_rows, make_spec, plan_tokens, use_triton
-from pipeline.kernels import Chunk, group_size, process_chunk, statistics_dtype
+from pipeline.fused import LossSums, Spec, as_sums, make_spec, plan_walk
+from pipeline.kernels import Chunk, process_chunk, statistics_dtype
 from pipeline.objectives import Objective
 
 
@@ -72,15 +71,8 @@ def _compute(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tupl
     """The sums, and d loss / d logits if `gradient`."""
     V, device, stats = logits.shape[1], logits.device, statistics_dtype(logits.dtype)
     assert not isinstance(spec.cost, LiveCost)
-    cost = None if spec.cost is None else spec.cost.placed(device, logits.dtype)
-    plan = plan_tokens(labels, V, by_label=cost is not None)
+    plan, n, triton, rows = plan_walk(spec, spec.cost, labels, V, logits)
     total = len(plan.order)
-    n = min(chunk_rows(spec, logits.dtype, V, device), max(total, 1))
-    triton = use_triton(spec, logits)
-    rows: Rows | None = None
-    if cost is not None and plan.targets is not None and total:
-        group = group_size(V, logits.dtype, device, n)
-        rows = open_rows(cost, plan.targets, stats, group, n, as_stored=triton)
     d_logits = torch.zeros_like(logits) if gradient else None
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for start in range(0, total, n):
@@ -92,8 +84,4 @@ def _compute(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tupl
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if d_logits is not None:
             d_logits[order] = z.mul_(tokens.row[:, None].to(z.dtype))
-    loss, nll, demd = sums.to(stats).unbind()
-    if cost is None:
-        demd = torch.full_like(nll, torch.nan)
-    count = torch.tensor(total, dtype=torch.int64, device=device)
-    return LossSums(loss, nll, demd, count), d_logits
+    return as_sums(sums, stats, spec.cost is not None, total), d_logits

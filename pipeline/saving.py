@@ -84,10 +84,7 @@ class Saver:
             error, files = None, {}
             try:
                 files = self._describe(partial, self.engine.files.write())
-            except (
-                OSError,
-                RuntimeError,
-            ) as found:  # PyTorch's writer has no type of its own for a full disk
+            except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
                 error = " ".join(str(found).split())[:200]
             parts = gather_objects((error, files), self.group)
             errors = [f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0] is not None]

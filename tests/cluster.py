@@ -34,7 +34,7 @@ from rich.table import Table
 from pipeline.metrics import read_metrics
 from tests import launching
 from tests.conftest import REPO
-from tests.soak import Losses, losses
+from tests.launching import Losses, losses, wait_for_step
 
 HOSTS = {"emo-a": "10.77.0.1", "emo-b": "10.77.0.2"}
 PACKAGES = {
@@ -225,13 +225,6 @@ def _lose_a_host(directory: Path, recipe: Path, ways: dict, environment: dict[st
     codes, output = finish(processes, timeout=90)
     good = codes == [75] and "resumed from" in output
     show("hosts", "the same command, then STOP", "went on; exit code 75" if good else output[-600:], good)
-
-
-def wait_for_step(run_dir: Path, step: int, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not any(r["step"] >= step for r in read_metrics(run_dir)):
-        assert time.monotonic() < deadline, f"no step {step} in {run_dir} after {timeout:.0f} s"
-        time.sleep(0.1)
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------

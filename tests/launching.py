@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import yaml
 
+from pipeline.metrics import read_metrics
 from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
@@ -139,6 +141,24 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
+
+
+Losses = list[tuple[float, float, float]]
+
+
+def losses(run_dir: Path) -> Losses:
+    """Step, NLL and DEMD of every logged step."""
+    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
+
+
+def wait_for_step(run_dir: Path, step: int, timeout: float = 120) -> None:
+    """Until a run has logged step `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if any(r["step"] >= step for r in read_metrics(run_dir)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in {run_dir} after {timeout} s")
 
 
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -35,12 +35,7 @@ from pipeline import checkpoint
 from pipeline.metrics import read_metrics
 from tests import launching
 from tests.conftest import REPO
-
-Losses = list[tuple[float, float, float]]
-
-
-def losses(run_dir: Path) -> Losses:
-    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
+from tests.launching import Losses, losses
 
 
 def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:

@@ -14,7 +14,7 @@ import pytest
 from pipeline import checkpoint
 from pipeline.metrics import HEARTBEAT, read_metrics
 from tests import launching
-from tests.test_distributed_train import losses, wait_for_step
+from tests.launching import losses, wait_for_step
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from pipeline import checkpoint
 from pipeline.metrics import read_metrics
 from pipeline.stop import EXIT_STOPPED
 from tests import launching
+from tests.launching import losses, wait_for_step
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +30,6 @@ def undisturbed(recipe: Path) -> Path:
     done = launching.run(2, str(recipe), f"run_dir={run_dir}", "train.save_every=3")
     assert done.returncode == 0, done.stdout
     return run_dir
-
-
-def losses(run_dir: Path) -> list[tuple[float, float, float]]:
-    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
-
-
-def wait_for_step(run_dir: Path, step: int, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if any(r["step"] >= step for r in read_metrics(run_dir)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step} in {run_dir} after {timeout} s")
 
 
 def test_a_run_logs_saves_and_exports(undisturbed: Path, recipe: Path) -> None:
