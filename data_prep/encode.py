@@ -7,13 +7,10 @@ flat, so that little travels between processes. It imports no transformers, so i
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from data_prep.config import UserError
 from data_prep.contamination import Finder, load
@@ -21,7 +18,8 @@ from data_prep.plan import Part
 from data_prep.rows import checksum, plain_text, take
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
-from data_prep.tokenizer import TokenizerFacts, encoder
+from data_prep.tokenizer import TokenizerFacts
+from data_prep.words import TextEncoder
 
 NONE = np.zeros(0, np.int64)
 
@@ -54,17 +52,12 @@ class Encoder:
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
-        self.tokenizer = encoder(settings.place)
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
-        self.bos = [] if facts.bos_id is None else [facts.bos_id]
-        self.eos = [] if facts.eos_id is None else [facts.eos_id]
+        self.text = TextEncoder(settings.place, self.dtype)
+        self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
+        self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
-
-    @cached_property
-    def continuing(self) -> Tokenizer:
-        """For text that goes on from earlier text; only instructions need it."""
-        return encoder(self.settings.place, continuing=True)
 
     def encode(self, part: Part) -> Encoded:
         """Encode the rows of a payload that the shard takes, copies next to each other."""
@@ -82,12 +75,9 @@ class Encoder:
 
     def texts(self, texts: list[str]) -> Encoded:
         """Each text as BOS, its tokens, EOS."""
-        found = self._encode(self.tokenizer, texts)
-        around = len(self.bos) + len(self.eos)
-        lengths = np.array([len(ids) + around for ids in found], np.int64)
-        parts = chain.from_iterable((self.bos, ids, self.eos) for ids in found)
-        flat = np.fromiter(chain.from_iterable(parts), self.dtype, lengths.sum())
-        return Encoded(flat, lengths, [], len(texts), Counter(), NONE, 0)
+        found = [self.bos + ids + self.eos for ids in self.text.encode(texts)]
+        lengths = np.array([self._count(ids) for ids in found], np.int64)
+        return Encoded(self._array(b"".join(found)), lengths, [], len(texts), Counter(), NONE, 0)
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS.
@@ -97,24 +87,27 @@ class Encoder:
         """
         examples = [render(c, self.settings.template) for c in conversations]
         turns = [turn for example in examples for turn in example]
-        prompts = iter(self._encode(self.tokenizer, [turn.text[: turn.start] for turn in turns]))
-        responses = iter(self._encode(self.continuing, [turn.text[turn.start :] for turn in turns]))
+        prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
+        responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
         counts: Counter[str] = Counter()
         sequences: list[tuple[np.ndarray, np.ndarray]] = []
         for example in examples:
-            ids, spans = list(self.bos), []
+            ids, spans = bytearray(self.bos), []
             for _ in example:
                 ids += next(prompts)
-                begin = len(ids)
+                begin = self._count(ids)
                 ids += next(responses) + self.eos
-                spans.append((begin, len(ids)))
-            sequences += self._fit(np.array(ids, self.dtype), np.array(spans, np.int64), counts)
+                spans.append((begin, self._count(ids)))
+            sequences += self._fit(self._array(ids), np.array(spans, np.int64), counts)
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
         return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
 
-    def _encode(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _count(self, ids: bytes | bytearray) -> int:
+        return len(ids) // self.dtype.itemsize
+
+    def _array(self, ids: bytes | bytearray) -> np.ndarray:
+        return np.frombuffer(ids, self.dtype)
 
     def _fit(
         self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -26,10 +29,13 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
+from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
 
 from data_prep.config import UserError
 from pipeline.config import Batch, RunConfig
+
+log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
@@ -165,6 +171,40 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     return tree
 
 
+@contextlib.contextmanager
+def compiling(world: World) -> Iterator[None]:
+    """Around what may compile: DeepSpeed builds an operation where and when it is first used.
+
+    torch guards a build by a file named `lock` that a killed process leaves behind, and every later start
+    would wait for it in silence. Starts share a lock of the system's, which dies with its process: whoever
+    gets it alone takes away such files, except those that some other program here has open.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # nothing can be built there either
+            root.mkdir(parents=True, exist_ok=True)
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
+            share = stack.enter_context((root / "starting").open("w"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
+                    log.info("%s was left by a start that was killed; removed", left)
+                    left.unlink()
+            fcntl.flock(share, fcntl.LOCK_SH)
+        if world.ranks > 1:
+            dist.barrier()
+        yield
+
+
+def _has_open(path: Path) -> bool:
+    """Whether a process of this machine has the file open."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(path) in {file.path for file in process.open_files()}:
+                return True
+    return False
+
+
 def zero_stage(ds_config: dict[str, Any]) -> int:
     """The ZeRO stage of a DeepSpeed configuration."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
@@ -182,9 +222,11 @@ class Engine:
         self.world = world
         self.stage = zero_stage(ds_config)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+        with compiling(world):
+            self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
         self.files = Snapshots(self.ds._config)
         self.ds.checkpoint_engine = self.files
+        self.ds._copy_recovery_script = lambda _: None  # it would write now, and the export does its job
 
     @property
     def model(self) -> nn.Module:
@@ -268,10 +310,14 @@ class Snapshots(TorchCheckpointEngine):
         """Copy `state_dict`; every tensor becomes its own storage on the host."""
         self._waiting.append((pytree.tree_map_only(Tensor, _copy, state_dict), path))
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing yet: a snapshot leaves the disk alone."""
+
     def write(self) -> list[Path]:
         """Write what was copied; the files."""
         waiting, self._waiting = self._waiting, []
         for state, path in waiting:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             super().save(state, path)
         return [Path(path) for _, path in waiting]
 

@@ -46,23 +46,19 @@ class Saver:
         partial = checkpoint.partial_directory(run_dir, step)
         if self.engine.world.is_main:
             checkpoint.remove(partial)
-            partial.mkdir(parents=True)
         barrier()
         self.engine.snapshot(partial)
         if self.config.train.export_checkpoints:
             info = self.export_info(step, tokens)
             export_model(self.engine, self.config, partial / checkpoint.HF, info)
-        if self.engine.world.is_main:
-            state = {
-                "step": step,
-                "tokens": tokens,
-                "ranks": self.engine.world.ranks,
-                "zero_stage": self.engine.stage,
-                "data_fingerprint": self.fingerprint,
-            }
-            checkpoint.write_atomic(partial / checkpoint.STATE, json.dumps(state))
-        barrier()
-        self._thread = threading.Thread(target=self._write, args=(step, partial), daemon=True)
+        state = {
+            "step": step,
+            "tokens": tokens,
+            "ranks": self.engine.world.ranks,
+            "zero_stage": self.engine.stage,
+            "data_fingerprint": self.fingerprint,
+        }
+        self._thread = threading.Thread(target=self._write, args=(step, partial, state), daemon=True)
         self._thread.start()
         if not self.config.train.async_save:
             self.finish()
@@ -78,11 +74,14 @@ class Saver:
         if self.problem is not None:
             raise UserError(self.problem)
 
-    def _write(self, step: int, partial: Path) -> None:
+    def _write(self, step: int, partial: Path, state: dict[str, Any]) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
         try:
             error, files = None, {}
             try:
+                if self.engine.world.is_main:
+                    partial.mkdir(parents=True, exist_ok=True)
+                    checkpoint.write_atomic(partial / checkpoint.STATE, json.dumps(state))
                 files = self._describe(partial, self.engine.files.write())
             except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
                 error = " ".join(str(found).split())[:200]

@@ -199,6 +199,8 @@ def main(kind: str, argv: list[str] | None = None) -> int:
     )
     for noisy in ("httpx", "DeepSpeed", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # DeepSpeed tries the compiler at its start, and distutils logs the commands at the root
+    logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.cost import CostEmbedding
 from pipeline.dense import Teacher
+from pipeline.engine import start_world
 from pipeline.fused import LossSums, fuse_head, fused_linear_loss
 from pipeline.objectives import OBJECTIVES, get_objective
 
@@ -212,10 +213,8 @@ CASES = [
 
 
 def main() -> None:
-    import deepspeed
-
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    start_world()
     results = [(asdict(case), run_sharded(case)) for case in CASES]
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]))

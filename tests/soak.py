@@ -1,12 +1,13 @@
 """The long campaign: a run killed over and over, and checkpoints damaged in every way we could think of.
 
-    python -m tests.soak [--kills 50] [--seed 0] [--parts kills damage stops]
+    python -m tests.soak [--kills 50] [--seed 0] [--parts kills damage disks stops]
 
 kills   one 2-rank ZeRO-3 run, killed -9 at seeded random moments (either rank, the launcher, or everything;
         while it starts, trains, saves or resumes) and started again by the same command, until it has been
         killed so often and is finished. Every logged loss must equal the undisturbed run's bit for bit.
 damage  the newest checkpoint of a run is damaged; the run must say so, go on from the one before, and end
-        with the losses of the undisturbed run. Two disks that fill up while saving are among them.
+        with the losses of the undisturbed run.
+disks   a disk fills up while a checkpoint is written; one line says so and every older one stands.
 stops   time of a start that resumes beside one that does not.
 
 Prints a table, writes runs/soak.json, and exits 1 when anything was lost, wrong or hung.
@@ -187,9 +188,10 @@ def damage(recipe: Path, show: Callable[..., None]) -> bool:
     return good
 
 
-def full_disk(recipe: Path, show: Callable[..., None]) -> bool:
+def disks(recipe: Path, show: Callable[..., None]) -> bool:
     """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
-    one = checkpoint.checkpoints(recipe.parent / "origin")[-1]
+    undisturbed(recipe, recipe.parent / "measured")
+    one = checkpoint.checkpoints(recipe.parent / "measured")[-1]
     bytes_ = sum(p.stat().st_size for p in one.rglob("*") if p.is_file())
     good = True
     for what, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
@@ -198,7 +200,7 @@ def full_disk(recipe: Path, show: Callable[..., None]) -> bool:
             mount.mkdir()
             command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)]
             if subprocess.run(command, capture_output=True).returncode:
-                show("damage", f"disk full: {what}", "skipped: mounting needs root", True)
+                show("disks", what, "skipped: mounting needs root", True)
                 continue
             try:
                 options = ["train.steps=40", "train.save_every=2", "train.keep_last=99"]
@@ -207,8 +209,8 @@ def full_disk(recipe: Path, show: Callable[..., None]) -> bool:
                 kept = checkpoint.checkpoints(mount / "run")
                 right = done.returncode not in (0, 75) and len(said) == 1 and bool(kept)
                 right = right and all(checkpoint.problem(d) is None for d in kept)
-                words = f"one line, {len(kept)} checkpoints stand" if right else done.stdout[-300:]
-                show("damage", f"disk full: {what}", words, right)
+                words = f"one line, {len(kept)} checkpoints stand" if right else done.stdout[-3000:]
+                show("disks", what, words, right)
                 good = good and right
             finally:
                 subprocess.run(["umount", "-l", str(mount)], check=True)
@@ -239,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", default=["kills", "damage", "stops"])
+    parser.add_argument("--parts", nargs="+", default=["kills", "damage", "disks", "stops"])
     args = parser.parse_args()
     rows: list[tuple[str, str, str, bool]] = []
 
@@ -253,7 +255,8 @@ def main() -> int:
             kills(recipe, args.kills, random.Random(args.seed), show)
         if "damage" in args.parts:
             damage(recipe, show)
-            full_disk(recipe, show)
+        if "disks" in args.parts:
+            disks(recipe, show)
         if "stops" in args.parts:
             stops(recipe, show)
     table = Table("part", "what", "found", "")

@@ -71,6 +71,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
     return root, file_bytes(root / "reference"), seconds
 
 
+def wait_for_shards(job: Job, out: Path, count: int) -> None:
+    """Until so many files of shards stand in `out`, or the job has ended."""
+    while job.process.poll() is None and len(list(out.glob("*/shard-*"))) < count:
+        time.sleep(0.001)
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     """Whether all of them end within ten seconds."""
     return not psutil.wait_procs(processes, timeout=10)[1]
@@ -83,7 +89,10 @@ def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes
         rng = random.Random(trial)
         out = root / f"killed-{trial}"
         job = Job(root, out, "--workers", str(1 + trial % 2))
-        time.sleep(rng.uniform(0.1, 1.0) * seconds)
+        if trial % 4 < 2:
+            time.sleep(rng.uniform(0.1, 1.0) * seconds)
+        else:  # the shards come within a moment at the end: wait for one of them
+            wait_for_shards(job, out, rng.randint(1, 6))
         workers = job.children()
         job.process.send_signal(signal.SIGKILL)
         caught += job.result()[0] == -signal.SIGKILL
