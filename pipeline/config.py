@@ -37,6 +37,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; optimizer: float32
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
     activation_checkpointing: bool = False
+    compile: bool = False  # torch.compile, for GPUs under ZeRO-1 or 2; the first step then takes a minute
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")

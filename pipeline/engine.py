@@ -146,6 +146,16 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
     on_cpu = get_accelerator().device_name() == "cpu"
     zero = tree.get("zero_optimization", {})
+    if zero.get("offload_optimizer", {}).get("device") == "nvme":
+        raise UserError(
+            f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
+            "goes on; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
+        )
+    if config.model.compile and zero_stage(tree) == 3:
+        raise UserError(
+            "model.compile=true does not help under ZeRO-3, whose hooks stand between all layers; "
+            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
+        )
     if on_cpu:
         zero["overlap_comm"] = False  # gloo has no streams to overlap on
         for part in ("offload_optimizer", "offload_param"):
@@ -218,12 +228,16 @@ def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
 class Engine:
     """A model and its optimizer under DeepSpeed."""
 
-    def __init__(self, model: nn.Module, ds_config: dict[str, Any], world: World) -> None:
+    def __init__(
+        self, model: nn.Module, ds_config: dict[str, Any], world: World, compiled: bool = False
+    ) -> None:
         self.world = world
         self.stage = zero_stage(ds_config)
         trainable = [p for p in model.parameters() if p.requires_grad]
         with compiling(world):
             self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+        if compiled:
+            self.ds.compile()
         self.files = Snapshots(self.ds._config)
         self.ds.checkpoint_engine = self.files
         self.ds._copy_recovery_script = lambda _: None  # it would write now, and the export does its job

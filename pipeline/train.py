@@ -80,7 +80,7 @@ def train(config: RunConfig, world: World) -> bool:
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
     partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
-    trainer = Engine(build_model(config, losses), ds_config, world)
+    trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
     del partitioned
     step, tokens = 0, 0
     if saved is not None and source is not None:

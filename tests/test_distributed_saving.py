@@ -65,6 +65,16 @@ def test_saving_aside_or_at_once_is_the_same(recipe: Path, tmp_path: Path) -> No
     assert found[0] == found[1]
 
 
+def test_compiled_or_not_is_the_same(recipe: Path, tmp_path: Path) -> None:
+    arguments = [str(recipe), "train.steps=3", "deepspeed=ds_configs/zero1.json"]
+    for compiled in ("true", "false"):
+        options = [f"run_dir={tmp_path / compiled}", f"model.compile={compiled}"]
+        done = launching.run_alone(*arguments, *options)
+        assert done.returncode == 0, done.stdout
+    for found, expected in zip(losses(tmp_path / "true"), losses(tmp_path / "false"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_bucket_that_cannot_be_reached_does_not_end_the_run(recipe: Path, tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_text("not a directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_lora_trains_only_the_adapters() -> None:
 def test_a_mistake_stops_the_plan(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         print_plan(load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [override]), ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "override", "message"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "train.clip=1", "optimizer on NVMe"),
+        ({"stage": 3}, "model.compile=true", "does not help under ZeRO-3"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, zero: dict, override: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    overrides = [f"deepspeed={path}", override]
+    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", overrides)
+    with pytest.raises(UserError, match=message):
+        print_plan(config, ranks=4)
 
 
 def test_a_deepspeed_file_must_not_own_what_the_recipe_owns(tmp_path: Path) -> None:
