@@ -27,7 +27,7 @@ quickstart: setup
 	$(BIN)/python launch/quickstart.py
 
 test: setup lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from pipeline.metrics import read_metrics
 from tests import launching
+from tests.campaign import Campaign
 from tests.conftest import REPO
 from tests.launching import Losses, losses, wait_for_step
 
@@ -43,7 +42,6 @@ PACKAGES = {
     "kubernetes": [],
 }
 SCHEMAS, VERSIONS = "kubernetes-validate==1.37.0", ("1.29", "1.32")
-Show = Callable[[str, str, str, bool], None]
 
 
 def install(packages: list[str]) -> None:
@@ -154,7 +152,7 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> tuple[lis
     return [process.returncode for process in processes], output
 
 
-def hosts(directory: Path, show: Show) -> None:
+def hosts(directory: Path, show: Campaign) -> None:
     """Every way to start on two hosts, against one."""
     recipe = launching.tiny_recipe(directory)
     done = launching.run(2, str(recipe), f"run_dir={directory / 'one'}")
@@ -194,13 +192,13 @@ def hosts(directory: Path, show: Show) -> None:
         _lose_a_host(directory, recipe, ways, environment, show)
 
 
-def _compare(show: Show, way: str, codes: list[int], output: str, found: Losses, expected: Losses) -> None:
+def _compare(show: Campaign, way: str, codes: list[int], output: str, found: Losses, expected: Losses) -> None:
     good = not any(codes) and found == expected
     words = "losses equal those of one host" if good else f"exit codes {codes}: {output[-600:]}"
     show("hosts", way, words, good)
 
 
-def _lose_a_host(directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Show) -> None:
+def _lose_a_host(directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Campaign) -> None:
     """Kill the remote rank of a pdsh run: all end soon, and the same command goes on."""
     run_dir = directory / "lost"
     where, (start,) = ways["deepspeed --hostfile (pdsh)"]
@@ -284,7 +282,7 @@ def _slurm(environment: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO).stdout.strip()
 
 
-def slurm(directory: Path, show: Show) -> None:
+def slurm(directory: Path, show: Campaign) -> None:
     """train.sbatch: the warning before the time limit, the queue again, the end, and a mistake."""
     recipe = launching.tiny_recipe(directory)
     done = launching.run(2, str(recipe), f"run_dir={directory / 'plain'}")
@@ -344,7 +342,7 @@ def _tail(log: Path) -> str:
 # --- Kubernetes -------------------------------------------------------------------------------------------
 
 
-def kubernetes(directory: Path, show: Show) -> None:
+def kubernetes(directory: Path, show: Campaign) -> None:
     """Every document of launch/k8s against the published schemas."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(directory / "peer"), SCHEMAS]
     if subprocess.run(command, capture_output=True).returncode:
@@ -366,7 +364,7 @@ def kubernetes(directory: Path, show: Show) -> None:
 
 def main() -> int:
     """Run the parts; 0 when all is well or nothing can run here."""
-    parts: dict[str, Callable[[Path, Show], None]] = {
+    parts: dict[str, Callable[[Path, Campaign], None]] = {
         "hosts": hosts,
         "slurm": slurm,
         "kubernetes": kubernetes,
@@ -374,12 +372,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
     args = parser.parse_args()
-    rows: list[tuple[str, str, str, bool]] = []
-
-    def show(part: str, what: str, found: str, good: bool) -> None:
-        rows.append((part, what, found, good))
-        print(f"{part}: {what}: {found}", flush=True)
-
+    show = Campaign("cluster")
     for part in args.parts:
         if part != "kubernetes" and (os.geteuid() != 0 or shutil.which("apt-get") is None):
             show(part, "everything", "skipped: needs root on Debian", True)
@@ -387,11 +380,7 @@ def main() -> int:
         install(PACKAGES[part])
         with tempfile.TemporaryDirectory() as directory:
             parts[part](Path(directory), show)
-    table = Table("part", "what", "found", "")
-    for *cells, good in rows:
-        table.add_row(*cells, "ok" if good else "FAILED")
-    Console().print(table)
-    return int(not all(row[-1] for row in rows))
+    return show.finish(vars(args))
 
 
 if __name__ == "__main__":

@@ -29,13 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from pipeline import checkpoint
 from pipeline.metrics import read_metrics
 from tests import launching
-from tests.conftest import REPO
+from tests.campaign import Campaign
 from tests.launching import Losses, losses
 
 
@@ -45,7 +43,7 @@ def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
     return losses(run_dir)
 
 
-def kills(recipe: Path, count: int, rng: random.Random, show: Callable[..., None]) -> bool:
+def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
     """Kill one run `count` times; whether it ended with the right losses."""
     options = ["train.steps=1000", "train.save_every=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *options)
@@ -169,7 +167,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def damage(recipe: Path, show: Callable[..., None]) -> bool:
+def damage(recipe: Path, show: Campaign) -> bool:
     """Every damage to the newest checkpoint, one after the other."""
     options = ["train.steps=12", "train.save_every=3", "train.keep_last=3", "train.eval_rows=2"]
     origin = recipe.parent / "origin"
@@ -188,7 +186,7 @@ def damage(recipe: Path, show: Callable[..., None]) -> bool:
     return good
 
 
-def disks(recipe: Path, show: Callable[..., None]) -> bool:
+def disks(recipe: Path, show: Campaign) -> bool:
     """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
     undisturbed(recipe, recipe.parent / "measured")
     one = checkpoint.checkpoints(recipe.parent / "measured")[-1]
@@ -217,7 +215,7 @@ def disks(recipe: Path, show: Callable[..., None]) -> bool:
     return good
 
 
-def stops(recipe: Path, show: Callable[..., None]) -> bool:
+def stops(recipe: Path, show: Campaign) -> bool:
     """Time to the first step: resuming beside a cold start, median of three."""
     cold, warm = [], []
     for number in range(3):
@@ -243,12 +241,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", default=["kills", "damage", "disks", "stops"])
     args = parser.parse_args()
-    rows: list[tuple[str, str, str, bool]] = []
-
-    def show(part: str, what: str, found: str, good: bool) -> None:
-        rows.append((part, what, found, good))
-        print(f"{part}: {what}: {found}", flush=True)
-
+    show = Campaign("soak")
     with tempfile.TemporaryDirectory() as directory:
         recipe = launching.tiny_recipe(Path(directory))
         if "kills" in args.parts:
@@ -259,16 +252,7 @@ def main() -> int:
             disks(recipe, show)
         if "stops" in args.parts:
             stops(recipe, show)
-    table = Table("part", "what", "found", "")
-    for *cells, good in rows:
-        table.add_row(*cells, "ok" if good else "FAILED")
-    Console().print(table)
-    target = REPO / "runs" / "soak.json"
-    target.parent.mkdir(exist_ok=True)
-    keys = ("part", "what", "found", "good")
-    content = {"settings": vars(args), "rows": [dict(zip(keys, row, strict=True)) for row in rows]}
-    target.write_text(json.dumps(content, indent=1) + "\n")
-    return int(not all(row[-1] for row in rows))
+    return show.finish(vars(args))
 
 
 if __name__ == "__main__":
