@@ -17,7 +17,7 @@ import json
 import shutil
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,10 +28,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from data_prep import contamination
 from data_prep.config import DataConfig, UserError
-from data_prep.encode import EncodeSettings, encode_part, set_up
+from data_prep.encode import Encoded, EncodeSettings, encode_part, set_up
 from data_prep.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep.parallel import Workers
-from data_prep.plan import SPLITS, Plan, make_plan
+from data_prep.plan import SPLITS, Part, Plan, make_plan
 from data_prep.rows import plain_text, take
 from data_prep.shards import (
     FORMAT,
@@ -195,16 +195,58 @@ def _shards(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with Workers(min(workers, len(plan.pieces)), set_up, settings) as pool, bar:
+        count = sum(plan.part_count(planned) for _, _, planned in todo)
+        stream = _Shards(plan, inputs, [planned for _, _, planned in todo])
+        stream.encoded = pool.map(encode_part, bar.track(stream.parts(), count, description="encoding"))
         for directory, one, planned in todo:
             began = time.perf_counter()
-            title = f"{directory.name} shard {one} of {config.shards}"
-            parts = bar.track(plan.parts(inputs, planned), plan.part_count(planned), description=title)
-            info = write_shard(directory, one, config, dtype, pool.map(encode_part, parts))
+            info = write_shard(directory, one, config, dtype, stream.of(planned))
+            stream.leave(planned)
             seconds = time.perf_counter() - began
             say(
                 f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
                 f"{info.tokens / seconds:,.0f} tokens/s"
             )
+
+
+class _Shards:
+    """The parts of several shards as one stream, so that workers go on with the next shard while this process
+    finishes the last; and what became of them, given back to each shard."""
+
+    def __init__(self, plan: Plan, inputs: list[Input], planned: list[int]) -> None:
+        self.plan, self.inputs, self.planned = plan, inputs, planned
+        self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
+        self._order: deque[int] = deque()  # shards of the parts that were taken and have not come back
+        self._next: tuple[int, Encoded] | None = None
+        self._left: set[int] = set()
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, shard after shard; those of a shard end when it is left."""
+        for planned in self.planned:
+            for part in self.plan.parts(self.inputs, planned):
+                if planned in self._left:
+                    break
+                self._order.append(planned)
+                yield part
+
+    def of(self, planned: int) -> Iterator[Encoded]:
+        """What is next in the stream, as long as it belongs to the shard."""
+        while True:
+            if self._next is None:
+                one = next(self.encoded, None)
+                if one is None:
+                    return
+                self._next = self._order.popleft(), one
+            if self._next[0] != planned:
+                return
+            (_, one), self._next = self._next, None
+            yield one
+
+    def leave(self, planned: int) -> None:
+        """The shard is written; what it did not take, because it has its tokens, is passed over."""
+        self._left.add(planned)
+        for _ in self.of(planned):
+            pass
 
 
 def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: bool, say: Say) -> None:

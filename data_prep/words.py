@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -20,7 +21,6 @@ from tokenizers import Tokenizer
 from data_prep.tokenizer import SPACE, encoder
 
 REMEMBERED = 1 << 18  # words, about 60 MB; then all are forgotten
-AT_ONCE = 64  # texts whose words are held at the same time
 
 # A sentencepiece model's word ends before a space and around line breaks.
 PIECES = rf"[ {SPACE}]*[^ {SPACE}\n]+|[ {SPACE}]+|\n+"
@@ -44,10 +44,10 @@ class TextEncoder:
     def __init__(self, place: Path, dtype: np.dtype) -> None:
         self.place, self.dtype = place, dtype
         self.continuing = encoder(place, continuing=True)
-        rule = word_rule(self.beginning)
+        rule = word_rule(json.loads((place / "tokenizer.json").read_text()))
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
-        self.known: dict[str, bytes] = {}
+        self.known = Known(self.continuing, dtype)
 
     @cached_property
     def beginning(self) -> Tokenizer:
@@ -56,36 +56,39 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
         """The ids of each text; with `continuing` it goes on from earlier text."""
+        if self.words is None:
+            tokenizer = self.continuing if continuing else self.beginning
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [array(self.dtype.char, one.ids).tobytes() for one in encoded]
+        before = "" if continuing else self.before
         found: list[bytes] = []
-        for some in (texts[i : i + AT_ONCE] for i in range(0, len(texts), AT_ONCE)):
-            if self.words is None:
-                found += self._ids(self.continuing if continuing else self.beginning, list(some))
-                continue
-            before = "" if continuing else self.before
-            words = [self.words(before + text) if text else [] for text in some]
-            self._learn(set().union(*words))
-            found += [b"".join(map(self.known.__getitem__, own)) for own in words]
+        for text in texts:
+            if len(self.known) > REMEMBERED:
+                self.known.clear()
+            words = self.words(before + text) if text else []
+            found.append(b"".join(map(self.known.__getitem__, words)))
         return found
 
-    def _learn(self, words: set[str]) -> None:
-        if len(self.known) > REMEMBERED:
-            self.known.clear()
-        new = list(words - self.known.keys())
-        self.known.update(zip(new, self._ids(self.continuing, new), strict=True))
 
-    def _ids(self, tokenizer: Tokenizer, texts: list[str]) -> list[bytes]:
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [array(self.dtype.char, one.ids).tobytes() for one in encoded]
+class Known(dict[str, bytes]):
+    """Ids of words; one that is looked up for the first time is encoded."""
+
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self.tokenizer, self.code = tokenizer, dtype.char
+
+    def __missing__(self, word: str) -> bytes:
+        ids = self.tokenizer.encode(word, add_special_tokens=False).ids
+        self[word] = array(self.code, ids).tobytes()
+        return self[word]
 
 
-def word_rule(tokenizer: Tokenizer) -> tuple[str, str] | None:
+def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     """A pattern that cuts text into words encoded apart, and what is put before a text; None: cannot be cut.
 
-    Proven for two kinds of byte-pair encoders. GPT-2's own pattern cuts first. LLaMA's merges work on the
-    whole text, but none of them makes a piece in which a space follows something else, or a line break stands
-    beside something else; what no merge joins stays apart.
+    `tree` is the content of tokenizer.json. Proven for two kinds of byte-pair encoders. GPT-2's own pattern
+    cuts first. LLaMA's merges work on the whole text, but none of them makes a piece in which a space follows
+    something else, or a line break stands beside something else; what no merge joins stays apart.
     """
-    tree = json.loads(tokenizer.to_str())
     model, normalizer, splitter = tree["model"], tree["normalizer"], tree["pre_tokenizer"]
     if model["type"] != "BPE" or not all(token["special"] for token in tree["added_tokens"]):
         return None

@@ -192,13 +192,17 @@ def hosts(directory: Path, show: Campaign) -> None:
         _lose_a_host(directory, recipe, ways, environment, show)
 
 
-def _compare(show: Campaign, way: str, codes: list[int], output: str, found: Losses, expected: Losses) -> None:
+def _compare(
+    show: Campaign, way: str, codes: list[int], output: str, found: Losses, expected: Losses
+) -> None:
     good = not any(codes) and found == expected
     words = "losses equal those of one host" if good else f"exit codes {codes}: {output[-600:]}"
     show("hosts", way, words, good)
 
 
-def _lose_a_host(directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Campaign) -> None:
+def _lose_a_host(
+    directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Campaign
+) -> None:
     """Kill the remote rank of a pdsh run: all end soon, and the same command goes on."""
     run_dir = directory / "lost"
     where, (start,) = ways["deepspeed --hostfile (pdsh)"]

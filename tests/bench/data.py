@@ -150,7 +150,7 @@ def scale(bench: Bench) -> None:
     import subprocess
 
     report = bench.report
-    folder = bench.folder("much", copies=1 if bench.quick else 5)
+    folder = bench.folder("much", copies=1 if bench.quick else 20)
     times: dict[int, list[float]] = {1: [], 2: []}
     for i in range(bench.rounds):
         for workers in ((1, 2), (2, 1))[i % 2]:
