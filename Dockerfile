@@ -12,7 +12,7 @@ ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
 
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        build-essential git make ninja-build openssh-client pdsh python3 python3-dev python3-venv \
+        build-essential git libaio-dev make ninja-build openssh-client pdsh python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --shell /bin/bash emo && mkdir /emo && chown emo /emo

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -21,21 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
-import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
-from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
 
 from data_prep.config import UserError
 from pipeline.config import Batch, RunConfig
-
-log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
@@ -181,47 +176,23 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     return tree
 
 
-@contextlib.contextmanager
-def compiling(world: World) -> Iterator[None]:
-    """Around what may compile: DeepSpeed builds an operation where and when it is first used.
-
-    torch guards a build by a file named `lock` that a killed process leaves behind, and every later start
-    would wait for it in silence. Starts share a lock of the system's, which dies with its process: whoever
-    gets it alone takes away such files, except those that some other program here has open.
-    """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # nothing can be built there either
-            root.mkdir(parents=True, exist_ok=True)
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
-            share = stack.enter_context((root / "starting").open("w"))
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
-                    log.info("%s was left by a start that was killed; removed", left)
-                    left.unlink()
-            fcntl.flock(share, fcntl.LOCK_SH)
-        if world.ranks > 1:
-            dist.barrier()
-        yield
-
-
-def _has_open(path: Path) -> bool:
-    """Whether a process of this machine has the file open."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(path) in {file.path for file in process.open_files()}:
-                return True
-    return False
-
-
 def zero_stage(ds_config: dict[str, Any]) -> int:
     """The ZeRO stage of a DeepSpeed configuration."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
-    """While the returned object lives, transformers builds models partitioned if the stage is 3."""
+    """While the returned object lives, transformers builds models partitioned if the stage is 3.
+
+    Raises UserError when weights shall be on NVMe and this host lacks what DeepSpeed needs for it.
+    """
+    offload = ds_config.get("zero_optimization", {}).get("offload_param", {})
+    if offload.get("device") == "nvme":
+        if not AsyncIOBuilder().is_compatible():
+            raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
+        place = Path(offload.get("nvme_path", "/local_nvme"))
+        if not os.access(place, os.W_OK):
+            raise UserError(f"nvme_path {place} is no directory that can be written; set it to one")
     return HfDeepSpeedConfig(ds_config)
 
 
@@ -234,8 +205,7 @@ class Engine:
         self.world = world
         self.stage = zero_stage(ds_config)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        with compiling(world):
-            self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
         if compiled:
             self.ds.compile()
         self.files = Snapshots(self.ds._config)

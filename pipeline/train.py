@@ -29,6 +29,7 @@ from data_prep.config import UserError
 from data_prep.shards import TokenDataset
 from pipeline import checkpoint, engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
+from pipeline.building import compiling
 from pipeline.config import Batch, RunConfig, load_config, lr_at, solve_batch, total_steps
 from pipeline.engine import Engine, World
 from pipeline.export import ExportError, export_model
@@ -79,9 +80,10 @@ def train(config: RunConfig, world: World) -> bool:
         source, universal = resume.loadable(saved, engine.zero_stage(ds_config), world)
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
-    partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
-    trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
-    del partitioned
+    with compiling():
+        partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
+        trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
+        del partitioned
     step, tokens = 0, 0
     if saved is not None and source is not None:
         trainer.load(source)

@@ -1,72 +1,26 @@
-"""What a start does before DeepSpeed compiles something."""
+"""What the engine asks of a host before it builds a model there."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from pipeline.engine import World, compiling
-
-ALONE = World(0, 1, torch.device("cpu"))
-STARTING = """
-import sys
-import torch
-from pipeline.engine import World, compiling
-with compiling(World(0, 1, torch.device("cpu"))):
-    print("inside", flush=True)
-    sys.stdin.read()
-"""
+from data_prep.config import UserError
+from pipeline import engine
+from pipeline.engine import build_partitioned
 
 
-@pytest.fixture
-def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """torch's lock of a build, in a directory of builds of its own."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    return lock
+def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def config(place: Path) -> dict:
+        offload = {"device": "nvme", "nvme_path": str(place)}
+        return {"zero_optimization": {"stage": 3, "offload_param": offload}, "train_batch_size": 1}
 
-
-def test_a_killed_build_does_not_hang_the_next_start(left: Path) -> None:
-    with compiling(ALONE):
-        assert not left.exists()
-
-
-def test_a_build_under_way_is_left_alone(left: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None and other.stdout.readline() == "inside\n"
-    left.touch()
-    with compiling(ALONE):
-        assert left.exists()
-    other.kill()
-    other.communicate()
-    with compiling(ALONE):
-        assert not left.exists()
-
-
-def test_another_programs_build_is_left_alone(left: Path) -> None:
-    with left.open("w"), compiling(ALONE):
-        assert left.exists()
-    with compiling(ALONE):
-        assert not left.exists()
-
-
-def test_only_one_rank_of_a_host_looks(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with compiling(ALONE):
-        assert left.exists()
-
-
-def test_builds_elsewhere_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
-    with compiling(ALONE):
-        pass
+    for present, place, message in (
+        (False, tmp_path, "install libaio-dev"),
+        (True, tmp_path / "none", "none is no directory that can be written"),
+    ):
+        monkeypatch.setattr(engine.AsyncIOBuilder, "is_compatible", lambda _, present=present: present)
+        with pytest.raises(UserError, match=message):
+            build_partitioned(config(place))
+    assert build_partitioned(config(tmp_path)).is_zero3()
