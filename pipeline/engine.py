@@ -181,18 +181,20 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
-def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
-    """While the returned object lives, transformers builds models partitioned if the stage is 3.
-
-    Raises UserError when weights shall be on NVMe and this host lacks what DeepSpeed needs for it.
-    """
+def check_host(ds_config: dict[str, Any]) -> None:
+    """Raises UserError when weights shall be on NVMe and this host lacks what DeepSpeed needs for it."""
     offload = ds_config.get("zero_optimization", {}).get("offload_param", {})
-    if offload.get("device") == "nvme":
-        if not AsyncIOBuilder().is_compatible():
-            raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
-        place = Path(offload.get("nvme_path", "/local_nvme"))
-        if not os.access(place, os.W_OK):
-            raise UserError(f"nvme_path {place} is no directory that can be written; set it to one")
+    if offload.get("device") != "nvme":
+        return
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
+    place = Path(offload.get("nvme_path", "/local_nvme"))
+    if not os.access(place, os.W_OK):
+        raise UserError(f"nvme_path {place} is no directory that can be written; set it to one")
+
+
+def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
+    """While the returned object lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
 
 

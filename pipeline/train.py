@@ -62,6 +62,8 @@ def train(config: RunConfig, world: World) -> bool:
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
     steps = total_steps(config.train, len(data))
     order = BatchOrder(len(data), batch.batch, config.train.seed)
+    ds_config = engine.deepspeed_config(config, batch)
+    engine.check_host(ds_config)
 
     with engine.main_first(world):
         if world.is_main:
@@ -73,7 +75,6 @@ def train(config: RunConfig, world: World) -> bool:
         return True
     stop = StopRequest(config.run_dir, config.train.max_minutes)
     losses = load_losses(config, hf_config.vocab_size)
-    ds_config = engine.deepspeed_config(config, batch)
     saved = resume.newest_valid(config.run_dir, world)
     source = None
     if saved is not None:

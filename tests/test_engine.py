@@ -8,13 +8,13 @@ import pytest
 
 from data_prep.config import UserError
 from pipeline import engine
-from pipeline.engine import build_partitioned
+from pipeline.engine import check_host
 
 
 def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def config(place: Path) -> dict:
         offload = {"device": "nvme", "nvme_path": str(place)}
-        return {"zero_optimization": {"stage": 3, "offload_param": offload}, "train_batch_size": 1}
+        return {"zero_optimization": {"stage": 3, "offload_param": offload}}
 
     for present, place, message in (
         (False, tmp_path, "install libaio-dev"),
@@ -22,5 +22,5 @@ def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(engine.AsyncIOBuilder, "is_compatible", lambda _, present=present: present)
         with pytest.raises(UserError, match=message):
-            build_partitioned(config(place))
-    assert build_partitioned(config(tmp_path)).is_zero3()
+            check_host(config(place))
+    check_host(config(tmp_path))
