@@ -43,23 +43,31 @@ class TextEncoder:
 
     def __init__(self, place: Path, dtype: np.dtype) -> None:
         self.place, self.dtype = place, dtype
-        self.continuing = encoder(place, continuing=True)
         rule = word_rule(json.loads((place / "tokenizer.json").read_text()))
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
-        self.known = Known(self.continuing, dtype)
 
     @cached_property
     def beginning(self) -> Tokenizer:
         """For text that goes on from nothing."""
         return encoder(self.place)
 
+    @cached_property
+    def continuing(self) -> Tokenizer:
+        """For text that goes on from earlier text, and for words."""
+        return encoder(self.place, continuing=True)
+
+    @cached_property
+    def known(self) -> Known:
+        """The words so far."""
+        return Known(self.continuing, self.dtype)
+
     def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
         """The ids of each text; with `continuing` it goes on from earlier text."""
         if self.words is None:
             tokenizer = self.continuing if continuing else self.beginning
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [array(self.dtype.char, one.ids).tobytes() for one in encoded]
+            return [_packed(one.ids, self.dtype) for one in encoded]
         before = "" if continuing else self.before
         found: list[bytes] = []
         for text in texts:
@@ -74,12 +82,16 @@ class Known(dict[str, bytes]):
     """Ids of words; one that is looked up for the first time is encoded."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-        self.tokenizer, self.code = tokenizer, dtype.char
+        self.tokenizer, self.dtype = tokenizer, dtype
 
     def __missing__(self, word: str) -> bytes:
         ids = self.tokenizer.encode(word, add_special_tokens=False).ids
-        self[word] = array(self.code, ids).tobytes()
+        self[word] = _packed(ids, self.dtype)
         return self[word]
+
+
+def _packed(ids: list[int], dtype: np.dtype) -> bytes:
+    return array(dtype.char, ids).tobytes()
 
 
 def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:

@@ -138,15 +138,18 @@ def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
     for start in range(0, len(queries), QUERIES):
         batch = np.ascontiguousarray(queries[start : start + QUERIES])
         scores, rows = flat.search(batch, wide)
-        exact = np.einsum("qwd,qd->qw", index[rows].astype(np.float64), batch.astype(np.float64))
-        order = np.lexsort((rows, -exact), axis=1)[:, :k]
-        found[start : start + QUERIES] = np.take_along_axis(rows, order, axis=1)
+        found[start : start + QUERIES] = _best(batch, index, rows, k)
         tied = scores[:, -1] >= scores[:, k - 1] - MARGIN if wide < n else np.zeros(len(batch), bool)
         for i in np.flatnonzero(tied):
             near = np.flatnonzero(index @ batch[i] >= scores[i, k - 1] - MARGIN)
-            near_exact = np.einsum("nd,d->n", index[near].astype(np.float64), batch[i].astype(np.float64))
-            found[start + i] = near[np.lexsort((near, -near_exact))[:k]]
+            found[start + i] = _best(batch[i : i + 1], index, near[None], k)[0]
     return found
+
+
+def _best(queries: np.ndarray, index: np.ndarray, rows: np.ndarray, k: int) -> np.ndarray:
+    """Of the candidate `rows` [q, w] the k best of each query, scored in float64: [q, k]."""
+    exact = np.einsum("qwd,qd->qw", index[rows].astype(np.float64), queries.astype(np.float64))
+    return np.take_along_axis(rows, np.lexsort((rows, -exact), axis=1)[:, :k], axis=1)
 
 
 class DenseRetriever(TopkRetriever):

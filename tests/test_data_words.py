@@ -39,9 +39,10 @@ TEXT = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size=
 ANY = st.lists(TEXT.map(lambda text: text.encode("utf-8", "replace").decode()), max_size=4)
 
 
-@cache
-def byte_bpe(place: Path) -> Path:
-    """A small tokenizer of GPT-2's kind at `place`."""
+@pytest.fixture(scope="module")
+def bytes_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer of GPT-2's kind, saved."""
+    place = tmp_path_factory.mktemp("bytes")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -55,11 +56,6 @@ def byte_bpe(place: Path) -> Path:
     (place / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     save_tokenizer(place, None, place / "saved")
     return place / "saved"
-
-
-@pytest.fixture(scope="module")
-def bytes_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_bpe(tmp_path_factory.mktemp("bytes"))
 
 
 @cache
@@ -122,7 +118,7 @@ def tree_of(tokenizer: Tokenizer) -> dict:
 
 def changed(**changes: object) -> Tokenizer:
     """The small sentencepiece tokenizer, otherwise."""
-    tree = json.loads(encoder(tiny_tokenizer()).to_str())
+    tree = tree_of(encoder(tiny_tokenizer()))
     for key, value in changes.items():
         if key in tree["model"]:
             tree["model"][key] = value
@@ -133,7 +129,7 @@ def changed(**changes: object) -> Tokenizer:
 
 def with_merge(left: str, right: str) -> Tokenizer:
     """... and with a piece that joins `left` and `right` before all others are made."""
-    tree = json.loads(encoder(tiny_tokenizer()).to_str())
+    tree = tree_of(encoder(tiny_tokenizer()))
     model = tree["model"]
     for piece in (left, right, left + right):
         model["vocab"].setdefault(piece, len(model["vocab"]))
@@ -141,7 +137,7 @@ def with_merge(left: str, right: str) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(tree))
 
 
-def test_only_what_is_proven_is_cut(tmp_path: Path) -> None:
+def test_only_what_is_proven_is_cut() -> None:
     """Each of these may join what stands on the two sides of a cut: they get whole texts."""
     assert word_rule(tree_of(changed())) is not None
     assert word_rule(tree_of(with_merge("e", "x"))) is not None
@@ -150,9 +146,8 @@ def test_only_what_is_proven_is_cut(tmp_path: Path) -> None:
     assert word_rule(tree_of(changed(dropout=0.1))) is None
     assert word_rule(tree_of(changed(ignore_merges=True))) is None
     assert word_rule(tree_of(changed(normalizer={"type": "NFKC"}))) is None
-    digits = pre_tokenizers.Digits()
     tokenizer = changed()
-    tokenizer.pre_tokenizer = digits
+    tokenizer.pre_tokenizer = pre_tokenizers.Digits()
     assert word_rule(tree_of(tokenizer)) is None
     tokenizer = changed()
     tokenizer.add_tokens(["a b"])
