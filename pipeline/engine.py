@@ -188,7 +188,7 @@ def check_host(ds_config: dict[str, Any]) -> None:
         return
     if not AsyncIOBuilder().is_compatible():
         raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
-    place = Path(offload.get("nvme_path", "/local_nvme"))
+    place = offload.get("nvme_path") or "(not given)"
     if not os.access(place, os.W_OK):
         raise UserError(f"nvme_path {place} is no directory that can be written; set it to one")
 

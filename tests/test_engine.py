@@ -24,3 +24,9 @@ def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UserError, match=message):
             check_host(config(place))
     check_host(config(tmp_path))
+
+
+def test_weights_on_nvme_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.AsyncIOBuilder, "is_compatible", lambda _: True)
+    with pytest.raises(UserError, match=r"nvme_path \(not given\) is no directory"):
+        check_host({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
