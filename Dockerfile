@@ -21,7 +21,7 @@ WORKDIR /emo
 
 # The environment first: it changes less often than the code.
 COPY --chown=emo Makefile pyproject.toml requirements.lock README.md ./
-RUN mkdir data_prep pipeline eval \
+RUN mkdir -p common data_prep/world pipeline/loss pipeline/planning eval/icl eval/report \
     && make setup TORCH_ARGS="${TORCH_ARGS}" \
     && rm -rf ~/.cache/pip
 # flash-attn, torch and CUDA must match, so the wheel is built here and imported before the image is done.

@@ -42,10 +42,10 @@ bench: setup
 	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
 
 soak: setup
-	$(BIN)/python -m tests.soak
+	$(BIN)/python -m tests.campaigns.soak
 
 cluster-test: setup
-	$(BIN)/python -m tests.cluster
+	$(BIN)/python -m tests.campaigns.cluster
 
 clean:
 	rm -rf runs build *.egg-info

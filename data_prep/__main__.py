@@ -9,7 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from data_prep.config import UserError, load_data_config
+from common.errors import UserError
+from data_prep.config import load_data_config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def _prepare(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from data_prep.look import inspect
+    from data_prep.inspect import inspect
     from data_prep.verify import data_sets
 
     for place in data_sets(args.directory):
@@ -82,7 +83,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _world(args: argparse.Namespace) -> None:
-    from data_prep import world
+    from data_prep.world import corpora as world
 
     world.write_tasks(args.directory, args.train, args.test, args.seed)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.config import UserError
-from data_prep.files import write_atomically
+from common.errors import UserError
+from common.files import write_atomically
 from data_prep.sources import open_text
 
 SHORTEST = 4  # words; shorter rows say nothing

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.config import UserError
+from common.errors import UserError
 from data_prep.contamination import Finder, load
-from data_prep.plan import Part
 from data_prep.rows import checksum, plain_text, take
+from data_prep.scan import Part
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
 from data_prep.tokenizer import TokenizerFacts

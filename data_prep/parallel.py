@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from data_prep.config import UserError
+from common.errors import UserError
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

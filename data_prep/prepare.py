@@ -26,13 +26,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from common.errors import UserError
+from common.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep import contamination
-from data_prep.config import DataConfig, UserError
+from data_prep.config import DataConfig
 from data_prep.encode import Encoded, EncodeSettings, encode_part, set_up
-from data_prep.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep.parallel import Workers
-from data_prep.plan import SPLITS, Part, Plan, make_plan
 from data_prep.rows import plain_text, take
+from data_prep.scan import SPLITS, Part, Plan, make_plan
 from data_prep.shards import (
     FORMAT,
     MANIFEST,

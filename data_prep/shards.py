@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from data_prep.config import Section, UserError
+from common.errors import UserError, one_line
+from common.recipe import Section
 
 FORMAT = 1  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
@@ -178,7 +179,7 @@ class TokenDataset:
             try:
                 self._shards.append(Shard(path, self.manifest.kind))
             except (pa.ArrowInvalid, OSError, KeyError) as error:
-                reason = " ".join(str(error).split())
+                reason = one_line(error)
                 raise UserError(
                     f"{path} is damaged ({reason}); run: python -m data_prep prepare RECIPE --force"
                 ) from None

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import pyarrow
 
-from data_prep.config import DataConfig, Source, UserError
+from common.errors import UserError, one_line
+from data_prep.config import DataConfig, Source
 from data_prep.rows import Payload, RowSpec, cuts, raw_rows
 
 PIECE = 256 << 10  # bytes of text in a piece
@@ -249,7 +250,7 @@ def _chunks(stream: Any, name: str) -> Iterator[bytes]:
         while chunk := stream.read(PIECE):
             yield chunk
     except OSError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"{name} cannot be unpacked ({reason}); the file is damaged") from None
 
 
@@ -336,7 +337,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: Path, packed: bool)
                 yield from batch.slice(start).to_pylist()
                 start = max(0, start - batch.num_rows)
         except (pyarrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 
     return TableInput(source, name, spec, rows, lambda: file_identity(path, name))
@@ -363,7 +364,7 @@ def _load_hub(source: Source) -> Any:
     try:
         return datasets.load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
     except Exception as error:  # offline, unknown, gated, unknown split: many classes, one meaning
-        reason = " ".join(str(error).split())[:240]
+        reason = one_line(error, 240)
         raise UserError(
             f"hub data set {source.hub} cannot be loaded ({reason}); check the id, config and split, or "
             "connect to the network once, or give files instead"
@@ -371,11 +372,11 @@ def _load_hub(source: Source) -> Any:
 
 
 def _world(source: Source, name: str, spec: RowSpec) -> Input:
-    """A corpus of data_prep/world.py."""
+    """A corpus of data_prep/world/corpora.py."""
     count = source.limit or WORLD_ROWS
 
     def rows(start: int) -> Iterator[Any]:
-        from data_prep import world
+        from data_prep.world import corpora as world
 
         make = {"world": world.documents, "world-instruct": world.instructions}[name]
         return islice(make(source.seed, count), start, None)

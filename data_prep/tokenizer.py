@@ -24,7 +24,7 @@ from tokenizers import (
     processors,
 )
 
-from data_prep.config import UserError
+from common.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -163,7 +163,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             )
         except RuntimeError as error:
             path.unlink(missing_ok=True)
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise UserError(
                 f"no tokenizer of {vocab_size} pieces can be trained on this text ({reason}); "
                 "set a smaller data.train_tokenizer"
@@ -180,7 +180,7 @@ def _find(path: str | Path, revision: str | None) -> tuple[Tokenizer, dict[str, 
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
 
 
@@ -196,7 +196,7 @@ def _download(hub: str, revision: str | None) -> Path:
             f"tokenizer {hub} does not exist; give a directory, a .model file or a hub id"
         ) from None
     except Exception as error:  # offline, not found, gated: many classes, one meaning here
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(
             f"tokenizer {hub} is neither a local path nor reachable on the hub ({reason})"
         ) from None

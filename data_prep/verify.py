@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.config import UserError
-from data_prep.plan import SPLITS
+from common.errors import UserError
+from data_prep.scan import SPLITS
 from data_prep.shards import (
     IGNORE,
     MANIFEST,

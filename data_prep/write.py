@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
+from common.files import part_file, write_text
 from data_prep.config import DataConfig
 from data_prep.encode import Encoded
-from data_prep.files import part_file, write_text
 from data_prep.pack import BlockPacker, Rows, packed_rows
 from data_prep.shards import ShardInfo, schema, shard_name
 

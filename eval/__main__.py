@@ -103,7 +103,7 @@ def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Any:
-    from eval.job import Settings
+    from eval.icl.job import Settings
 
     return Settings(
         data=args.data,
@@ -122,10 +122,10 @@ def _settings(args: argparse.Namespace) -> Any:
 
 def _run(args: argparse.Namespace) -> int:
     from eval.compare import pick, read_models, regression
-    from eval.job import run_all
+    from eval.icl.job import run_all
+    from eval.icl.tasks import select_tasks
     from eval.model import EvaluatedModel
     from eval.quiet import quiet_libraries
-    from eval.tasks import select_tasks
 
     quiet_libraries()
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
@@ -144,9 +144,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
+    from eval.icl.tasks import select_tasks
     from eval.quiet import quiet_libraries
-    from eval.report import gather, write
-    from eval.tasks import select_tasks
+    from eval.report.gather import gather, write
     from eval.watch import Watch
 
     quiet_libraries()
@@ -171,7 +171,7 @@ def _generate(args: argparse.Namespace) -> int:
     from eval.generate import write_samples
     from eval.model import EvaluatedModel
     from eval.quiet import quiet_libraries
-    from eval.views import claim_name
+    from eval.report.views import claim_name
 
     quiet_libraries()
     model = EvaluatedModel(args.model, args.name, args.dtype)
@@ -182,7 +182,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eval.report import gather, write
+    from eval.report.gather import gather, write
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
@@ -206,7 +206,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
     """["A=x", ...] as a dictionary."""
-    from data_prep.config import UserError
+    from common.errors import UserError
 
     pairs = {}
     for text in given:
@@ -230,7 +230,7 @@ def main() -> int:
     args = parser().parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from data_prep.config import UserError
+    from common.errors import UserError
     from eval.store import StoreConflictError
 
     commands = {"run": _run, "watch": _watch, "generate": _generate, "report": _report, "compare": _compare}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import UserError
+from common.errors import UserError
 from eval import stats
 from eval.names import TASK_ORDER
-from eval.views import SAMPLES, require_views
+from eval.report.views import SAMPLES, require_views
 
 ALPHA = 0.05
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from data_prep.config import UserError
+from common.errors import UserError
 from eval import store
 from eval.model import EvaluatedModel
-from eval.views import SAMPLES
+from eval.report.views import SAMPLES
 
 
 def sample(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data_prep.config import UserError
+from common.errors import UserError, one_line
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eval import store
 
@@ -67,7 +67,7 @@ class EvaluatedModel:
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise UserError(f"cannot load {self.path}: {type(error).__name__}: {reason}") from None
         return model.to(device()).eval()
 

@@ -240,7 +240,7 @@ def _read(path: Path) -> Any:
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
     """Digest of names and contents. A file's own digest is remembered by path, size, times and inode."""
-    from eval.retrieve import cache_directory
+    from eval.icl.retrieve import cache_directory
 
     lines = []
     for path in sorted(files):

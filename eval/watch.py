@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.config import UserError
+from common.errors import UserError
 from eval import store
 from eval.compare import pick, read_models, regression
-from eval.job import Settings, run_all
+from eval.icl.job import Settings, run_all
+from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
-from eval.tasks import Task
-from pipeline.checkpoint import COMPLETE, EXPORT, HF, checkpoints
+from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints
 
 Say = Callable[[str], None]
 

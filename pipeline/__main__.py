@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from data_prep.config import UserError
+from common.errors import UserError
 from pipeline.config import load_config
 
 
@@ -41,14 +41,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from pipeline.plan import parse_cluster, print_plan
+    from pipeline.planning.plan import parse_cluster, print_plan
 
     cluster = parse_cluster(args.gpus, args.network)
     return 0 if print_plan(load_config(args.recipe, args.overrides), cluster.gpus, cluster) else 1
 
 
 def _preflight(args: argparse.Namespace) -> int:
-    from pipeline.preflight import preflight
+    from pipeline.planning.preflight import preflight
 
     return preflight(load_config(args.recipe, args.overrides))
 

@@ -12,7 +12,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, model_validator
 
-from data_prep.config import DataConfig, Section, UserError, parse_section, read_recipe
+from common.errors import UserError
+from common.recipe import Section, parse_section, read_recipe
+from data_prep.config import DataConfig
 
 
 class LoraConfig(Section):
@@ -50,7 +52,7 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What is minimised; see pipeline/objectives.py for the names and their parameters."""
+    """What is minimised; see pipeline/loss/objectives.py for the names and their parameters."""
 
     name: str = "emo"
     params: dict[str, float] = {}  # the objective's own parameters, e.g. {cap: 3}

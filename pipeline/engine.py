@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -19,21 +21,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
+from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
 
-from data_prep.config import UserError
+from common.errors import UserError
+from common.provenance import REPOSITORY
 from pipeline.config import Batch, RunConfig
+from pipeline.ranks import PATIENCE, World
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
+log = logging.getLogger(__name__)
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
@@ -46,18 +50,6 @@ OWNED_BY_RECIPE = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
-
-
-class World(NamedTuple):
-    """This process among the ranks."""
-
-    rank: int
-    ranks: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
 
 class Sums(NamedTuple):
@@ -106,22 +98,6 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-def main_first(world: World) -> contextlib.AbstractContextManager[None]:
-    """Let rank 0 through the block first, then the others."""
-
-    @contextlib.contextmanager
-    def ordered() -> Iterator[None]:
-        if not world.is_main:
-            dist.barrier()
-        try:
-            yield
-        finally:
-            if world.is_main:
-                dist.barrier()
-
-    return ordered()
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
@@ -338,45 +314,35 @@ def step_seed(seed: int, step: int) -> int:
     return zlib.crc32(f"{seed}/{step}".encode())
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
-
-
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def host_group() -> Any:
-    """A process group of all ranks through host memory, for a thread that works beside training."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
-
-
-def wait_at_most(minutes: float, spare: Any = None) -> None:
-    """How long a collective may take before it counts as failed, in every group except `spare`."""
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not spare:
-            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
-
-
 @contextlib.contextmanager
-def patience(minutes: float, spare: Any = None) -> Iterator[None]:
-    """Within the block ranks wait for PATIENCE minutes, afterwards for `minutes`."""
-    wait_at_most(PATIENCE, spare)
-    yield
-    wait_at_most(minutes, spare)
+def compiling() -> Iterator[None]:
+    """Around what may compile: DeepSpeed builds an operation where and when it is first used.
+
+    torch guards a build by a file named `lock` that a killed process leaves behind, and every later start
+    would wait for it in silence. Starts share a lock of the system's, which dies with its process: whoever
+    gets it alone takes away such files, except those that some other program here has open.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # nothing can be built there either
+            root.mkdir(parents=True, exist_ok=True)
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
+            share = stack.enter_context((root / "starting").open("w"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
+                    log.info("%s was left by a start that was killed; removed", left)
+                    left.unlink()
+            fcntl.flock(share, fcntl.LOCK_SH)
+        if dist.is_initialized():
+            dist.barrier()
+        yield
 
 
-def lost_a_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe", "Timed out")
-    return dist.is_initialized() and dist.get_world_size() > 1 and any(s in str(error) for s in signs)
-
-
-def end_world() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _has_open(path: Path) -> bool:
+    """Whether a process of this machine has the file open."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(path) in {file.path for file in process.open_files()}:
+                return True
+    return False

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from pipeline.checkpoint import write_atomic
+from common.files import write_text
 from pipeline.config import RunConfig
-from pipeline.engine import Engine, barrier
+from pipeline.engine import Engine
+from pipeline.ranks import barrier
+from pipeline.run_dir import EXPORT_INFO
 
-INFO = "export.json"
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -124,7 +125,7 @@ def _write_weights(model: nn.Module, target: Path, is_main: bool) -> None:
     else:
         weight_map = {t: names[i] for i, tensors in enumerate(shards) for t in tensors}
         index = {"metadata": {"total_size": sizes}, "weight_map": weight_map}
-        write_atomic(target / "model.safetensors.index.json", json.dumps(index, indent=1))
+        write_text(target / "model.safetensors.index.json", json.dumps(index, indent=1))
     for i, name in enumerate(names):
         (target / f"part-{i:05d}").rename(target / name)
 
@@ -145,8 +146,8 @@ def _write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: di
     tokenizer = config.data.dir / "tokenizer"
     for file in tokenizer.iterdir() if tokenizer.is_dir() else []:
         shutil.copy2(file, target / file.name)
-    write_atomic(target / INFO, json.dumps(info, indent=1, default=str))
-    write_atomic(target / "README.md", _model_card(config, info))
+    write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
+    write_text(target / "README.md", _model_card(config, info))
 
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:

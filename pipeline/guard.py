@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import UserError
+from common.errors import UserError
 from pipeline.config import TrainConfig
 from pipeline.engine import Sums
+from pipeline.run_dir import BAD_BATCHES
 
-BAD_BATCHES = "bad_batches.jsonl"
 WINDOW = 50  # applied steps that a spike is measured against
 ENOUGH = 10  # of them before anything is called a spike
 

@@ -18,7 +18,7 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
 so they exist, but nothing else of their size does except their gradient.
 
     from transformers import Trainer
-    from pipeline.cost import CostEmbedding
+    from pipeline.loss.cost import CostEmbedding
     from pipeline.hf import loss_function
 
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
@@ -46,11 +46,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from data_prep.config import UserError
-from pipeline.cost import CostEmbedding, LiveCost
-from pipeline.fused import IGNORE, fuse_head
-from pipeline.logits import logits_loss
-from pipeline.objectives import get_objective
+from common.errors import UserError
+from pipeline.loss.cost import CostEmbedding, LiveCost
+from pipeline.loss.fused import IGNORE, fuse_head
+from pipeline.loss.logits import logits_loss
+from pipeline.loss.objectives import get_objective
 
 Cost = CostEmbedding | LiveCost | None
 

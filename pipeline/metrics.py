@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_prep.config import UserError
-from pipeline.checkpoint import write_atomic
+from common.errors import UserError, one_line
+from common.files import write_text
 from pipeline.config import RunConfig
 from pipeline.engine import Sums
+from pipeline.run_dir import HEARTBEAT, METRICS, PROFILE, read_metrics
 
-METRICS = "metrics.jsonl"
-HEARTBEAT = "heartbeat.json"  # rewritten while the run lives; one that is minutes old means that it hangs
-PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
 BEAT = 5.0  # seconds between heartbeats
 
 
@@ -120,7 +118,7 @@ class Metrics:
             beat = {"time": time.time(), "step": step, "doing": doing}
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             with contextlib.suppress(OSError):  # a full disk is told by what must be written
-                write_atomic(self._run_dir / HEARTBEAT, json.dumps(beat))
+                write_text(self._run_dir / HEARTBEAT, json.dumps(beat))
 
     def pause(self) -> None:
         """Time since the last record that was no training does not count: saving, validation."""
@@ -193,22 +191,10 @@ def _wandb_run(config: RunConfig) -> Any:
             config=config.model_dump(mode="json"),
         )
     except wandb.errors.Error as error:
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error, 200)
         raise UserError(
             f"train.wandb={config.train.wandb}: {line}; set WANDB_API_KEY, or WANDB_MODE=offline"
         ) from None
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run, a torn last line left out; empty when there are none."""
-    path = run_dir / METRICS
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 def _mean(total: float, count: int) -> float:

@@ -18,13 +18,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from data_prep.config import UserError
+from common.errors import UserError, one_line
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.cost import CostEmbedding, LiveCost, load_cost
-from pipeline.fused import LossSums, fuse_head
-from pipeline.objectives import Objective, get_objective
+from pipeline.loss.cost import CostEmbedding, LiveCost, load_cost
+from pipeline.loss.fused import LossSums, fuse_head
+from pipeline.loss.objectives import Objective, get_objective
+from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
 
 def initial_weights(config: RunConfig) -> Path:
     """Where a new model's first weights are kept: they are its origin, and its cost embedding's."""
-    return config.run_dir / "initial"
+    return config.run_dir / INITIAL
 
 
 def write_initial_weights(config: RunConfig) -> None:
@@ -258,7 +259,7 @@ class FusedForward:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return one_line(error)
 
 
 def _unreachable(path: str, error: Exception) -> str:

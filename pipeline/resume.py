@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from data_prep.config import UserError
-from pipeline import checkpoint
+from common.errors import UserError
+from common.files import write_text
 from pipeline.config import RunConfig, dump_config
-from pipeline.engine import World, gather_objects, main_first, to_universal
+from pipeline.engine import to_universal
+from pipeline.ranks import World, gather_objects, main_first
+from pipeline.run_dir import CONFIG, STATE, checkpoints, problem
 
 log = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"
 # Keys that may change when a run goes on: none of them changes what is learned.
 FREE = {
     "run_dir",
@@ -64,7 +65,7 @@ def claim_run_dir(config: RunConfig, fingerprint: str) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run_dir={config.run_dir} cannot be made ({error}); set another") from None
-    checkpoint.write_atomic(path, yaml.safe_dump(mine, sort_keys=False))
+    write_text(path, yaml.safe_dump(mine, sort_keys=False))
 
 
 class Saved(NamedTuple):
@@ -82,11 +83,11 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
 
     Others are passed over with a line that says why. Every rank hashes a part of the files.
     """
-    for directory in reversed(checkpoint.checkpoints(run_dir)):
-        found = checkpoint.problem(directory, world.rank, world.ranks)
+    for directory in reversed(checkpoints(run_dir)):
+        found = problem(directory, world.rank, world.ranks)
         problems = [p for p in gather_objects(found) if p is not None]
         if not problems:
-            state = json.loads((directory / checkpoint.STATE).read_text())
+            state = json.loads((directory / STATE).read_text())
             return Saved(directory, *(int(state[k]) for k in ("step", "tokens", "ranks", "zero_stage")))
         log.warning("%s is not used: %s", directory.name, problems[0])
     return None

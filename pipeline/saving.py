@@ -7,22 +7,24 @@ through a process group of their own, so that all learn when one of them could n
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from data_prep.config import UserError
+from common.errors import UserError, one_line
+from common.files import write_text
+from common.provenance import code_version, library_versions
 from pipeline import checkpoint
 from pipeline.config import RunConfig
-from pipeline.engine import REPOSITORY, Engine, barrier, gather_objects, host_group
+from pipeline.engine import Engine
 from pipeline.export import export_model
+from pipeline.ranks import barrier, gather_objects, host_group
+from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +45,14 @@ class Saver:
         """
         self.finish()
         run_dir = self.config.run_dir
-        partial = checkpoint.partial_directory(run_dir, step)
+        partial = partial_directory(run_dir, step)
         if self.engine.world.is_main:
             checkpoint.remove(partial)
         barrier()
         self.engine.snapshot(partial)
         if self.config.train.export_checkpoints:
             info = self.export_info(step, tokens)
-            export_model(self.engine, self.config, partial / checkpoint.HF, info)
+            export_model(self.engine, self.config, partial / HF, info)
         state = {
             "step": step,
             "tokens": tokens,
@@ -81,10 +83,10 @@ class Saver:
             try:
                 if self.engine.world.is_main:
                     partial.mkdir(parents=True, exist_ok=True)
-                    checkpoint.write_atomic(partial / checkpoint.STATE, json.dumps(state))
+                    write_text(partial / STATE, json.dumps(state))
                 files = self._describe(partial, self.engine.files.write())
             except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
-                error = " ".join(str(found).split())[:200]
+                error = one_line(found, 200)
             parts = gather_objects((error, files), self.group)
             errors = [f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0] is not None]
             if not errors and self.engine.world.is_main:
@@ -108,14 +110,14 @@ class Saver:
                 "make room or set run_dir elsewhere, then the same command goes on from there"
             )
 
-    def _describe(self, partial: Path, written: list[Path]) -> dict[str, dict[str, int | str]]:
+    def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
         """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
         names = [path.relative_to(partial).as_posix() for path in written]
         if self.engine.world.is_main:
-            names += [n for n in checkpoint.list_files(partial) if not n.startswith("state/")]
+            names += [n for n in list_files(partial) if not n.startswith("state/")]
         for name in names:
             _to_disk(partial / name)
-        return checkpoint.describe(partial, names)
+        return describe(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
         """What an export says of its origin."""
@@ -132,8 +134,8 @@ class Saver:
             "seed": config.train.seed,
             "lr": config.train.lr,
             "batch": config.train.batch,
-            "git": _git_commit(),
-            **{p: importlib.metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
+            "git": code_version(),
+            **library_versions("torch", "transformers", "deepspeed"),
         }
 
 
@@ -147,16 +149,9 @@ def _copy(directory: Path, target: str) -> None:
     """Copy a checkpoint to another place, its marker last. A failure is told and does not end the run."""
     try:
         system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
-        for name in [*checkpoint.list_files(directory), checkpoint.COMPLETE]:
+        for name in [*list_files(directory), COMPLETE]:
             system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
             system.put_file(str(directory / name), f"{root}/{name}")
     except Exception as error:
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error, 200)
         log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, target, line)
-
-
-def _git_commit() -> str:
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    return result.stdout.strip() or "unknown"

@@ -15,6 +15,8 @@ from types import FrameType
 
 import psutil
 
+from pipeline.run_dir import STOP
+
 # sysexits' EX_TEMPFAIL: nothing is wrong; run the same command again to go on.
 EXIT_STOPPED = 75
 
@@ -23,7 +25,7 @@ class StopRequest:
     """Whether this process has been asked to stop."""
 
     def __init__(self, run_dir: Path, minutes: float | None = None) -> None:
-        self.file = run_dir / "STOP"
+        self.file = run_dir / STOP
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._signal: str | None = None
         self._launchers = _launchers()

@@ -25,15 +25,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from data_prep.config import UserError
+from common.errors import UserError
 from data_prep.shards import TokenDataset
-from pipeline import checkpoint, engine, resume
+from pipeline import engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
-from pipeline.building import compiling
 from pipeline.config import Batch, RunConfig, load_config, lr_at, solve_batch, total_steps
-from pipeline.engine import Engine, World
+from pipeline.engine import Engine, compiling
 from pipeline.export import ExportError, export_model
-from pipeline.footprint import Setup, accelerator, utilisation
 from pipeline.guard import Guard
 from pipeline.metrics import Metrics
 from pipeline.model import (
@@ -45,7 +43,10 @@ from pipeline.model import (
     model_config,
     write_initial_weights,
 )
-from pipeline.plan import model_sizes, print_plan
+from pipeline.planning.footprint import Setup, accelerator, utilisation
+from pipeline.planning.plan import model_sizes, print_plan
+from pipeline.ranks import World, end_world, lost_a_peer, main_first, patience, wait_at_most
+from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
 from pipeline.stop import EXIT_STOPPED, StopRequest
 
@@ -65,12 +66,12 @@ def train(config: RunConfig, world: World) -> bool:
     ds_config = engine.deepspeed_config(config, batch)
     engine.check_host(ds_config)
 
-    with engine.main_first(world):
+    with main_first(world):
         if world.is_main:
             resume.claim_run_dir(config, data.fingerprint)
             if config.model.path is None:
                 write_initial_weights(config)
-    if (config.run_dir / checkpoint.EXPORT).is_dir():
+    if (config.run_dir / EXPORT).is_dir():
         log.info("%s is finished: its export stands in export/", config.run_dir)
         return True
     stop = StopRequest(config.run_dir, config.train.max_minutes)
@@ -110,7 +111,7 @@ def train(config: RunConfig, world: World) -> bool:
         )
         step, tokens = step + 1, tokens + sums.tokens
         if step == first + 1:
-            engine.wait_at_most(config.train.timeout_minutes, saver.group)
+            wait_at_most(config.train.timeout_minutes, saver.group)
         metrics.step(step, sums)
         warning = guard.observe(step, sums, functools.partial(data.provenance, rows))
         if warning:
@@ -122,19 +123,19 @@ def train(config: RunConfig, world: World) -> bool:
             metrics.pause()
         finished = not sums.stop or step == steps
         if not finished or _due(step, config.train.save_every, steps):
-            with engine.patience(config.train.timeout_minutes, saver.group):
+            with patience(config.train.timeout_minutes, saver.group):
                 saver.save(step, tokens)
             saved_step = step
             metrics.pause()
         if not finished:
             break
-    with engine.patience(config.train.timeout_minutes, saver.group):
+    with patience(config.train.timeout_minutes, saver.group):
         if finished:
             if saved_step != steps:
                 saver.save(step, tokens)
             info = saver.export_info(step, tokens)
-            export_model(trainer, config, config.run_dir / checkpoint.EXPORT, info)
-            metrics.say(f"finished; export: {config.run_dir / checkpoint.EXPORT}")
+            export_model(trainer, config, config.run_dir / EXPORT, info)
+            metrics.say(f"finished; export: {config.run_dir / EXPORT}")
         saver.finish()
     if not finished:
         metrics.say(f"stopped after step {step}; the same command goes on from there")
@@ -230,7 +231,7 @@ def main(kind: str, argv: list[str] | None = None) -> int:
         )
         os._exit(1)  # the other ranks wait for this one; the launcher ends them
     except RuntimeError as error:
-        if not engine.lost_a_peer(error):
+        if not lost_a_peer(error):
             raise
         print(
             f"error: rank {os.environ['RANK']} lost another rank (its message may stand above); "
@@ -239,5 +240,5 @@ def main(kind: str, argv: list[str] | None = None) -> int:
             flush=True,
         )
         os._exit(1)  # the process group is beyond an orderly end
-    engine.end_world()
+    end_world()
     return 0 if finished else EXIT_STOPPED

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from data_prep.config import DataConfig, UserError, parse_section
+from common.errors import UserError
+from common.recipe import parse_section
+from data_prep.config import DataConfig
 from data_prep.prepare import prepare
 from data_prep.shards import TokenDataset
 from data_prep.verify import verify

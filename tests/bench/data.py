@@ -27,7 +27,8 @@ import numpy as np
 import torch
 import yaml
 
-from data_prep.config import DataConfig, parse_section
+from common.recipe import parse_section
+from data_prep.config import DataConfig
 from data_prep.pack import first_fit_decreasing
 from data_prep.prepare import prepare
 from data_prep.sources import open_text
@@ -35,8 +36,8 @@ from data_prep.templates import Conversation, Exchange
 from data_prep.tokenizer import encoder, save_tokenizer
 from tests.bench import _data_peers as peers
 from tests.bench import _data_real, common
-from tests.data_corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
-from tests.data_corpus import texts as made_up
+from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
+from tests.helpers.corpus import texts as made_up
 
 DATA = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 BLOCK = 256

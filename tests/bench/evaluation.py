@@ -27,12 +27,12 @@ from datasets import DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer
-from eval.forward import PrefixScorer
-from eval.openicl_compat import DatasetReader, PPLInferencer, quiet
+from eval.icl.inferencer import PrefixPPLInferencer
+from eval.icl.openicl_compat import DatasetReader, PPLInferencer, quiet
+from eval.icl.prefix_scorer import PrefixScorer
+from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
+from eval.icl.tasks import LABEL, Task, load_data, load_task
 from eval.quiet import quiet_libraries
-from eval.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
-from eval.score import PrefixPPLInferencer
-from eval.tasks import LABEL, Task, load_data, load_task
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.cost import CostEmbedding
-from pipeline.cost_rows import open_rows
-from pipeline.fused import fuse_head, fused_linear_loss, plan_tokens
-from pipeline.objectives import get_objective
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.cost_rows import open_rows
+from pipeline.loss.fused import fuse_head, fused_linear_loss, plan_tokens
+from pipeline.loss.objectives import get_objective
 from tests.bench import common
 
 AUTHORS, LIGER, CCE, TRL = "EMOLoss==0.0.2", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1", "trl==1.16.0"

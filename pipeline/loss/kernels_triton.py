@@ -1,0 +1,171 @@
+"""The element-wise part of the fused loss in Triton: two passes over each row of logits, one writing.
+
+The same results as `kernels._Group`, without its temporaries: logits are read as they come out of the
+matrix product, costs as they are stored, and everything in between stays in registers in float32.
+One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.loss.cost_rows import Costs
+from pipeline.loss.kernels_torch import Chunk, RowUpdate, Statistics, Terms
+
+BLOCK = 4096  # columns of a row in flight
+WARPS = 8
+
+
+@triton.jit
+def _load_logits(
+    row_pointer, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
+):
+    """Logits of a block as the loss sees them: completed by the bias, and capped."""
+    z = tl.load(row_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias_pointer + columns, mask=inside, other=0.0)
+    if HAS_CAP:
+        z = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (z + shift) / cap)))  # cap tanh((z + shift) / cap)
+    return z
+
+
+@triton.jit
+def _load_costs(pointer, columns, inside, SIMILARITY: tl.constexpr):
+    """Transport costs of a block, from costs or from cosines."""
+    c = tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)
+    if SIMILARITY:
+        c = tl.maximum(1.0 - c, 0.0)
+    return c
+
+
+@triton.jit
+def statistics_kernel(
+    logits, stride, labels, shifts, bias, costs, cost_stride, which, lse, d_rest, total, V, cap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_TOTAL: tl.constexpr,
+    SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """L' (log-sum-exp over all but the target), D' and the sum of the other logits, for one row."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(labels + row)
+    shift = tl.load(shifts + row)
+    low = -1.7e38  # weightless but finite: a row of nothing but the target stays defined
+    peak = low
+    mass = 0.0
+    transported = 0.0
+    plain = 0.0
+    if HAS_COST:
+        cost_row = costs + tl.load(which + row) * cost_stride
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < V
+        z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        other = inside & (columns != y)
+        if HAS_TOTAL:
+            plain += tl.sum(tl.where(other, z, 0.0))
+        z = tl.where(other, z, low)
+        higher = tl.maximum(peak, tl.max(z))
+        e = tl.exp(z - higher)
+        shrink = tl.exp(peak - higher)
+        mass = mass * shrink + tl.sum(e)
+        if HAS_COST:
+            c = _load_costs(cost_row, columns, inside, SIMILARITY)
+            transported = transported * shrink + tl.sum(e * c)
+        peak = higher
+    tl.store(lse + row, peak + tl.log(mass))
+    tl.store(d_rest + row, transported / mass)
+    if HAS_TOTAL:
+        tl.store(total + row, plain)
+
+
+@triton.jit
+def gradient_kernel(
+    logits, stride, labels, shifts, bias, costs, cost_stride, which, lse, beta, scale, target,
+    V, cap, uniform,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite one row of logits by G."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(labels + row)
+    shift = tl.load(shifts + row)
+    row_lse = tl.load(lse + row)
+    at_target = tl.load(target + row)
+    if HAS_COST:
+        cost_row = costs + tl.load(which + row) * cost_stride
+        row_beta = tl.load(beta + row)
+    if HAS_SCALE:
+        row_scale = tl.load(scale + row)
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < V
+        z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        # the target's own logit may lie far above the others' log-sum-exp
+        g = tl.exp(tl.minimum(z - row_lse, 0.0))
+        if HAS_COST:
+            g *= 1.0 + row_beta * _load_costs(cost_row, columns, inside, SIMILARITY)
+        if HAS_SCALE:
+            g = g * row_scale - uniform
+        if HAS_CAP:
+            g *= 1.0 - (z / cap) * (z / cap)
+        g = tl.where(columns == y, at_target, g)
+        tl.store(logits + row * stride + columns, g.to(logits.dtype.element_ty), mask=inside)
+
+
+class TritonGroup:
+    """Some rows of logits [n, V], handled by the kernels above."""
+
+    def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
+        self.logits, self.terms, self.costs = logits, terms, costs
+        self.labels, self.bias = chunk.labels, chunk.bias
+        self.target_logit = chunk.target_logit
+        zero = torch.zeros_like(chunk.target_logit)
+        self.shift = zero if chunk.shift is None else chunk.shift.float()
+        self.lse = torch.empty_like(zero)
+        self.cap_slope: Tensor | None = None
+
+    def _common(self, with_cost: bool) -> tuple[tuple, dict]:
+        """Arguments that both kernels share; an unused pointer is that of the logits."""
+        logits, costs = self.logits, self.costs if with_cost else None
+        rows = logits if costs is None else costs.rows
+        which = self.labels if costs is None else costs.which
+        bias = logits if self.bias is None else self.bias
+        pointers = (logits, logits.stride(0), self.labels, self.shift, bias, rows, rows.stride(0), which)
+        flags = {
+            "HAS_BIAS": self.bias is not None,
+            "HAS_CAP": self.terms.softcap is not None,
+            "HAS_COST": costs is not None,
+            "SIMILARITY": costs is not None and costs.similarity,
+            "BLOCK": min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+            "num_warps": WARPS,
+        }
+        return pointers, flags
+
+    def statistics(self) -> Statistics:
+        n, V = self.logits.shape
+        cap, smoothing = self.terms.softcap, self.terms.label_smoothing
+        pointers, flags = self._common(with_cost=True)
+        d_rest, total = torch.empty_like(self.lse), torch.empty_like(self.lse)
+        statistics_kernel[(n,)](
+            *pointers, self.lse, d_rest, total, V, cap or 1.0, HAS_TOTAL=bool(smoothing), **flags
+        )
+        offset, z_y = self.shift, self.target_logit - self.shift
+        if cap is not None:
+            tanh = torch.tanh(self.target_logit / cap)
+            offset, z_y, self.cap_slope = torch.zeros_like(offset), cap * tanh, 1 - tanh.square()
+        z_mean = (total + z_y) / V if smoothing else None
+        return Statistics(self.lse - z_y, d_rest, z_y, offset, z_mean)
+
+    def write(self, update: RowUpdate) -> None:
+        n, V = self.logits.shape
+        pointers, flags = self._common(with_cost=update.beta is not None)
+        unused = self.lse
+        beta = unused if update.beta is None else update.beta
+        scale = unused if update.scale is None else update.scale
+        target = update.target if self.cap_slope is None else update.target * self.cap_slope
+        gradient_kernel[(n,)](
+            *pointers, self.lse, beta, scale, target, V, self.terms.softcap or 1.0, update.uniform,
+            HAS_SCALE=update.scale is not None, **flags,
+        )  # fmt: skip

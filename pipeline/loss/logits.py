@@ -1,0 +1,87 @@
+"""The objectives from logits that exist already: for code that cannot hand over hidden states.
+
+The gradient is made in forward, chunk by chunk, by the same kernels; it is the only other tensor of
+the logits' size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from pipeline.loss.cost import CostEmbedding, LiveCost
+from pipeline.loss.fused import LossSums, Spec, as_sums, make_spec, plan_walk
+from pipeline.loss.kernels_torch import Chunk, process_chunk, statistics_dtype
+from pipeline.loss.objectives import Objective
+
+
+def logits_loss(
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    cost: CostEmbedding | LiveCost | None = None,
+    **options: Any,
+) -> LossSums:
+    """Loss of `logits` [..., V] against `labels` [...]: logits[i] predicts labels[i], -100 leaves out.
+
+    Options: label_smoothing, z_loss, memory_mb, kernels (see `fused.fused_linear_loss`). Soft cap and logit
+    scale are part of the logits already.
+    """
+    for name in ("softcap", "logit_scale"):
+        if name in options:
+            raise UserError(f"{name} is part of the logits already; leave it out")
+    spec = make_spec(objective, cost, **options)
+    V = logits.shape[-1]
+    if logits.shape[:-1] != labels.shape:
+        raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")
+    if isinstance(cost, LiveCost) or objective.dense:
+        raise UserError("the live head and demd_dense need the fused head (pipeline.fused)")
+    if cost is None and objective.needs_cost:
+        raise UserError(f"objective {objective.name} needs a cost embedding")
+    if cost is not None and cost.vocab_size != V:
+        raise UserError(f"the cost embedding has {cost.vocab_size} rows but the logits have {V} columns")
+    gradient = torch.is_grad_enabled() and logits.requires_grad
+    return LossSums(*_apply(logits.reshape(-1, V), labels.reshape(-1), spec, gradient))
+
+
+@torch.compiler.disable
+def _apply(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tuple[Tensor, ...]:
+    return _LogitsLoss.apply(logits, labels, spec, gradient)
+
+
+class _LogitsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tuple[Tensor, ...]:
+        sums, ctx.d_logits = _compute(logits, labels, spec, gradient)
+        ctx.mark_non_differentiable(*sums[1:])
+        return tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if ctx.d_logits is None:
+            raise RuntimeError("the loss was differentiated twice; run its forward pass again")
+        d_logits, ctx.d_logits = ctx.d_logits, None
+        return d_logits.mul_(d_loss), None, None, None
+
+
+def _compute(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tuple[LossSums, Tensor | None]:
+    """The sums, and d loss / d logits if `gradient`."""
+    V, device, stats = logits.shape[1], logits.device, statistics_dtype(logits.dtype)
+    assert not isinstance(spec.cost, LiveCost)
+    plan, n, triton, rows = plan_walk(spec, spec.cost, labels, V, logits)
+    total = len(plan.order)
+    d_logits = torch.zeros_like(logits) if gradient else None
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for start in range(0, total, n):
+        stop = min(start + n, total)
+        order, y = plan.order[start:stop], plan.labels[start:stop]
+        z = logits[order]
+        target = z.gather(1, y[:, None])[:, 0].to(stats)
+        tokens = process_chunk(z, Chunk(start, y, target, None, None), rows, spec.terms, gradient, triton)
+        sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
+        if d_logits is not None:
+            d_logits[order] = z.mul_(tokens.row[:, None].to(z.dtype))
+    return as_sums(sums, stats, spec.cost is not None, total), d_logits

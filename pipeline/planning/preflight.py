@@ -1,0 +1,193 @@
+"""Is every host fit to train? Checked where training would run, by every rank, before hours are spent.
+
+python -m pipeline preflight RECIPE                                        this host
+deepspeed --hostfile HOSTS --module pipeline preflight RECIPE              all hosts
+torchrun --nnodes N --nproc-per-node M ... -m pipeline preflight RECIPE    likewise without ssh
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import UserError
+from common.provenance import library_versions
+from data_prep.shards import TokenDataset
+from pipeline import engine
+from pipeline.config import RunConfig, solve_batch
+from pipeline.planning.plan import model_sizes
+from pipeline.ranks import World, barrier, end_world, gather_objects
+
+MIB, GIB = 2**20, 2**30
+SHARED_MEMORY = GIB  # NCCL and gloo talk through it within a host
+OPEN_FILES = 4096
+CLOCK = 1.0  # seconds apart; leases and logs lean on the clock
+WRITE_MIB = 64
+STATE_BYTES = 14  # of a checkpoint per trainable parameter: float32 weights, two moments, weights
+
+
+class Finding(NamedTuple):
+    """What one host was found to be."""
+
+    host: str
+    check: str
+    found: str
+    advice: str = ""  # what to do; empty when all is well
+
+
+def preflight(config: RunConfig) -> int:
+    """Check all hosts and print a table; 0 when all is well, else 1. All ranks must call."""
+    world = engine.start_world(timeout_minutes=5)
+    findings = [*_host(config, world), *_run_directory(config, world)]
+    every = [finding for part in gather_objects(findings) for finding in part]
+    every += [*_agreement(), *_clock(), *_bandwidth(world)]
+    failed = any(finding.advice for finding in every)
+    if world.is_main:
+        table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
+        for finding in dict.fromkeys(every):  # ranks of a host find the same
+            table.add_row(finding.host, finding.check, finding.found, finding.advice or "ok")
+        Console().print(table)
+    end_world()
+    return int(failed)
+
+
+def _host(config: RunConfig, world: World) -> Iterator[Finding]:
+    """What a rank can see alone. One rank per host looks, except for the data that every rank reads."""
+    host = socket.gethostname()
+    try:
+        data = TokenDataset(config.data.dir / "train")
+        solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+        yield Finding(host, "data", f"{len(data):,} rows in {config.data.dir}")
+    except UserError as error:
+        yield Finding(host, "data", "not usable", str(error))
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        return
+    if torch.cuda.is_available():
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        yield Finding(host, "GPUs", f"{count} x {name}")
+        if not torch.cuda.is_bf16_supported() and config.model.dtype == "bfloat16":
+            yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
+    free = shutil.disk_usage("/dev/shm").free
+    advice = "" if free >= SHARED_MEMORY else "give the container more, e.g. docker run --shm-size 16g"
+    yield Finding(host, "/dev/shm", f"{free / GIB:.1f} GiB free", advice)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "" if soft >= OPEN_FILES else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    yield Finding(host, "open files", str(soft), advice)
+    if Path("/sys/class/infiniband").is_dir():
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        words = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / MIB:.0f} MiB"
+        advice = "" if locked == resource.RLIM_INFINITY else "ulimit -l unlimited, or InfiniBand will fail"
+        yield Finding(host, "locked memory", words, advice)
+    if world.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks))):
+        yield _interface(host)
+
+
+def _interface(host: str) -> Finding:
+    """On several hosts a name that resolves to the loopback address sends ranks to themselves."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    if chosen:
+        return Finding(host, "interface", chosen)
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "does not resolve"
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    loopback = address.startswith("127.") or not address[0].isdigit()
+    advice = f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (here: {', '.join(names)})" if loopback else ""
+    return Finding(host, "interface", f"{host} is {address}", advice)
+
+
+def _run_directory(config: RunConfig, world: World) -> list[Finding]:
+    """Whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
+    host = socket.gethostname()
+    directory = config.run_dir
+    mark = gather_objects(uuid.uuid4().hex)[0]
+    probe = directory / f".preflight-{mark}"
+    created = not directory.exists()
+    findings = []
+    if world.is_main:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            began = time.perf_counter()
+            with probe.open("wb") as file:
+                file.write(os.urandom(MIB) * WRITE_MIB)
+                file.flush()
+                os.fsync(file.fileno())
+            rate = WRITE_MIB * MIB / (time.perf_counter() - began) / 1e9
+            findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
+            needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
+            free = shutil.disk_usage(directory).free
+            advice = (
+                "" if free > needed else "free space, set run_dir elsewhere, or a smaller train.keep_last"
+            )
+            words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
+            findings.append(Finding(host, "disk", words, advice))
+        except OSError as error:
+            findings.append(Finding(host, "run directory", str(error), "set run_dir to where you may write"))
+    barrier()
+    if not world.is_main and not probe.exists() and not findings:
+        advice = f"put run_dir on a file system that all hosts share ({directory} is not)"
+        findings.append(Finding(host, "run directory", "not that of rank 0", advice))
+    barrier()
+    if world.is_main:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        if created and directory.exists() and not any(directory.iterdir()):
+            directory.rmdir()
+    return findings
+
+
+def _agreement() -> Iterator[Finding]:
+    """Versions must be the same on all hosts."""
+    mine = library_versions("torch", "deepspeed", "transformers")
+    mine["python"] = platform.python_version()
+    everyone = gather_objects((socket.gethostname(), mine))
+    for name, version in mine.items():
+        differing = {host: theirs[name] for host, theirs in everyone if theirs[name] != version}
+        if differing:
+            yield Finding(
+                next(iter(differing)), name, f"{differing}, elsewhere {version}", "install one version"
+            )
+    if len({tuple(theirs.items()) for _, theirs in everyone}) == 1:
+        yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in mine.items()))
+
+
+def _clock() -> Iterator[Finding]:
+    """Clocks read right after a barrier; the barrier's own spread is well below what matters."""
+    barrier()
+    times = gather_objects((socket.gethostname(), time.time()))
+    apart = max(t for _, t in times) - min(t for _, t in times)
+    advice = "" if apart < CLOCK else "run a time service (chrony) on every host"
+    yield Finding("all", "clock", f"within {apart:.2f} s", advice)
+
+
+def _bandwidth(world: World) -> Iterator[Finding]:
+    """An all-reduce as training does it: bus bandwidth in GB/s, median of five."""
+    if world.ranks == 1:
+        return
+    bytes_ = 256 * MIB if world.device.type != "cpu" else 16 * MIB
+    tensor = torch.ones(bytes_ // 4, device=world.device)
+    rates = []
+    for _ in range(6):
+        barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if world.device.type != "cpu":
+            torch.cuda.synchronize()
+        rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
+    yield Finding("all", "all-reduce", f"{statistics.median(rates[1:]):.2f} GB/s of bus bandwidth")

@@ -1,0 +1,86 @@
+"""The ranks of a run as torch.distributed knows them: who waits for whom, and for how long."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
+
+
+class World(NamedTuple):
+    """This process among the ranks."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def main_first(world: World) -> contextlib.AbstractContextManager[None]:
+    """Let rank 0 through the block first, then the others."""
+
+    @contextlib.contextmanager
+    def ordered() -> Iterator[None]:
+        if not world.is_main:
+            dist.barrier()
+        try:
+            yield
+        finally:
+            if world.is_main:
+                dist.barrier()
+
+    return ordered()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def host_group() -> Any:
+    """A process group of all ranks through host memory, for a thread that works beside training."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
+
+
+def wait_at_most(minutes: float, spare: Any = None) -> None:
+    """How long a collective may take before it counts as failed, in every group except `spare`."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not spare:
+            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+@contextlib.contextmanager
+def patience(minutes: float, spare: Any = None) -> Iterator[None]:
+    """Within the block ranks wait for PATIENCE minutes, afterwards for `minutes`."""
+    wait_at_most(PATIENCE, spare)
+    yield
+    wait_at_most(minutes, spare)
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe", "Timed out")
+    return dist.is_initialized() and dist.get_world_size() > 1 and any(s in str(error) for s in signs)
+
+
+def end_world() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""What stands in a run directory, by name, and how it is read. Standard library only: anybody may import it.
+
+config.yaml      the resolved configuration
+metrics.jsonl    one line per logged step
+heartbeat.json   renewed while the run lives
+initial/         the first weights of a new model
+step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
+export/          the trained model for Hugging Face; export.json says where it comes from
+STOP             made by whoever wants the run to save and stop
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+HEARTBEAT = "heartbeat.json"  # one that is minutes old means that the run hangs
+PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
+BAD_BATCHES = "bad_batches.jsonl"
+STOP = "STOP"
+INITIAL = "initial"
+EXPORT = "export"  # of the run
+EXPORT_INFO = "export.json"  # inside an export
+HF = "hf"  # export inside a checkpoint
+COMPLETE = "COMPLETE"
+STATE = "state.json"
+
+FileFacts = dict[str, int | str]  # size and sha256 of a file
+
+
+def step_directory(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps stands."""
+    return run_dir / f"step-{step:06d}"
+
+
+def partial_directory(run_dir: Path, step: int) -> Path:
+    """Where that checkpoint is written before it is complete."""
+    return run_dir / f"step-{step:06d}.partial"
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint directory's name."""
+    return int(directory.name.removeprefix("step-"))
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether the checkpoint has been written whole (its content is checked by `problem`)."""
+    return (directory / COMPLETE).is_file()
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
+    return sorted(found, key=step_of)
+
+
+def list_files(directory: Path) -> list[str]:
+    """Relative names of the files of a checkpoint except COMPLETE, sorted."""
+    files = (p for p in directory.rglob("*") if p.is_file())
+    return sorted(p.relative_to(directory).as_posix() for p in files if p.name != COMPLETE)
+
+
+def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
+    """Size and sha256 of files; on several ranks each describes a part."""
+    described: dict[str, FileFacts] = {}
+    for name in names:
+        path = directory / name
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        described[name] = {"size": path.stat().st_size, "sha256": digest}
+    return described
+
+
+def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
+    try:
+        listed = json.loads((directory / COMPLETE).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{COMPLETE} is missing or unreadable"
+    if not listed:
+        return f"{COMPLETE} lists no files"
+    if sorted(listed) != list_files(directory):
+        difference = sorted(set(listed) ^ set(list_files(directory)))
+        return f"{difference[0]} is missing or was not written by the trainer"
+    for name in sorted(listed):
+        if (directory / name).stat().st_size != listed[name]["size"]:
+            return f"{name} has another size than {COMPLETE} says"
+    mine = sorted(listed)[part::parts]
+    for name, found in describe(directory, mine).items():
+        if found != listed[name]:
+            return f"{name} has another content than {COMPLETE} says"
+    return None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The records of a run, a torn last line left out; empty when there are none."""
+    path = run_dir / METRICS
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def read_export_info(export: Path) -> dict[str, Any]:
+    """What an export says of its origin; empty when it says nothing.
+
+    Raises ValueError when export.json holds anything but an object.
+    """
+    path = export / EXPORT_INFO
+    if not path.is_file():
+        return {}
+    info = json.loads(path.read_text())
+    if not isinstance(info, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return info

@@ -1,0 +1,256 @@
+"""The long campaign: a run killed over and over, and checkpoints damaged in every way we could think of.
+
+    python -m tests.campaigns.soak [--kills 50] [--seed 0] [--parts kills damage disks stops]
+
+kills   one 2-rank ZeRO-3 run, killed -9 at seeded random moments (either rank, the launcher, or everything;
+        while it starts, trains, saves or resumes) and started again by the same command, until it has been
+        killed so often and is finished. Every logged loss must equal the undisturbed run's bit for bit.
+damage  the newest checkpoint of a run is damaged; the run must say so, go on from the one before, and end
+        with the losses of the undisturbed run.
+disks   a disk fills up while a checkpoint is written; one line says so and every older one stands.
+stops   time of a start that resumes beside one that does not.
+
+Prints a table, writes runs/soak.json, and exits 1 when anything was lost, wrong or hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from pipeline.run_dir import COMPLETE, STATE, checkpoints, problem, read_metrics, step_of
+from tests.campaigns.campaign import Campaign
+from tests.helpers import launching
+from tests.helpers.launching import Losses, losses
+
+
+def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
+    done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+    assert done.returncode == 0, done.stdout
+    return losses(run_dir)
+
+
+def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
+    """Kill one run `count` times; whether it ended with the right losses."""
+    options = ["train.steps=1000", "train.save_every=5", "train.eval_rows=2"]
+    expected = undisturbed(recipe, recipe.parent / "whole", *options)
+    run_dir = recipe.parent / "killed"
+    arguments = [str(recipe), f"run_dir={run_dir}", *options]
+    resumed, slowest = 0, 0.0
+    for number in range(count):
+        process = launching.start(2, *arguments)
+        begun = time.monotonic()
+        # half of the lives end while the run starts or resumes, half once it trains and saves
+        if number % 2:
+            before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
+            while process.poll() is None and time.monotonic() - begun < 120:
+                if (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] > before:
+                    break
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 1.5))
+        else:
+            time.sleep(rng.uniform(0.5, 14))
+        victim = rng.choice(["rank 0", "rank 1", "launcher", "everything"])
+        trained = read_metrics(run_dir)
+        _kill(process, victim)
+        died = time.monotonic()
+        output, _ = process.communicate(timeout=180)
+        _wait_for_ranks(run_dir)
+        slowest = max(slowest, time.monotonic() - died)
+        resumed += "resumed from" in output
+        step = int(trained[-1]["step"]) if trained else 0
+        kept = [step_of(d) for d in checkpoints(run_dir)]
+        print(f"kill {number + 1}: {victim} at step {step}; complete checkpoints {kept}", flush=True)
+        if process.returncode == 0:
+            break
+    done = launching.run(2, *arguments)
+    equal = done.returncode == 0 and losses(run_dir) == expected
+    show(
+        "kills", f"{count} kills, {resumed} resumes", "losses bit-equal" if equal else "LOSSES DIFFER", equal
+    )
+    show("kills", "slowest end of all ranks after a kill", f"{slowest:.1f} s", slowest < 90)
+    return equal and slowest < 90
+
+
+def _kill(process: subprocess.Popen[str], victim: str) -> None:
+    try:
+        ranks = launching.ranks_of(process)
+    except psutil.NoSuchProcess:
+        return
+    if victim == "everything" or (victim.startswith("rank") and len(ranks) < 2):
+        launching.kill_all(process)
+    elif victim == "launcher":
+        process.send_signal(signal.SIGKILL)
+    else:
+        ranks[int(victim[-1])].send_signal(signal.SIGKILL)
+
+
+def _wait_for_ranks(run_dir: Path, timeout: float = 120) -> None:
+    """Until no process of this run is left; nobody may hang."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        left = [
+            p for p in psutil.process_iter(["cmdline"]) if f"run_dir={run_dir}" in (p.info["cmdline"] or [])
+        ]
+        if not left:
+            return
+        time.sleep(0.1)
+    for process in left:
+        process.kill()
+    raise AssertionError(f"{len(left)} processes of {run_dir} hung for {timeout:.0f} s")
+
+
+def _largest(directory: Path) -> Path:
+    return max((p for p in (directory / "state").rglob("*.pt")), key=lambda p: p.stat().st_size)
+
+
+def _edit(path: Path, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(bytes(data))
+
+
+def _flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 1
+
+
+def _forge(directory: Path, **changes: object) -> None:
+    """COMPLETE that says something else of the largest file."""
+    marker = json.loads((directory / COMPLETE).read_text())
+    name = _largest(directory).relative_to(directory).as_posix()
+    marker["files"][name].update(changes)
+    (directory / COMPLETE).write_text(json.dumps(marker))
+
+
+def _swap(directory: Path) -> None:
+    """The newest step's name on the content of an older one, with its own marker."""
+    older = checkpoints(directory.parent)[-2]
+    shutil.copy(_largest(older), _largest(directory))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated file": lambda d: _edit(_largest(d), lambda b: b.__delitem__(slice(-10, None))),
+    "empty file": lambda d: _largest(d).write_bytes(b""),
+    "flipped bit": lambda d: _edit(_largest(d), _flip),
+    "file of zeros": lambda d: _largest(d).write_bytes(bytes(_largest(d).stat().st_size)),
+    "missing rank file": lambda d: _largest(d).unlink(),
+    "file of another step": _swap,
+    "stray file": lambda d: (d / "state" / "stray.pt").write_bytes(b"x"),
+    "missing COMPLETE": lambda d: (d / COMPLETE).unlink(),
+    "empty COMPLETE": lambda d: (d / COMPLETE).write_text(""),
+    "torn COMPLETE": lambda d: _edit(d / COMPLETE, lambda b: b.__delitem__(slice(40, None))),
+    "COMPLETE without files": lambda d: (d / COMPLETE).write_text('{"files": {}}'),
+    "COMPLETE of another kind": lambda d: (d / COMPLETE).write_text('["files"]'),
+    "COMPLETE with a wrong size": lambda d: _forge(d, size=1),
+    "COMPLETE with a wrong hash": lambda d: _forge(d, sha256="0" * 64),
+    "COMPLETE of the step before": lambda d: shutil.copy(checkpoints(d.parent)[-2] / COMPLETE, d / COMPLETE),
+    "torn state.json": lambda d: (d / STATE).write_text("{"),
+    "missing state.json": lambda d: (d / STATE).unlink(),
+    "latest pointing nowhere": lambda d: (_largest(d).unlink(), (d / "latest").write_text("gone")),
+    "a partial left behind": lambda d: d.rename(d.with_name(d.name + ".partial")),
+    "an empty directory": lambda d: (shutil.rmtree(d), d.mkdir()),
+}
+
+
+def damage(recipe: Path, show: Campaign) -> bool:
+    """Every damage to the newest checkpoint, one after the other."""
+    options = ["train.steps=12", "train.save_every=3", "train.keep_last=3", "train.eval_rows=2"]
+    origin = recipe.parent / "origin"
+    expected = undisturbed(recipe, origin, *options)
+    shutil.rmtree(origin / "export")
+    good = True
+    for name, harm in DAMAGE.items():
+        run_dir = recipe.parent / name.replace(" ", "-")
+        shutil.copytree(origin, run_dir)
+        harm(checkpoints(run_dir)[-1])
+        done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+        right = done.returncode == 0 and losses(run_dir) == expected and "step-000009" in done.stdout
+        show("damage", name, "went on from step 9" if right else done.stdout[-300:], right)
+        good = good and right
+        shutil.rmtree(run_dir)
+    return good
+
+
+def disks(recipe: Path, show: Campaign) -> bool:
+    """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
+    undisturbed(recipe, recipe.parent / "measured")
+    one = checkpoints(recipe.parent / "measured")[-1]
+    bytes_ = sum(p.stat().st_size for p in one.rglob("*") if p.is_file())
+    good = True
+    for what, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
+        with tempfile.TemporaryDirectory() as name:
+            mount = Path(name) / "disk"
+            mount.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)]
+            if subprocess.run(command, capture_output=True).returncode:
+                show("disks", what, "skipped: mounting needs root", True)
+                continue
+            try:
+                options = ["train.steps=40", "train.save_every=2", "train.keep_last=99"]
+                done = launching.run(2, str(recipe), f"run_dir={mount / 'run'}", *options)
+                said = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+                kept = checkpoints(mount / "run")
+                right = done.returncode not in (0, 75) and len(said) == 1 and bool(kept)
+                right = right and all(problem(d) is None for d in kept)
+                words = f"one line, {len(kept)} checkpoints stand" if right else done.stdout[-3000:]
+                show("disks", what, words, right)
+                good = good and right
+            finally:
+                subprocess.run(["umount", "-l", str(mount)], check=True)
+    return good
+
+
+def stops(recipe: Path, show: Campaign) -> bool:
+    """Time to the first step: resuming beside a cold start, median of three."""
+    cold, warm = [], []
+    for number in range(3):
+        run_dir = recipe.parent / f"start-{number}"
+        for times in (cold, warm):
+            before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
+            begun = time.monotonic()
+            process = launching.start(2, str(recipe), f"run_dir={run_dir}", "train.steps=5000")
+            while (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] <= before:
+                time.sleep(0.01)
+            times.append(time.monotonic() - begun)
+            (run_dir / "STOP").touch()
+            process.communicate(timeout=120)
+    ratio = statistics.median(warm) / statistics.median(cold)
+    show("stops", "resume to first step / cold start", f"{ratio:.2f} (target <= 1.2)", ratio <= 1.2)
+    return ratio <= 1.2
+
+
+def main() -> int:
+    """Run the campaign; 0 when nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", default=["kills", "damage", "disks", "stops"])
+    args = parser.parse_args()
+    show = Campaign("soak")
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = launching.tiny_recipe(Path(directory))
+        if "kills" in args.parts:
+            kills(recipe, args.kills, random.Random(args.seed), show)
+        if "damage" in args.parts:
+            damage(recipe, show)
+        if "disks" in args.parts:
+            disks(recipe, show)
+        if "stops" in args.parts:
+            stops(recipe, show)
+    return show.finish(vars(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

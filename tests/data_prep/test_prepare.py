@@ -1,0 +1,464 @@
+"""`prepare`: the same bytes however the work is shared out, and every choice of rows as the recipe says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from common.errors import UserError
+from data_prep.__main__ import main
+from data_prep.config import DataConfig
+from data_prep.rows import Rejected, parse, plain_text
+from data_prep.scan import Plan
+from data_prep.sources import open_inputs
+from data_prep.write import token_quota
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    file_bytes,
+    run,
+    sentence,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+
+
+def rows_of(config: DataConfig, split: int = 0) -> list[str]:
+    """The texts that the plan gave to a split, in order, copies included."""
+    plan, inputs, found = Plan.load(config.dir / "plan.npz"), open_inputs(config), []
+    for shard in range(split * config.shards, (split + 1) * config.shards):
+        for part in plan.parts(inputs, shard):
+            for row, copies in zip(parse(part.payload, part.spec), part.copies, strict=True):
+                found += [] if isinstance(row, Rejected) else [plain_text(row)] * int(copies)
+    return found
+
+
+def rejected(config: DataConfig) -> dict[str, int]:
+    return Plan.load(config.dir / "plan.npz").summary["rejected"]
+
+
+def documents(tmp_path: Path, count: int = 400) -> list[str]:
+    """Documents in a.jsonl, enough for several pieces."""
+    made = texts(count, sentences=60)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_bytes_do_not_depend_on_workers_or_jobs(tmp_path: Path, kind: str) -> None:
+    if kind == "text":
+        documents(tmp_path)
+    else:
+        write_jsonl(tmp_path / "a.jsonl", alpaca_rows(1500))
+    common = {"kind": kind, "block": 128, "shards": 3, "validation_fraction": 0.1, "dedup": "near"}
+    common |= {"sources": [{"files": "a.jsonl"}]}
+    found = []
+    for name, workers, jobs in (
+        ("one", 1, [(0, 1)]),
+        ("many", 3, [(0, 1)]),
+        ("jobs", 1, [(3, 5), (1, 5), (4, 5), (0, 5), (2, 5)]),
+    ):
+        config = data_config(tmp_path, dir=str(tmp_path / name), **common)
+        for job in jobs:
+            run(config, shard=job, workers=workers)
+        found.append(file_bytes(config.dir))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 2 * (3 + 3 + 1)
+    assert len(train_set(config)) > 50
+
+
+def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
+    documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in config.dir.rglob("*") if p.name != ".lock"}
+    assert run(config) == [f"{config.dir} is already prepared; nothing to do"]
+    assert before == {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in before}
+
+
+def test_other_settings_are_refused_and_force_starts_over(tmp_path: Path) -> None:
+    documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    old = train_set(config).fingerprint
+    other = data_config(tmp_path, sources=[{"files": "a.jsonl"}], block=64)
+    with pytest.raises(UserError, match=r"other settings \(block was 32, now 64\); set another data.dir, or"):
+        run(other)
+    assert train_set(config).fingerprint == old
+    run(other, force=True)
+    assert train_set(other).manifest.block == 64
+    with pytest.raises(UserError, match="--force with --shard"):
+        run(other, force=True, shard=(0, 2))
+
+
+def test_a_failed_attempt_does_not_bind(tmp_path: Path) -> None:
+    documents(tmp_path)
+    with pytest.raises(UserError, match="missing column"):
+        run(data_config(tmp_path, sources=[{"files": "a.jsonl", "column": "body"}]))
+    with pytest.raises(UserError, match="holds no"):
+        run(data_config(tmp_path, sources=[{"files": "a.jsonl"}], contamination="nowhere"))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    assert len(train_set(config)) > 50
+
+
+def test_changed_sources_are_noticed(tmp_path: Path) -> None:
+    made = documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config, shard=(0, 2))
+    other = [made[0].replace("a", "e"), *made[1:]]
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in reversed(other)))
+    with pytest.raises(UserError, match=r"a.jsonl changed since it was planned; run prepare with --force"):
+        run(config, shard=(1, 2))
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made[:-1]))
+    with pytest.raises(UserError, match=r"a.jsonl has [0-9,]+ bytes, when"):
+        run(config, shard=(1, 2))
+
+
+def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
+    documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    said = run(config, shard=(1, 2))
+    assert "train: 1 of 2 shards are still to be made" in said
+    with pytest.raises(UserError, match=r"the first is shard-00000-of-00002.arrow"):
+        run(config, finish=True)
+    with pytest.raises(UserError, match="is not complete"):
+        train_set(config)
+    run(config, shard=(0, 2))
+    manifest = config.dir / "train/manifest.json"
+    inode = manifest.stat().st_ino
+    run(config, finish=True)
+    assert manifest.stat().st_ino == inode
+
+
+def test_a_lost_shard_is_made_again_and_equal(tmp_path: Path) -> None:
+    documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    before = file_bytes(config.dir)
+    for name in ("manifest.json", "shard-00001-of-00002.arrow"):
+        (config.dir / "train" / name).unlink()
+    said = run(config)
+    assert sum("shard-0000" in line for line in said) == 1
+    assert file_bytes(config.dir) == before
+
+
+def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
+    made = [text.replace("\n", " ") for text in texts(300)]
+    rows = [{"id": i, "text": text} for i, text in enumerate(made)]
+    jsonl = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(jsonl)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl))
+    half = jsonl.index(b"\n", len(jsonl) // 2) + 1
+    frames = zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:])
+    (tmp_path / "c.jsonl.zst").write_bytes(frames)
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    (tmp_path / "e.json").write_text(json.dumps({"version": 1, "data": rows}, indent=1))
+    (tmp_path / "f.json").write_bytes(jsonl)
+    table = pa.table({"id": [row["id"] for row in rows], "text": made})
+    pyarrow.parquet.write_table(table, tmp_path / "g.parquet", row_group_size=70)
+    (tmp_path / "h.txt").write_text("\n".join(made))
+    (tmp_path / "i.txt").write_text("\n\n".join(made))
+    (tmp_path / "j").mkdir()
+    for i in range(3):
+        write_jsonl(tmp_path / f"j/{i}.jsonl", rows[i * 100 : i * 100 + 100])
+    names = [
+        "a.jsonl",
+        "b.jsonl.gz",
+        "c.jsonl.zst",
+        "d.json",
+        "e.json",
+        "f.json",
+        "g.parquet",
+        "h.txt",
+        "j/*.jsonl",
+    ]
+    sources = [{"files": name} for name in names] + [{"files": "i.txt", "format": "paragraphs"}]
+    found = []
+    for number, source in enumerate(sources):
+        config = data_config(tmp_path, dir=str(tmp_path / f"out{number}"), sources=[source])
+        run(config)
+        assert rows_of(config) == made
+        found.append(train_set(config).fingerprint)
+    assert len(set(found)) == 1
+
+
+ARTICLES = [f"Title {i} = x" if i == 3 else f"Title {i}" for i in range(40)]
+
+
+def wikitext() -> list[str]:
+    """Lines as WikiText has them: headings between blank lines, and a legend that only looks like one."""
+    rng, lines = random.Random(5), [" \n"]
+    for title in ARTICLES:
+        lines += [f" = {title} = \n", " \n"]
+        for section in range(rng.randint(1, 3)):
+            lines += [f" {sentence(rng, 20, 60)} \n" for _ in range(rng.randint(1, 4))]
+            lines += [" = Wins ; L = Losses = \n"] if section == 1 else []
+            lines += [" \n", f" = = Section {section} = = \n", " \n"]
+    return [*lines, f" {sentence(rng)} \n", " \n"]
+
+
+def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
+    lines = wikitext()
+    (tmp_path / "a.txt").write_text("".join(lines))
+    # The hub's copy has a line per row, blank ones empty.
+    rows = [{"text": "" if line == " \n" else line} for line in lines]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    configs = [
+        data_config(tmp_path, dir=str(tmp_path / "one"), sources=[{"files": "a.txt"}]),
+        data_config(
+            tmp_path, dir=str(tmp_path / "two"), sources=[{"files": "b.parquet", "format": "wikitext"}]
+        ),
+    ]
+    for config in configs:
+        run(config)
+        found = rows_of(config)
+        assert [text.split(" = ")[1] for text in found] == [title.split(" = ")[0] for title in ARTICLES]
+        joined = "".join(found).replace(" ", "").replace("\n", "")
+        assert joined == "".join(lines).replace(" ", "").replace("\n", "")
+
+
+def test_wikitext_pieces_do_not_change_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("".join(wikitext()))
+    found = []
+    for piece in (200, 999, 1 << 20):
+        monkeypatch.setattr("data_prep.sources.PIECE", piece)
+        config = data_config(
+            tmp_path, dir=str(tmp_path / str(piece)), sources=[{"files": "a.txt", "format": "wikitext"}]
+        )
+        run(config)
+        assert (len(Plan.load(config.dir / "plan.npz").pieces) > 5) == (piece < 1000)
+        found.append(rows_of(config))
+    assert found[0] == found[1] == found[2] and len(found[0]) == len(ARTICLES)
+
+
+def test_real_wikitext_has_its_articles(shared_data: Path, tmp_path: Path) -> None:
+    sources = [{"files": str(shared_data / "lm/wikitext-2-v1/validation.txt.zst")}]
+    config = data_config(tmp_path, sources=sources)
+    run(config)
+    assert len(rows_of(config)) == 60  # the published number of articles
+
+
+def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one <newline> <newline>two<newline>three"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
+    config = data_config(
+        tmp_path,
+        block=4,
+        sources=[{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}],
+    )
+    run(config)
+    assert rows_of(config) == ["one\n\ntwo\nthree", "Wall St. band's"]
+
+
+def test_hub_data_sets_load_like_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` loads a directory like a hub id: the same code path, without network."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    made = texts(200)
+    write_jsonl(tmp_path / "repo/train.jsonl", ({"content": text} for text in made))
+    sources = [{"hub": str(tmp_path / "repo"), "split": "train[:150]"}]
+    config = data_config(tmp_path, sources=sources)
+    assert any("is not pinned" in line for line in run(config, shard=(1, 2)))
+    run(config, shard=(0, 2))
+    assert rows_of(config) == made[:150]
+    assert train_set(config).manifest.sources[0]["revision"] == "not pinned"
+    missing = data_config(
+        tmp_path, dir=str(tmp_path / "other"), sources=[{"hub": str(tmp_path / "repo"), "split": "test"}]
+    )
+    with pytest.raises(UserError, match="cannot be loaded"):
+        run(missing)
+
+
+def test_the_embedded_world(tmp_path: Path) -> None:
+    from data_prep.world import corpora as world
+
+    config = data_config(tmp_path, sources=[{"embedded": "world", "limit": 60, "seed": 3}], dedup="none")
+    run(config)
+    assert rows_of(config) == [row["text"] for row in world.documents(3, 60)]
+    talk = data_config(
+        tmp_path,
+        dir=str(tmp_path / "talk"),
+        kind="instruct",
+        block=256,
+        sources=[{"embedded": "world-instruct", "limit": 50}],
+    )
+    run(talk)
+    assert train_set(talk).manifest.documents == len(rows_of(talk)) > 20
+
+
+def test_a_tokenizer_trained_on_the_sources(tmp_path: Path) -> None:
+    documents(tmp_path)
+    prints = []
+    for name in ("one", "two"):
+        config = data_config(
+            tmp_path, dir=str(tmp_path / name), train_tokenizer=500, sources=[{"files": "a.jsonl"}]
+        )
+        run(config)
+        prints.append(train_set(config).fingerprint)
+    assert prints[0] == prints[1]
+    assert train_set(config).manifest.vocab_size == 500
+
+
+def test_limits_of_rows(tmp_path: Path) -> None:
+    first, second = texts(300, seed=1), texts(100, seed=2)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    sources = [{"files": "a.jsonl"}, {"files": "b.jsonl"}]
+    config = data_config(tmp_path, sources=sources, limit_rows=100, validation_fraction=0.2)
+    run(config)
+    kept = rows_of(config)
+    assert len(kept) == 100
+    share = [sum(text in set(of) for text in kept) for of in (first, second)]
+    assert abs(share[0] - 75) <= 3 and share[1] == 100 - share[0]
+    held_out = set(rows_of(config, split=1))
+    assert kept[: share[0]] == [text for text in first if text not in held_out][: share[0]]
+    limited = data_config(
+        tmp_path, dir=str(tmp_path / "two"), sources=[{"files": "a.jsonl", "limit": 30}, {"files": "b.jsonl"}]
+    )
+    run(limited)
+    assert rows_of(limited) == first[:30] + second
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_limit_of_tokens(tmp_path: Path, kind: str) -> None:
+    if kind == "text":
+        documents(tmp_path)
+    else:
+        write_jsonl(tmp_path / "a.jsonl", alpaca_rows(400))
+    for limit in (6_400, 10_000):
+        config = data_config(
+            tmp_path,
+            dir=str(tmp_path / str(limit)),
+            kind=kind,
+            block=256 if kind == "instruct" else 32,
+            shards=3,
+            limit_tokens=limit,
+            sources=[{"files": "a.jsonl"}],
+        )
+        run(config)
+        manifest = train_set(config).manifest
+        if kind == "text":
+            assert manifest.tokens == limit // 32 * 32
+        else:
+            assert limit - 3 * 256 < manifest.tokens <= limit
+        assert manifest.counts["stopped_at_limit_tokens"] == 3
+        assert sum(token_quota(config, i) or 0 for i in range(3)) == manifest.tokens or kind == "instruct"
+
+
+def test_weights_mix_sources(tmp_path: Path) -> None:
+    first, second = texts(2000, seed=1, sentences=1), texts(500, seed=2, sentences=1)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    config = data_config(
+        tmp_path, sources=[{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
+    )
+    run(config)
+    times = Counter(rows_of(config))
+    few, many = [times[t] for t in first], [times[t] for t in second]
+    assert set(few) == {0, 1} and abs(sum(few) - 500) < 70
+    assert set(many) == {2, 3} and abs(sum(many) - 1250) < 40
+    assert rejected(config) == {"weight": few.count(0)}
+    assert [source["train"] for source in train_set(config).manifest.sources] == [sum(few), sum(many)]
+
+
+def test_the_split_goes_by_content(tmp_path: Path) -> None:
+    """Where a row stands, and what else there is, does not move it between the splits."""
+    made = texts(1000, sentences=1)
+    sides = []
+    for name, rows in (("a", made), ("b", made[::-1][:700])):
+        write_jsonl(tmp_path / f"{name}.jsonl", ({"text": text} for text in rows))
+        config = data_config(
+            tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.jsonl"}], validation_fraction=0.1
+        )
+        run(config)
+        sides.append({text: side for side in (0, 1) for text in rows_of(config, side)})
+    assert all(sides[0][text] == side for text, side in sides[1].items())
+    assert 70 < sum(sides[0].values()) < 130
+    other = data_config(
+        tmp_path, dir=str(tmp_path / "c"), sources=[{"files": "a.jsonl"}], validation_fraction=0.1, seed=1
+    )
+    run(other)
+    assert set(rows_of(other, 1)) != {text for text, side in sides[0].items() if side}
+
+
+def test_validation_rows_that_stand_in_training_are_dropped(tmp_path: Path) -> None:
+    made = texts(200)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made[:150]))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in made[100:]))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], validation=[{"files": "b.jsonl"}])
+    run(config)
+    assert rows_of(config, 1) == made[150:]
+    assert rejected(config) == {"duplicate": 50}
+
+
+def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    originals = [
+        " ".join(f"{rng.choice('abcdefgh')}{rng.randint(0, 99)}" for _ in range(200)) for _ in range(200)
+    ]
+    rows, near, far = list(originals), [], []
+    for text in originals[:60]:
+        words = text.split()
+        words[rng.randrange(200)] = "changed"  # 5 of 196 shingles: similarity about 0.95
+        near.append(" ".join(words))
+    for text in originals[60:120]:
+        words = text.split()
+        for at in range(0, 200, 10):
+            words[at] = "other"  # half of the shingles: similarity about 0.33
+        far.append(" ".join(words))
+    for text in originals[120:]:
+        words = text.split()
+        for at in range(10, 200, 28):
+            words[at] = "mid"  # similarity about 0.7: agrees in a band now and then, and yet is no duplicate
+        far.append(" ".join(words))
+    rows += near + far + originals[:5] + [originals[7].upper()]
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], dedup="near")
+    run(config)
+    assert rows_of(config) == originals + far
+    assert rejected(config) == {"duplicate": 5, "near_duplicate": 61}
+    exact = data_config(tmp_path, dir=str(tmp_path / "exact"), sources=[{"files": "a.jsonl"}])
+    run(exact)
+    assert rejected(exact) == {"duplicate": 5}
+    everything = data_config(
+        tmp_path, dir=str(tmp_path / "all"), sources=[{"files": "a.jsonl"}], dedup="none"
+    )
+    run(everything)
+    assert rows_of(everything) == rows
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
+        "sources: [{files: a.jsonl}], block: 32}"
+    )
+    assert main(["prepare", str(recipe), "data.shards=2", "--workers", "1"]) == 0
+    assert "shard-00001-of-00002.arrow" in capsys.readouterr().out
+    assert main(["prepare", str(recipe), "data.shards=2"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(["prepare", str(recipe), "data.shard=2"]) == 2
+    assert capsys.readouterr().err == "error: unknown key data.shard; did you mean shards?\n"
+    assert main(["prepare", str(tmp_path / "no.yaml")]) == 2
+    for bad in ("2/2", "x", "1", "-1/2"):
+        with pytest.raises(SystemExit):
+            main(["prepare", str(recipe), f"--shard={bad}"])
+
+
+def test_source_files_may_go_when_the_shards_are_made(tmp_path: Path) -> None:
+    documents(tmp_path)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    (tmp_path / "a.jsonl").unlink()
+    assert "nothing to do" in run(config)[0]

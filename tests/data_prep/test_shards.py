@@ -1,0 +1,323 @@
+"""The format: what training reads, what `datasets` reads, what `verify` catches, what `inspect` shows."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common.errors import UserError
+from data_prep import inspect as look
+from data_prep.__main__ import main
+from data_prep.config import DataConfig
+from data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest, token_dtype
+from data_prep.tokenizer import load_tokenizer
+from data_prep.verify import verify
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    random_dataset,
+    run,
+    segments,
+    texts,
+    train_set,
+    write_jsonl,
+)
+
+
+@pytest.fixture
+def text_config(tmp_path: Path) -> DataConfig:
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(120)))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], shards=3, validation_fraction=0.1)
+    run(config)
+    return config
+
+
+@pytest.fixture
+def instruct_config(tmp_path: Path) -> DataConfig:
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", block=512)
+    run(config)
+    return config
+
+
+@pytest.fixture
+def split_config(tmp_path: Path) -> DataConfig:
+    """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
+    config = data_config(
+        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", block=180, overlong="split"
+    )
+    run(config)
+    return config
+
+
+def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
+    """ids, shifted labels and positions of a row, one token at a time."""
+    ids, labels, positions = [], [], []
+    spans = row.get("loss_spans")
+    at = 0
+    for length in row["segment_lengths"]:
+        for i in range(length):
+            ids.append(row["input_ids"][at + i])
+            positions.append(i)
+            supervised = i + 1 < length
+            if supervised and spans is not None:
+                supervised = any(a <= at + i + 1 < b for a, b in zip(spans[::2], spans[1::2], strict=True))
+            labels.append(row["input_ids"][at + i + 1] if supervised else -100)
+        at += length
+    padding = block - at
+    return ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))
+
+
+@pytest.mark.parametrize("kind", ["text_config", "instruct_config", "split_config"])
+def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequest) -> None:
+    """`datasets` maps the same files; plain Python derives the batch from its columns."""
+    config: DataConfig = request.getfixturevalue(kind)
+    data = train_set(config)
+    rows, files = [], []
+    for info in data.manifest.shards:
+        table = datasets.Dataset.from_file(str(config.dir / "train" / info.file))
+        assert table.features["input_ids"].feature.dtype == "uint16"
+        rows += list(table)
+        files += [(info.file, i) for i in range(len(table))]
+    assert len(rows) == len(data) == data.manifest.rows > 10
+    chosen = np.random.default_rng(0).permutation(len(data))
+    batch = data.batch(chosen)
+    assert {name: (array.dtype, array.shape) for name, array in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (np.dtype(np.int64), (len(rows), config.block))
+    )
+    for i, row in enumerate(chosen):
+        expected = plain_batch(rows[row], config.block)
+        found = tuple(batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids"))
+        assert found == expected
+        assert data.valid[row] == rows[row]["valid"] == sum(label != -100 for label in expected[1])
+    assert data.provenance(chosen) == [files[row] for row in chosen]
+    assert data.valid.dtype == np.int64 and data.valid.sum() == data.manifest.valid_tokens
+
+
+def test_text_rows_hold_all_text_between_bos_and_eos(text_config: DataConfig) -> None:
+    tokenizer = load_tokenizer(text_config.dir / "tokenizer")
+    data = train_set(text_config)
+    found, current = [], []
+    for ids, _ in segments(data):
+        current = ids if ids[0] == tokenizer.bos_token_id else current + ids
+        if ids[-1] == tokenizer.eos_token_id:
+            found.append(current)
+            current = []
+    decoded = [tokenizer.decode(ids[1:-1]) for ids in found]
+    assert set(decoded) <= set(texts(120)) and len(decoded) == len(set(decoded)) > 90
+    assert data.manifest.counts["remainder_tokens_dropped"] < text_config.block * text_config.shards
+
+
+def test_ids_take_two_bytes_when_the_vocabulary_allows() -> None:
+    assert [token_dtype(n).itemsize for n in (32_000, 65_536, 65_537, 128_256)] == [2, 2, 4, 4]
+
+
+def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
+    vocab = {"</s>": 0, "?": 1} | {f"w{i}": i for i in range(2, 70_000)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "large")
+    write_jsonl(tmp_path / "a.jsonl", ({"text": f"w{69_000 + i} w{i + 2} w66000"} for i in range(60)))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], tokenizer="large")
+    run(config)
+    data = train_set(config)
+    ids = data.batch(np.arange(len(data)))["input_ids"].ravel().tolist()
+    assert ids[:8] == [69_000, 2, 66_000, 0, 69_001, 3, 66_000, 0]
+    assert data.manifest.bos_id is None and data.manifest.eos_id == 0
+
+
+def test_an_incomplete_directory_names_the_command(text_config: DataConfig) -> None:
+    (text_config.dir / "train" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"train is not complete; run: python -m data_prep prepare RECIPE"):
+        TokenDataset(text_config.dir / "train")
+    with pytest.raises(UserError, match=r"does not exist; run: python -m data_prep prepare RECIPE"):
+        TokenDataset(text_config.dir / "nowhere")
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damage_flip(train: Path) -> None:
+    path = train / "shard-00001-of-00003.arrow"
+    flip(path, path.stat().st_size // 2)
+
+
+def damage_last_byte(train: Path) -> None:
+    path = train / "shard-00002-of-00003.arrow"
+    flip(path, path.stat().st_size - 1)
+
+
+def damage_truncate(train: Path) -> None:
+    path = train / "shard-00001-of-00003.arrow"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def damage_missing(train: Path) -> None:
+    (train / "shard-00002-of-00003.arrow").unlink()
+
+
+def damage_extra(train: Path) -> None:
+    shutil.copy(train / "shard-00000-of-00003.arrow", train / "shard-00007-of-00008.arrow")
+
+
+def damage_swap(train: Path) -> None:
+    first, second = train / "shard-00000-of-00003.arrow", train / "shard-00001-of-00003.arrow"
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def damage_tokenizer(train: Path) -> None:
+    file = train.parent / "tokenizer" / "tokenizer.json"
+    text = file.read_text()
+    assert '"<0x41>": ' in text
+    file.write_text(
+        text.replace('"<0x41>": ', '"<0xTEMP>": ')
+        .replace('"<0x42>": ', '"<0x41>": ')
+        .replace('"<0xTEMP>": ', '"<0x42>": ')
+    )
+
+
+def damage_no_tokenizer(train: Path) -> None:
+    shutil.rmtree(train.parent / "tokenizer")
+
+
+def damage_manifest_rows(train: Path) -> None:
+    edit(train / "manifest.json", rows=7)
+
+
+def damage_manifest_block(train: Path) -> None:
+    edit(train / "manifest.json", block=64)
+
+
+def damage_manifest_format(train: Path) -> None:
+    edit(train / "manifest.json", format=99)
+
+
+def damage_manifest_text(train: Path) -> None:
+    (train / "manifest.json").write_text('{"rows": 3')
+
+
+def damage_no_manifest(train: Path) -> None:
+    (train / "manifest.json").unlink()
+
+
+FAULTS = {
+    damage_flip: "shard-00001-of-00003.arrow was changed: sha256",
+    damage_last_byte: "shard-00002-of-00003.arrow was changed: sha256",
+    damage_truncate: "shard-00001-of-00003.arrow has [0-9,]+ bytes instead of",
+    damage_missing: "shard-00002-of-00003.arrow is missing",
+    damage_extra: "shard-00007-of-00008.arrow is not in the manifest",
+    damage_swap: "shard-0000[01]-of-00003.arrow (was changed|has [0-9,]+ bytes)",
+    damage_tokenizer: "is not the tokenizer that made",
+    damage_no_tokenizer: "tokenizer is missing",
+    damage_manifest_rows: "says 7 rows, its shards",
+    damage_manifest_block: "was edited|not 64 tokens",
+    damage_manifest_format: "has format 99, this version reads",
+    damage_manifest_text: "is not a manifest of this version",
+    damage_no_manifest: "train is not complete",
+}
+
+
+@pytest.mark.parametrize("damage", FAULTS, ids=lambda d: d.__name__)
+def test_verify_catches(damage: Any, text_config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(text_config.dir)]) == 0
+    assert "all as written" in capsys.readouterr().out
+    damage(text_config.dir / "train")
+    assert main(["verify", str(text_config.dir)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("error: ")
+    assert any(re.search(FAULTS[damage], line) for line in errors), errors
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_missing, damage_manifest_format])
+def test_training_refuses_damaged_data(damage: Any, text_config: DataConfig) -> None:
+    damage(text_config.dir / "train")
+    with pytest.raises(UserError, match="run: python -m data_prep prepare RECIPE --force"):
+        train_set(text_config)
+
+
+def test_verify_counts_targets_again(instruct_config: DataConfig) -> None:
+    """Counts that agree with each other but not with the rows are a fault too."""
+    assert verify(instruct_config.dir)[1] == []
+    train = instruct_config.dir / "train"
+    manifest = read_manifest(train)
+    shard = train / manifest.shards[0].file
+    table = pa.ipc.open_stream(shard.read_bytes()).read_all()
+    counts = table.column("valid").to_numpy().copy()
+    counts[3] += 1
+    counts[4] -= 1
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table.set_column(3, "valid", pa.array(counts)))
+    shard.write_bytes(sink.getvalue())
+    changes = {"sha256": hashlib.sha256(sink.getvalue()).hexdigest(), "bytes": len(sink.getvalue())}
+    shards = [manifest.shards[0].model_copy(update=changes), *manifest.shards[1:]]
+    identity = content_fingerprint(manifest.kind, manifest.block, manifest.tokenizer_fingerprint, shards)
+    changed = manifest.model_copy(update={"shards": shards, "fingerprint": identity})
+    (train / "manifest.json").write_text(manifest_text(changed))
+    (fault,) = verify(instruct_config.dir)[1]
+    assert "row 3 supervises" in fault
+
+
+def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig) -> None:
+    data = train_set(instruct_config)
+    tokenizer = load_tokenizer(instruct_config.dir / "tokenizer")
+    shown = ""
+    for row in range(len(data)):
+        text = look.coloured(data, row, tokenizer)
+        shown += "".join(text.plain[s.start : s.end] for s in text.spans if s.style == look.SUPERVISED)
+        rest = "".join(text.plain[s.start : s.end] for s in text.spans if s.style == look.CONTEXT)
+        assert "### Instruction:" in rest and rest.count("<s>") == rest.count("### Response:")
+    outputs = {row["output"] for row in alpaca_rows(60)}
+    assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
+
+
+def test_inspect_shows_numbers_lengths_and_sources(
+    instruct_config: DataConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Console(width=140, force_terminal=False).capture():
+        assert main(["inspect", str(instruct_config.dir), "--samples", "1"]) == 0
+    out = capsys.readouterr().out
+    manifest = read_manifest(instruct_config.dir / "train")
+    assert f"{manifest.tokens:,}" in out and f"{manifest.waste:.2%}" in out
+    assert "a.jsonl" in out and "segment lengths" in out and "█" in out and "### Response:" in out
+
+
+def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
+    """All rows are read in random order, and few pages of the mapped files stay resident."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) * 1024
+
+    data = random_dataset(tmp_path / "train", rows=160_000, block=256)
+    size = sum(info.bytes for info in data.manifest.shards)
+    assert size > 80_000_000
+    before, peak = mapped(), 0
+    order = np.random.default_rng(0).permutation(len(data))
+    for start in range(0, len(data), 50):
+        data.batch(order[start : start + 50])
+        peak = max(peak, mapped()) if start % 500 == 450 else peak
+    assert peak - before < size // 2

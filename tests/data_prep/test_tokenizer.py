@@ -1,0 +1,171 @@
+"""Tokenizers: equal to sentencepiece, saved and found again unchanged, blind to special tokens in text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from common.errors import UserError
+from data_prep.sources import open_text
+from data_prep.tokenizer import (
+    encoder,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_facts,
+    tokenizer_fingerprint,
+    train_sentencepiece,
+)
+from tests.helpers.corpus import texts, tiny_tokenizer
+
+SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
+
+
+def real_texts(shared_data: Path) -> list[str]:
+    """Lines of WikiText (most begin with a space), web pages, Alpaca answers, and runs of spaces."""
+    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
+        lines = stream.read().decode().split("\n")
+    for name, column in (("lm/openwebtext-sample", "text"), ("instruct/alpaca_gpt4", "output")):
+        with open_text(shared_data / name / "train.jsonl.zst") as stream:
+            rows = stream.read().decode().splitlines()[:150]
+        lines += [json.loads(row)[column] for row in rows]
+    spaces = [" " * a + "x" + " " * b + "\ty\n" + " " * a for a in range(20) for b in range(20)]
+    return lines + spaces + SPECIALS
+
+
+@pytest.mark.parametrize("name", ["tokenizers/llama", "models/stories260K"])
+def test_sentencepiece_conversion_equals_sentencepiece_on_real_text(shared_data: Path, name: str) -> None:
+    original = sentencepiece.SentencePieceProcessor(model_file=str(shared_data / name / "tokenizer.model"))
+    tokenizer = load_tokenizer(shared_data / name)
+    fast = encoder(tokenizer)
+    lines = real_texts(shared_data)
+    assert len(lines) > 4000
+    wrong = [line for line in lines if fast.encode(line).ids != original.encode(line)]
+    assert wrong == []
+    back = [line for line in lines[::7] if tokenizer.decode(original.encode(line)) != line]
+    assert back == []
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (original.bos_id(), original.eos_id())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.text(max_size=8), st.sampled_from([*SPECIALS, " ", "  ", "▁", "river", "\n"])),
+        max_size=8,
+    )
+)
+def test_conversion_equals_sentencepiece_on_any_text(parts: list[str]) -> None:
+    text = "".join(parts).encode("utf-8", "replace").decode()
+    original = sentencepiece.SentencePieceProcessor(
+        model_file=str(tiny_tokenizer() / "model" / "tokenizer.model")
+    )
+    assert encoder(tiny_tokenizer()).encode(text).ids == original.encode(text)
+
+
+def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
+    gpt2 = load_tokenizer(shared_data / "tokenizers/gpt2")
+    opt = load_tokenizer(shared_data / "tokenizers/opt")
+    assert encoder(gpt2).encode("Hello world").ids == [15496, 995]
+    assert (gpt2.bos_token_id, gpt2.eos_token_id, len(gpt2)) == (50256, 50256, 50257)
+    assert encoder(opt).encode("Hello world").ids == [31414, 232]
+    assert (opt.bos_token_id, opt.eos_token_id, opt.pad_token_id, len(opt)) == (2, 2, 1, 50265)
+    assert opt("Hello world")["input_ids"] == [2, 31414, 232]
+
+
+def test_gpt2_as_the_hub_has_it(shared_data: Path, tmp_path: Path) -> None:
+    """Its tokenizer.json comes with a configuration that names no special token."""
+    original = load_tokenizer(shared_data / "tokenizers/gpt2")
+    original.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
+    bare = load_tokenizer(tmp_path)
+    assert (bare.bos_token_id, bare.eos_token_id) == (50256, 50256)
+    assert tokenizer_fingerprint(bare) == tokenizer_fingerprint(original)
+
+
+def test_special_tokens_are_never_found_in_text(shared_data: Path) -> None:
+    for name in ("tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"):
+        tokenizer = load_tokenizer(shared_data / name)
+        ids = set(encoder(tokenizer).encode("".join(SPECIALS)).ids)
+        assert not ids & set(tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"])
+def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(shared_data / name)
+    tokenizer.save_pretrained(tmp_path)
+    auto, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    text = " A  line,\nwith <unk> and 日本語 🙂"
+    save_tokenizer(shared_data / name, None, tmp_path / "light")
+    light = AutoTokenizer.from_pretrained(tmp_path / "light")
+    four = (tokenizer, auto, own, light)
+    assert all(t(text)["input_ids"] == tokenizer(text)["input_ids"] for t in four)
+    assert len({t.decode(t(text)["input_ids"]) for t in four}) == 1
+    assert all(t.special_tokens_map == tokenizer.special_tokens_map for t in four)
+    assert len({tokenizer_fingerprint(t) for t in four}) == 1
+    facts = tokenizer_facts(tmp_path)
+    assert facts.fingerprint == tokenizer_fingerprint(tokenizer)
+    assert facts[:3] == (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    same = load_tokenizer(tiny_tokenizer())
+    assert tokenizer_fingerprint(same) == tokenizer_fingerprint(
+        load_tokenizer(tiny_tokenizer() / "model" / "tokenizer.model")
+    )
+    changed = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    vocab = changed["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.get)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    (tmp_path / "tokenizer_config.json").write_text((tiny_tokenizer() / "tokenizer_config.json").read_text())
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(same)
+    other_end = load_tokenizer(tiny_tokenizer())
+    other_end.eos_token = "<s>"
+    assert tokenizer_fingerprint(other_end) != tokenizer_fingerprint(same)
+
+
+def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train_sentencepiece(texts(200), 350, tmp_path / name / "tokenizer.model")
+    assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
+    tokenizer = load_tokenizer(tmp_path / "a")
+    assert tokenizer.decode(encoder(tokenizer).encode("Ünseen ☃ 123").ids) == "Ünseen ☃ 123"
+    assert len(tokenizer) == 350
+
+
+def test_errors_are_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text('{"model": 3}')
+    (tmp_path / "noise.model").write_bytes(b"\x00\xffnot a model")
+    cases = {
+        str(tmp_path / "absent/dir/ectory"): "does not exist|neither a local path",
+        str(tmp_path / "empty"): "holds none of tokenizer.json",
+        str(tmp_path / "broken"): "cannot be read",
+        str(tmp_path / "noise.model"): "cannot be read|not a plain BPE",
+        "no-such-owner/no-such-model": "neither a local path nor reachable",
+    }
+    for path, message in cases.items():
+        with pytest.raises(UserError, match=message) as caught:
+            load_tokenizer(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="train_tokenizer"):
+        train_sentencepiece(["too little text"], 5000, tmp_path / "t.model")
+
+
+def test_other_kinds_of_sentencepiece_models_are_refused(tmp_path: Path) -> None:
+    prefix = tmp_path / "unigram"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts(300)),
+        model_prefix=str(prefix),
+        vocab_size=60,
+        model_type="unigram",
+        minloglevel=2,
+    )
+    with pytest.raises(UserError, match="not a plain BPE"):
+        load_tokenizer(prefix.with_suffix(".model"))

@@ -1,0 +1,104 @@
+"""The evaluation's scheduler files, run as far as that goes without a scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.__main__ import EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, parser
+from tests.conftest import REPO
+from tests.helpers.evaluating import tiny_model, write_tasks
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Any:
+    """Runs the batch script with stand-ins for Slurm's commands, which write down how they were called."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    calls = tmp_path / "calls"
+    stubs = {
+        "srun": 'shift; [ -n "${FAKE_CODE:-}" ] && exit "$FAKE_CODE"; exec "$@"',
+        "scontrol": f'echo "scontrol $*" >> {calls}',
+        "sbatch": f'echo "sbatch $*" >> {calls}',
+        "python": f'exec {sys.executable} "$@"',
+    }
+    for name, body in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+
+    def run(*arguments: object, **environment: str) -> tuple[int, str, list[str]]:
+        calls.unlink(missing_ok=True)
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        given = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
+        script = (REPO / "launch/slurm/evaluate.sbatch").read_text()
+        # The script puts the checkout's own environment first; the stand-ins must win.
+        copy = tmp_path / "evaluate.sbatch"
+        copy.write_text(script.replace("PATH=$PWD/.venv/bin:$PATH", "PATH=$PATH"))
+        done = subprocess.run(
+            ["bash", copy, *map(str, arguments)],
+            cwd=REPO,
+            env=os.environ | given | environment,
+            capture_output=True,
+            text=True,
+        )
+        return (
+            done.returncode,
+            done.stdout + done.stderr,
+            calls.read_text().splitlines() if calls.is_file() else [],
+        )
+
+    return run
+
+
+def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", write_tasks(tmp_path / "data", ["sst2"], train=20, test=8)
+    model = tiny_model(tmp_path / "model")
+    run.mkdir()
+    code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20", FAKE_CODE="0")
+    assert code == 0, out
+    assert calls == [f"sbatch --begin=now+20minutes launch/slurm/evaluate.sbatch {run} {data} --tasks sst2"]
+    shutil.copytree(model, run / "export")
+    code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20")
+    assert (code, calls) == (0, []), out  # the final export is done: no further pass
+    assert json.loads((run / "eval/watch/done/run.json").read_text())["state"] == "evaluated"
+
+
+def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
+    for given, requeued in ((EXIT_RETRY, True), (EXIT_ERROR, False), (EXIT_REGRESSION, False)):
+        code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(given))
+        assert code == given
+        assert calls == (["scontrol requeue 7"] if requeued else [])
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="75", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
+
+
+def test_slurm_without_arguments_says_how(slurm: Any) -> None:
+    code, out, _ = slurm()
+    assert code != 0 and "usage: sbatch launch/slurm/evaluate.sbatch RUN_DIR DATA_DIR" in out
+
+
+def test_kubernetes_runs_the_commands_there_are() -> None:
+    documents = list(yaml.safe_load_all((REPO / "launch/k8s/evaluate.yaml").read_text()))
+    assert [d["kind"] for d in documents] == ["CronJob", "Job"]
+    for document in documents:
+        job = document["spec"].get("jobTemplate", document)["spec"]
+        pod = job["template"]["spec"]
+        container = pod["containers"][0]
+        values = {e["name"]: e["value"] for e in container["env"]}
+        arguments = [a.replace("$(RUN_DIR)", values["RUN_DIR"]).replace("$(DATA)", values["DATA"])
+                     for a in container["args"]]  # fmt: skip
+        assert arguments[0] == "eval"  # the image's verb
+        parsed = parser().parse_args(arguments[1:])
+        assert parsed.command == "watch" and parsed.once != parsed.until_finished
+        codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+        assert codes == [EXIT_ERROR, EXIT_REGRESSION]  # everything else is tried again
+        assert pod["restartPolicy"] == "Never"  # a pod failure policy needs it
+        assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}

@@ -1,0 +1,285 @@
+"""Watching a run: every complete checkpoint exactly once, no other ever.
+
+EVAL_CRASHES sets the number of crashes (20).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import watch as watch_module
+from eval.icl.job import Job, Settings
+from eval.icl.tasks import select_tasks
+from eval.watch import Watch, targets
+from pipeline import checkpoint
+from pipeline.run_dir import HF, describe, list_files, partial_directory
+from tests.helpers.evaluating import command, tiny_model, write_tasks
+
+CRASHES = int(os.environ.get("EVAL_CRASHES", "20"))
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Data, models of twenty steps, warm embeddings."""
+    root = tmp_path_factory.mktemp("watch")
+    os.environ["EVAL_CACHE"] = str(root / "cache")
+    write_tasks(root / "data", ["sst2"], train=20, test=12)
+    for step in range(20):
+        tiny_model(root / "models" / f"{step}", seed=step, num_hidden_layers=1)
+        facts = {"step": step, "tokens": 1000 * step, "objective": "emo", "run": "run"}
+        (root / "models" / f"{step}" / "export.json").write_text(json.dumps(facts))
+    yield root
+    del os.environ["EVAL_CACHE"]
+
+
+def write_partial(world: Path, run: Path, step: int) -> Path:
+    """A checkpoint as the trainer leaves it before it is complete."""
+    partial = partial_directory(run, step)
+    shutil.copytree(world / "models" / f"{step}", partial / HF)
+    (partial / "state").mkdir()
+    (partial / "state" / "optimizer.pt").write_bytes(os.urandom(100))
+    return partial
+
+
+def complete(partial: Path) -> None:
+    checkpoint.write_complete(partial, describe(partial, list_files(partial)))
+
+
+def publish(world: Path, run: Path, step: int) -> Path:
+    complete(write_partial(world, run, step))
+    return checkpoint.publish(run, step)
+
+
+def watcher(world: Path, run: Path, said: list[str] | None = None) -> Watch:
+    settings = Settings(data=str(world / "data"))
+    say = said.append if said is not None else (lambda text: None)
+    return Watch(run, select_tasks("sst2"), settings, run / "eval", "auto", say)
+
+
+def done(run: Path) -> dict[str, dict[str, Any]]:
+    return {
+        p.stem: json.loads(p.read_text()) for p in sorted((run / "eval" / "watch" / "done").glob("*.json"))
+    }
+
+
+def _loop(world: Path, run: Path, log: Path, count: int) -> None:
+    """A watcher that stays until `count` checkpoints are done; a line in `log` for every chunk scored."""
+    original = Job._score_rows
+
+    def logged(self: Job, *arguments: Any) -> Any:
+        records = original(self, *arguments)
+        with log.open("a") as file:
+            file.write(f"{self.model.name}\n")
+        return records
+
+    Job._score_rows = logged  # type: ignore[method-assign]  # a fork: nobody else sees this
+    watch = watcher(world, run)
+    while len(done(run)) < count:
+        watch.once()
+        time.sleep(0.02)
+
+
+def test_two_watchers_twenty_checkpoints_and_crashes(world: Path, tmp_path: Path) -> None:
+    """Checkpoints appear while two watchers work and are killed and started again at random."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    run.mkdir()
+    rng = random.Random(1)
+    crashes, steps = 0, list(range(20))
+    write_partial(world, run, 19)  # never completed before the end
+    workers: list[Any] = [None, None]
+    while steps or len(done(run)) < 20 or crashes < CRASHES:
+        for i, worker in enumerate(workers):
+            if worker is None or not worker.is_alive():
+                workers[i] = FORK.Process(target=_loop, args=(world, run, log, 20))
+                workers[i].start()
+        if steps and rng.random() < 0.7:
+            step = steps.pop(0)
+            if step == 19:
+                complete(partial_directory(run, 19))
+                checkpoint.publish(run, 19)
+            else:
+                publish(world, run, step)
+        time.sleep(rng.uniform(0.05, 0.3))
+        if crashes < CRASHES and rng.random() < 0.6:
+            victim = rng.choice(workers)
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+            crashes += 1
+        if len(done(run)) == 20 and crashes < CRASHES:  # slow machines: crash idle watchers too
+            crashes = CRASHES
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode in (0, -signal.SIGKILL)
+    found = done(run)
+    assert sorted(found) == [f"run-step-{step:06d}" for step in range(20)]
+    assert all(facts["state"] == "evaluated" for facts in found.values())
+    assert [facts["step"] for facts in found.values()] == list(range(20))
+    scored = log.read_text().splitlines()
+    assert set(scored) == set(found)
+    assert len(scored) <= 20 + CRASHES  # again only what a crash cut off after scoring, before publishing
+    for step in (0, 7, 19):  # each got its own model's result
+        alone = Job(_model(world, step), Settings(data=str(world / "data")), tmp_path / "alone")
+        expected = alone.run(select_tasks("sst2")[0])
+        view = json.loads((run / "eval" / "models" / f"run-step-{step:06d}" / "sst2.json").read_text())
+        assert view["result"] == expected
+    assert not list((run / "eval" / "watch" / "pins").iterdir())
+
+
+def _model(world: Path, step: int) -> Any:
+    from eval.model import EvaluatedModel
+
+    return EvaluatedModel(str(world / "models" / str(step)))
+
+
+def test_nothing_is_done_twice(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    watch = watcher(world, run)
+    assert (watch.once(), watch.once(), watcher(world, run).once()) == (1, 0, 0)
+    publish(world, run, 4)
+    assert watcher(world, run).once() == 1
+    assert list(done(run)) == ["run-step-000003", "run-step-000004"]
+
+
+BROKEN = {
+    "no COMPLETE": lambda c: (c / "COMPLETE").unlink(),
+    "empty COMPLETE": lambda c: (c / "COMPLETE").write_text(""),
+    "truncated weights": lambda c: _change(c / "hf" / "model.safetensors", lambda b: b[: len(b) // 2]),
+    "flipped byte": lambda c: _change(c / "hf" / "model.safetensors", lambda b: b[:-9] + b"\x55" + b[-8:]),
+    "missing weights": lambda c: (c / "hf" / "model.safetensors").unlink(),
+    "missing tokenizer": lambda c: (c / "hf" / "tokenizer.json").unlink(),
+    "no export": lambda c: shutil.rmtree(c / "hf"),
+}
+
+
+def _change(path: Path, change: Any) -> None:
+    data = path.read_bytes()
+    assert change(data) != data
+    path.write_bytes(change(data))
+
+
+@pytest.mark.parametrize("kind", list(BROKEN))
+def test_a_torn_checkpoint_is_never_scored(kind: str, world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    whole = publish(world, run, 3)
+    BROKEN[kind](whole)
+    watch = watcher(world, run)
+    assert watch.once() == 0 and not done(run)
+    assert not (run / "eval" / "models").exists()
+    shutil.rmtree(whole)
+    publish(world, run, 3)  # written again, whole
+    assert watch.once() == 1
+
+
+def test_a_partial_directory_is_no_checkpoint(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    complete(write_partial(world, run, 5))  # not renamed yet
+    assert targets(run) == [] and watcher(world, run).once() == 0
+
+
+def test_the_final_export_counts(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    watch = watcher(world, run)
+    watch.once()
+    assert not watch.finished()
+    shutil.copytree(world / "models" / "4", run / "export")
+    assert watch.once() == 1 and watch.finished()
+    assert sorted(done(run)) == ["run", "run-step-000003"]
+
+
+def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) -> None:
+    """Foreign runs have no marker: trainer_state.json, every shard of the index, unchanged over two looks."""
+    run = tmp_path / "run"
+    path = run / "checkpoint-500"
+    shutil.copytree(world / "models" / "5", path)
+    weights = path / "model.safetensors"
+    kept = weights.read_bytes()
+    watch = watcher(world, run)
+    assert watch.once() == watch.once() == 0  # no trainer_state.json
+    (path / "trainer_state.json").write_text("{}")
+    assert watch.once() == 0  # it has just changed
+    weights.write_bytes(kept[:1000])
+    assert watch.once() == 0  # and again
+    weights.write_bytes(kept)
+    weights.rename(path / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert watch.once() == watch.once() == 0  # the second shard is missing
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model-00001-of-00002.safetensors").rename(weights)
+    assert watch.once() == 0
+    assert watch.once() == 1 and list(done(run)) == ["run-checkpoint-500"]
+
+
+def test_pruned_while_it_is_evaluated(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    evaluate = watch_module.run_all
+
+    def prune_first(*arguments: Any) -> Any:
+        checkpoint.remove(run / "step-000003")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(watch_module, "run_all", prune_first)
+    assert watcher(world, run).once() == 1
+    assert done(run)["run-step-000003"]["state"] == "evaluated"
+
+
+def test_pruned_before_it_is_evaluated(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    listed = targets(run)
+    checkpoint.remove(run / "step-000003")
+    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
+    said: list[str] = []
+    assert watcher(world, run, said).once() == 0
+    assert done(run)["run-step-000003"]["state"] == "gone"
+    assert said == ["run-step-000003: removed before it could be evaluated"]
+
+
+def test_the_command_for_schedulers(world: Path, tmp_path: Path) -> None:
+    """`watch --once`: a summary in the last line, exit code 0, a report; again: nothing to do, 0."""
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    publish(world, run, 9)
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
+    code, out, _ = command(*arguments)
+    assert (code, out.splitlines()[-1]) == (0, f"{run}: 2 evaluated, 0 not ready or held elsewhere")
+    assert "Accuracy over training" in (run / "eval" / "report.html").read_text()
+    assert command(*arguments)[:2] == (0, f"{run}: 0 evaluated, 0 not ready or held elsewhere\n")
+
+
+def test_a_regression_ends_the_watch_with_code_3(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    accuracy = {step: _accuracy(world, step) for step in range(20)}
+    better, worse = next((a, b) for a in accuracy for b in accuracy if a < b and accuracy[b] < accuracy[a])
+    publish(world, run, better)
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
+    assert command(*arguments)[0] == 0
+    publish(world, run, worse)
+    code, out, _ = command(*arguments, "--fail-on-regression", f"run-step-{better:06d}", "--max-drop", 0)
+    assert code == 3
+    assert "regression: mean -" in out
+
+
+def _accuracy(world: Path, step: int) -> float:
+    job = Job(_model(world, step), Settings(data=str(world / "data")), world / "alone")
+    return job.run(select_tasks("sst2")[0])["accuracy"]
+
+
+def test_a_missing_run_is_one_line(tmp_path: Path) -> None:
+    found = command("watch", tmp_path / "no", "--once", "--data", "x")
+    assert found == (2, "", f"error: run directory {tmp_path / 'no'} does not exist\n")

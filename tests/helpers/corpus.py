@@ -1,0 +1,167 @@
+"""Small made-up corpora, a small tokenizer and short ways to prepare data, for the tests of data_prep."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.recipe import parse_section
+from data_prep.config import DataConfig
+from data_prep.pack import Rows
+from data_prep.prepare import prepare
+from data_prep.shards import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    TokenDataset,
+    content_fingerprint,
+    manifest_text,
+    shard_name,
+)
+from data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from data_prep.write import ShardWriter
+
+COUNTED = ("rows", "tokens", "valid_tokens", "documents", "segments")
+WORDS = (
+    *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),
+    *("cat", "dog", "boat", "song", "rain", "light", "road", "runs", "sings", "sees", "finds", "takes"),
+    *("keeps", "under", "over", "near", "with", "and", "but", "then", "never", "slowly", "Anna", "Ben"),
+)
+
+
+def sentence(rng: random.Random, low: int = 4, high: int = 14) -> str:
+    """Some words and a full stop."""
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high))) + "."
+
+
+def texts(count: int, seed: int = 0, sentences: int = 6) -> list[str]:
+    """Documents that differ."""
+    rng = random.Random(seed)
+    made = (" ".join(sentence(rng) for _ in range(rng.randint(1, sentences))) for _ in range(count))
+    return [f"{i}. {text}" for i, text in enumerate(made)]
+
+
+def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Instruction rows, some with an input."""
+    rng = random.Random(seed)
+    return [
+        {
+            "instruction": f"{i}: {sentence(rng)}",
+            "input": sentence(rng) if rng.random() < 0.4 else "",
+            "output": " ".join(sentence(rng) for _ in range(rng.randint(1, 5))),
+        }
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+@cache
+def tiny_tokenizer() -> Path:
+    """A saved sentencepiece tokenizer of 400 pieces; `model/tokenizer.model` in it is the original."""
+    place = Path(tempfile.mkdtemp(prefix="tiny-tokenizer-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    model = place / "model" / "tokenizer.model"
+    train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
+    save_tokenizer(model, None, place)
+    return place
+
+
+def data_config(root: Path, **data: Any) -> DataConfig:
+    """A configuration with the tiny tokenizer; data go to root/prepared."""
+    default = {"dir": str(root / "prepared"), "root": str(root), "block": 32, "shards": 2}
+    if "train_tokenizer" not in data:
+        default["tokenizer"] = str(tiny_tokenizer())
+    return parse_section(DataConfig, default | data, "data")
+
+
+def run(
+    config: DataConfig,
+    shard: tuple[int, int] = (0, 1),
+    workers: int = 1,
+    force: bool = False,
+    finish: bool = False,
+) -> list[str]:
+    """Prepare in this process; what it said."""
+    said: list[str] = []
+    prepare(config, shard, workers, force, finish, said.append)
+    return said
+
+
+def train_set(config: DataConfig) -> TokenDataset:
+    """The prepared training data."""
+    return TokenDataset(config.dir / "train")
+
+
+def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
+    """Ids and shifted labels of every segment of every row, padding left out."""
+    found = []
+    for row in range(len(data)):
+        batch = data.batch(np.array([row]))
+        ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(ids)]
+        end = data.tokens_of(row)
+        for a, b in pairwise(starts):
+            if a < end:
+                found.append((ids[a:b].tolist(), labels[a:b].tolist()))
+    return found
+
+
+def file_bytes(directory: Path) -> dict[str, bytes]:
+    """All files of the two splits, by relative name; hidden ones too."""
+    files = (p for split in ("train", "validation") for p in (directory / split).rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
+    """A text data set of random tokens, two segments in each row, by the writer that prepare uses."""
+    place.mkdir(parents=True)
+    rng, infos = np.random.default_rng(1), []
+    none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
+    halves = np.tile([block // 2, block - block // 2], 1000)
+    for name in (shard_name(0, 2), shard_name(1, 2)):
+        with (place / name).open("wb") as file:
+            writer = ShardWriter(file, "text", np.dtype(np.uint16))
+            for _ in range(rows // 2000):
+                ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
+                writer.add(Rows(ids, full, halves, two, none, np.zeros(1000, np.int64), full - 2))
+            infos.append(writer.finish(name, rows, Counter()))
+    counts = {k: sum(getattr(info, k) for info in infos) for k in COUNTED}
+    manifest = Manifest(
+        format=FORMAT,
+        tool="test",
+        kind="text",
+        split="train",
+        block=block,
+        vocab_size=1000,
+        tokenizer_fingerprint="none",
+        bos_id=None,
+        eos_id=None,
+        template=None,
+        fingerprint=content_fingerprint("text", block, "none", infos),
+        config={},
+        sources=[],
+        rejected={},
+        counts={},
+        **counts,
+        waste=0.0,
+        shards=infos,
+    )
+    (place / MANIFEST).write_text(manifest_text(manifest))
+    return TokenDataset(place)

@@ -1,0 +1,88 @@
+"""Small models and task data for the evaluation's tests."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from data_prep.tokenizer import load_tokenizer, train_sentencepiece
+from data_prep.world.corpora import documents, task_rows
+from eval.__main__ import main
+
+
+def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
+    """A random LLaMA with a tokenizer, saved as an export is; the same seed gives the same weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if tokenizer is None:
+        tokenizer = tiny_tokenizer(directory.parent / "tokenizer")
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 1024,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
+    with torch.no_grad():  # sharper than an initialised model, so that labels differ by more than rounding
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def tiny_tokenizer(directory: Path) -> Any:
+    """A sentencepiece tokenizer of 384 pieces, trained once on the embedded corpus."""
+    path = directory / "tokenizer.model"
+    if not path.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        train_sentencepiece((row["text"] for row in documents(0, 300)), 384, path)
+    return load_tokenizer(directory)
+
+
+def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 24) -> Path:
+    """Rows of the embedded world in the layout of `--data`."""
+    for task in tasks:
+        splits = {"dev": 50, "test": test} if task == "mmlu" else {"train": train, "test": test}
+        (directory / task).mkdir(parents=True, exist_ok=True)
+        for split, n in splits.items():
+            rows = task_rows(task, split, n, 0)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (directory / task / f"{split}.jsonl").write_text(text)
+    return directory
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python -m eval ARGUMENTS`, in this process: imports take long."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["eval", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main()
+    finally:
+        sys.argv = argv
+    return code, out.getvalue(), err.getvalue()
+
+
+def load(directory: Path | str) -> tuple[Any, Any]:
+    """(model in float32, tokenizer) of a directory."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval(), load_tokenizer(directory)
+
+
+@torch.no_grad()
+def naive_nll(model: Any, ids: list[int]) -> np.ndarray:
+    """-log p of tokens 2..N of one prompt, float64 [N - 1], by the plainest forward there is."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    picked = logits.log_softmax(dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    return -picked.numpy()

@@ -1,0 +1,179 @@
+"""Real runs for tests: a tiny prepared recipe, and the product's own launch command on CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import yaml
+
+from pipeline.run_dir import read_metrics
+from tests.conftest import REPO
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = os.environ | {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+}
+
+
+def tiny_recipe(directory: Path, **train: object) -> Path:
+    """A recipe of a tiny new LLaMA on a few plain sentences, with its data prepared; returns its path."""
+    rng = random.Random(3)
+    who = ["man", "woman", "cat", "dog", "child", "king"]
+    did = ["saw", "took", "lost", "ate"]
+    what = ["a fish", "the red ball", "it"]
+    sentences = [
+        f"The {rng.choice(who)} {rng.choice(did)} {rng.choice(what)} on day {n}." for n in range(600)
+    ]
+    texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
+    (directory / "text.txt").write_text("\n".join(texts))
+    recipe = {
+        "run_dir": str(directory / "run"),
+        "data": {
+            "dir": str(directory / "data"),
+            "root": str(directory),
+            "train_tokenizer": 384,
+            "block": 32,
+            "shards": 1,
+            "sources": [{"files": "text.txt", "format": "lines"}],
+            "validation_fraction": 0.1,
+        },
+        "model": {
+            "architecture": {
+                "model_type": "llama",
+                "vocab_size": 384,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 64,
+            },
+            "dtype": "float32",
+        },
+        "objective": {"name": "emo"},
+        "train": {
+            "steps": 8,
+            "batch": 8,
+            "micro_batch": 2,
+            "lr": 1e-3,
+            "log_every": 1,
+            "eval_rows": 6,
+            "tensorboard": False,
+            **train,
+        },
+    }
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    prepared = subprocess.run(
+        [str(BIN / "python"), "-m", "data_prep", "prepare", str(path)],
+        cwd=REPO,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    return path
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
+    """`deepspeed launch/SCRIPT.sh ARGUMENTS` on `ranks` CPU ranks."""
+    return [
+        str(BIN / "deepspeed"),
+        f"--num_gpus={ranks}",
+        f"--master_port={free_port()}",
+        f"launch/{script}.sh",
+        *arguments,
+    ]
+
+
+def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start a run in a process group of its own."""
+    return subprocess.Popen(
+        launch_command(ranks, *arguments),
+        cwd=REPO,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.CompletedProcess[str]:
+    """Run to the end; stdout and stderr together in `.stdout`."""
+    return subprocess.run(
+        launch_command(ranks, *arguments, script=script),
+        cwd=REPO,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+
+
+def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The launch script as one process without the launcher: the quick way to its errors."""
+    return subprocess.run(
+        [str(BIN / "python"), "launch/continual.sh", *arguments],
+        cwd=REPO,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+
+
+Losses = list[tuple[float, float, float]]
+
+
+def losses(run_dir: Path) -> Losses:
+    """Step, NLL and DEMD of every logged step."""
+    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
+
+
+def wait_for_step(run_dir: Path, step: int, timeout: float = 120) -> None:
+    """Until a run has logged step `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if any(r["step"] >= step for r in read_metrics(run_dir)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in {run_dir} after {timeout} s")
+
+
+def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of a launch script that a launcher has started itself."""
+    children = psutil.Process(process.pid).children()
+    return [p for p in children if any(a.startswith("launch/") for a in p.cmdline())]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The training processes below a launcher."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in below if any(a.startswith("--local_rank=") for a in p.cmdline())]
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill a whole run at once, as a power cut would."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

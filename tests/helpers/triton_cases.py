@@ -1,0 +1,103 @@
+"""The Triton kernels against float64, run by Triton's interpreter.
+
+Collected only by `test_objectives_triton.py`, in a process of its own: Triton decides between its
+interpreter and its compiler (TRITON_INTERPRET=1) when it is first imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.fused import fused_linear_loss
+from tests.helpers.loss_reference import reference, relative_error
+from tests.loss.test_objectives import ONE_TARGET, make
+
+V, H = 150, 12
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks per row, the last one partial."""
+    from pipeline.loss import kernels_triton as triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "BLOCK", 64)
+
+
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(V, (14,))
+    labels[::6] = -100
+    h = (torch.randn(14, H) * scale).to(dtype).requires_grad_()
+    return h, torch.randn(V, H).to(dtype).requires_grad_(), labels, torch.randn(V, H + 4)
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize("scale", [0.05, 2.0])
+@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
+def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
+    """The same bounds as for the PyTorch path."""
+    h, w, labels, E = inputs(torch.float32, scale)
+    cost = CostEmbedding.from_weight(E, cache_mb=cache_mb)
+    got = fused_linear_loss(h, w, labels, make(name), cost, kernels="triton", memory_mb=1e-4)
+    got.loss.backward()
+    want = reference(h, w, labels, E, name)
+    bound = 2e-3 if cache_mb else 1e-5
+    for key in ("loss", "nll", "demd"):
+        assert relative_error(getattr(got, key).detach(), want[key]) <= bound, key
+    assert relative_error(h.grad, want["d_hidden"]) <= bound
+    assert relative_error(w.grad, want["d_weight"]) <= bound
+
+
+@pytest.mark.parametrize("name", ["mle", "emo", "emo2", "tailr"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"z_loss": 1e-2},
+        {"label_smoothing": 0.1},
+        {"softcap": 5.0},
+        {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_scale": 2.0},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: torch.dtype) -> None:
+    """Options and bias: the two paths differ by rounding only."""
+    results = []
+    for kernels in ("triton", "torch"):
+        h, w, labels, E = inputs(dtype)
+        bias = torch.linspace(-1, 1, V).to(dtype).requires_grad_()
+        cost = CostEmbedding.from_weight(E)
+        got = fused_linear_loss(
+            h, w, labels, make(name), cost, bias=bias, kernels=kernels, **options
+        )  # fmt: skip
+        got.loss.backward()
+        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad, bias.grad))
+    bound = 1e-5 if dtype == torch.float32 else 6e-3
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_confident_and_extreme_rows(dtype: torch.dtype) -> None:
+    """A target far above or far below the rest stays finite and right."""
+    h = torch.tensor([[30.0, 0.0], [-30.0, 0.0], [1e3, 1e3]], dtype=dtype).requires_grad_()
+    w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
+    labels, E = torch.tensor([0, 0, 3]), torch.randn(4, 3)
+    got = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E), kernels="triton")
+    got.loss.backward()
+    want = reference(h, w, labels, E, "emo")
+    assert relative_error(got.loss.detach(), want["loss"]) <= 1e-3
+    assert relative_error(h.grad, want["d_hidden"]) <= 1e-2
+
+
+def test_refuses_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    h, w, labels, _ = inputs(torch.float32)
+    with pytest.raises(UserError, match="needs a GPU"):
+        fused_linear_loss(h, w, labels, make("mle"), kernels="triton")
+    with pytest.raises(UserError, match="must be auto, torch or triton"):
+        fused_linear_loss(h, w, labels, make("mle"), kernels="cuda")

@@ -1,0 +1,226 @@
+"""One rank of the ZeRO parity test: train a tiny LLaMA with the fused head in several set-ups.
+
+Run by two processes for the sharded runs, and imported for the unsharded one they are compared with.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.engine import start_world
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.dense import Teacher
+from pipeline.loss.fused import LossSums, fuse_head, fused_linear_loss
+from pipeline.loss.objectives import OBJECTIVES, get_objective
+
+VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}  # a tiny eps would amplify rounding
+
+
+@dataclass(frozen=True)
+class Case:
+    objective: str = "emo"
+    stage: int = 3
+    tied: bool = False
+    checkpointing: str = "none"  # none | reentrant | nonreentrant
+    accumulation: int = 1
+    zero_init: bool = False  # built in pieces from the start, cost embedding gathered
+    frozen_head: bool = False
+    head_bias: bool = False
+    access: str = "head"  # head | external (its weight used without calling it) | gathered (outside)
+
+
+class WithLoss(nn.Module):
+    """A causal LM that returns the loss sums, as the trainer's model does."""
+
+    def __init__(self, model: nn.Module, access: str) -> None:
+        super().__init__()
+        self.model = model
+        self.access = access
+
+    def forward(self, ids: Tensor, labels: Tensor) -> LossSums | Tensor:
+        hidden, head = self.model.model(ids).last_hidden_state, self.model.lm_head
+        if self.access == "gathered":
+            return hidden
+        if self.access == "external":
+            return fused_linear_loss(hidden, head.weight, labels, head.objective, head.cost)
+        teacher = None
+        if head.spec.terms.objective.dense:
+            generator = torch.Generator().manual_seed(7)
+            states = torch.randn(VOCAB, 8, generator=generator)[ids]  # a teacher that sees one token
+            teacher = Teacher(states, torch.randn(VOCAB, 8, generator=generator))
+        return head(hidden, labels, teacher)
+
+
+def build(case: Case) -> WithLoss:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=case.tied,
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    if case.head_bias:
+        model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB))
+    if case.checkpointing != "none":
+        # autograd's two ways of recomputing
+        reentrant = case.checkpointing == "reentrant"
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    return WithLoss(model, case.access)
+
+
+def prepare(model: WithLoss, case: Case) -> None:
+    """Swap the head and freeze what the case wants frozen."""
+    head = model.model.lm_head
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        objective = get_objective(case.objective)
+    head.objective, head.cost = objective, CostEmbedding.from_weight(head.weight)
+    if case.access == "head":
+        fuse_head(head, objective, head.cost, memory_mb=16 * VOCAB * 4 / 2**20)
+    head.weight.requires_grad_(not case.frozen_head)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch: ids and labels [ROWS, BLOCK]; a different number of valid tokens per row."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(VOCAB, (ROWS, BLOCK), generator=generator)
+    labels = ids.roll(-1, dims=1)
+    labels[:, -1] = -100
+    for row in range(ROWS):
+        labels[row, : 2 * row] = -100
+    if step == 1:
+        labels[: ROWS // 2] = -100  # one rank has nothing to learn from in this step
+    return ids, labels
+
+
+def run_unsharded(case: Case) -> dict[str, Tensor]:
+    """The truth: one process, whole batch, torch's own AdamW."""
+    model = build(case)
+    prepare(model, case)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **OPTIMIZER)
+    losses, first = [], {}
+    for step in range(STEPS):
+        ids, labels = batch(step)
+        sums = model(ids, labels)
+        if case.access == "gathered":
+            head = model.model.lm_head
+            sums = fused_linear_loss(sums, head.weight, labels, head.objective, head.cost)
+        loss = sums.loss / sums.tokens
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(loss.detach())
+    state = {f"param.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": torch.stack(losses)} | {f"grad.{n}": g for n, g in first.items()} | state
+
+
+def run_sharded(case: Case) -> dict[str, Tensor]:
+    """This rank's part under DeepSpeed; every rank returns the gathered results."""
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // 2 // case.accumulation,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 0.0,  # the default is 1.0
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
+        "zero_optimization": {
+            "stage": case.stage,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    if case.zero_init:
+        source = build(case).state_dict()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = build(case)
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            if dist.get_rank() == 0:
+                model.load_state_dict(source)
+    else:
+        model = build(case)
+    prepare(model, case)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
+    rank, losses = dist.get_rank(), []
+    grads: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        ids, labels = (x.view(2, case.accumulation, -1, BLOCK)[rank] for x in batch(step))
+        tokens = int((batch(step)[1] != -100).sum())
+        total = torch.zeros(())
+        for i in range(case.accumulation):
+            sums, head = engine(ids[i], labels[i]), model.model.lm_head
+            outside = [head.weight] if case.access == "gathered" else []
+            with deepspeed.zero.GatheredParameters(outside, modifier_rank=None):
+                if outside:
+                    sums = fused_linear_loss(sums, head.weight, labels[i], head.objective, head.cost)
+                # DeepSpeed divides by ranks and accumulation, we by the tokens of the global batch
+                engine.backward(sums.loss * (2 * case.accumulation / tokens))
+            total += sums.loss.detach() / tokens
+            if step == 0 and i == case.accumulation - 1:
+                for name, p in engine.module.named_parameters():
+                    if p.requires_grad and case.stage > 0:
+                        grads[f"grad.{name}"] = safe_get_full_grad(p).clone()
+            engine.step()
+        dist.all_reduce(total)
+        losses.append(total)
+    state = {}
+    for name, p in engine.module.named_parameters():
+        if case.stage == 3:
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=None):
+                state[f"param.{name}"] = p.detach().clone()
+        else:
+            state[f"param.{name}"] = p.detach().clone()
+    engine.destroy()
+    return {"losses": torch.stack(losses)} | grads | state
+
+
+CASES = [
+    *(Case(objective=name) for name in OBJECTIVES),
+    *(
+        Case(tied=tied, checkpointing=how, accumulation=accumulation)
+        for tied in (False, True)
+        for how in ("none", "reentrant", "nonreentrant")
+        for accumulation in (1, 3)
+        if (tied, how, accumulation) != (False, "none", 1)
+    ),
+    *(Case(stage=stage, tied=tied, accumulation=3) for stage in (0, 1, 2) for tied in (False, True)),
+    Case(zero_init=True),
+    Case(zero_init=True, tied=True),
+    Case(frozen_head=True),
+    Case(head_bias=True),
+    Case(access="external"),
+    Case(access="gathered"),
+]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    start_world()
+    results = [(asdict(case), run_sharded(case)) for case in CASES]
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, Path(sys.argv[1]))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""DEMD against a teacher's distribution: float64 autograd, the one-hot case, options, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from pipeline.loss.cost import LIVE, CostEmbedding
+from pipeline.loss.dense import Teacher
+from pipeline.loss.fused import fused_linear_loss
+from tests.helpers.loss_reference import cost_matrix, reference, relative_error
+from tests.loss.test_objectives import make
+
+N, V, H = 50, 37, 9
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Teacher]:
+    torch.manual_seed(0)
+    labels = torch.randint(V, (N,))
+    labels[::4] = -100
+    h, w = torch.randn(N, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype).requires_grad_()
+    teacher = Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V, 2 * H).to(dtype) * 0.3)
+    E = torch.randn(V, 5)
+    E[3] = 0
+    return h, w, labels, E, teacher
+
+
+def naive(
+    h: Tensor, w: Tensor, labels: Tensor, E: Tensor, teacher: Teacher, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, demd, d_hidden, d_weight) with the full cost matrix, float64."""
+    h, w = (x.detach().double().requires_grad_() for x in (h, w))
+    z = h @ w.T if bias is None else h @ w.T + bias.detach().double()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    teacher_z = teacher.hidden.double() @ teacher.weight.double().T * teacher.logit_scale
+    if teacher.bias is not None:
+        teacher_z = teacher_z + teacher.bias.double()
+    if teacher.softcap:
+        teacher_z = teacher.softcap * torch.tanh(teacher_z / teacher.softcap)
+    P, q = teacher_z.softmax(-1), z.softmax(-1)
+    demd = ((q - P).abs() * (P @ cost_matrix(E))).sum(-1)
+    loss = (1 - label_smoothing) * demd - label_smoothing * z.log_softmax(-1).mean(-1)
+    loss = loss + z_loss * z.logsumexp(-1) ** 2
+    valid = labels != -100
+    total = loss[valid].sum()
+    total.backward()
+    return total.detach(), demd[valid].sum().detach(), h.grad, w.grad
+
+
+@pytest.mark.filterwarnings("ignore:cost embedding")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 3.0}, {"z_loss": 0.01, "label_smoothing": 0.2}],
+    ids=["plain", "softcap", "z_loss+smoothing"],
+)
+@pytest.mark.parametrize("head_bias", [False, True])
+def test_equals_reference(
+    dtype: torch.dtype, bound: float, options: dict[str, float], head_bias: bool
+) -> None:
+    h, w, labels, E, teacher = inputs(dtype)
+    bias = torch.randn(V).to(dtype) if head_bias else None
+    teacher = teacher._replace(bias=bias, softcap=4.0 if head_bias else None, logit_scale=0.7)
+    cost = CostEmbedding.from_weight(E, dtype)
+    got = fused_linear_loss(
+        h, w, labels, make("demd_dense"), cost, teacher=teacher, bias=bias, memory_mb=0.01, **options
+    )
+    got.loss.backward()
+    want = naive(h, w, labels, E, teacher, bias=bias, **options)
+    for value, truth in zip((got.loss.detach(), got.demd, h.grad, w.grad), want, strict=True):
+        assert relative_error(value, truth) <= bound
+
+
+@pytest.mark.filterwarnings("ignore:cost embedding")
+def test_one_hot_teacher_is_plain_demd() -> None:
+    """Eq. 15 at a one-hot distribution is eq. 14."""
+    h, w, labels, E, _ = inputs(torch.float64)
+    sure = torch.nn.functional.one_hot(labels.clamp(min=0), V).double() * 1e4
+    teacher = Teacher(sure, torch.eye(V, dtype=torch.float64))
+    cost = CostEmbedding.from_weight(E, torch.float64)
+    got = fused_linear_loss(h, w, labels, make("demd_dense"), cost, teacher=teacher)
+    got.loss.backward()
+    want = reference(h, w, labels, E, "demd")
+    for value, key in ((got.loss.detach(), "loss"), (h.grad, "d_hidden"), (w.grad, "d_weight")):
+        assert relative_error(value, want[key]) <= 1e-11
+    assert relative_error(got.nll, want["nll"]) <= 1e-11
+
+
+def test_equal_distributions_cost_nothing() -> None:
+    h, w, labels, _, _ = inputs(torch.float32)
+    same = Teacher(h.detach(), w.detach())
+    got = fused_linear_loss(h, w, labels, make("demd_dense"), LIVE, teacher=same)
+    assert got.loss.item() == pytest.approx(0, abs=1e-5)
+
+
+def test_half_precision_and_no_tokens() -> None:
+    h, w, labels, E, teacher = inputs(torch.bfloat16)
+    E[3] = 1
+    cost = CostEmbedding.from_weight(E.bfloat16().float())
+    got = fused_linear_loss(h, w, labels, make("demd_dense"), cost, teacher=teacher)
+    got.loss.backward()
+    want = naive(h, w, labels, E.bfloat16(), teacher)
+    assert relative_error(got.loss.detach(), want[0]) <= 5e-3
+    cosine = torch.cosine_similarity(h.grad.double().flatten(), want[2].flatten(), dim=0)
+    assert cosine >= 0.99  # sign(q - P) jumps where the two nearly agree: rounding decides there
+    h.grad = None
+    none = torch.full_like(labels, -100)
+    got = fused_linear_loss(h, w, none, make("demd_dense"), cost, teacher=teacher)
+    got.loss.backward()
+    assert got.loss.item() == 0
+    assert h.grad.count_nonzero() == 0
+
+
+def test_refusals() -> None:
+    h, w, labels, E, teacher = inputs(torch.float32)
+    E[3] = 1
+    cost = CostEmbedding.from_weight(E)
+    with pytest.raises(UserError, match="needs a teacher"):
+        fused_linear_loss(h, w, labels, make("demd_dense"), cost)
+    with pytest.raises(UserError, match="no other objective takes one"):
+        fused_linear_loss(h, w, labels, make("emo"), cost, teacher=teacher)
+    with pytest.raises(UserError, match="needs a cost embedding"):
+        fused_linear_loss(h, w, labels, make("demd_dense"), teacher=teacher)
+    short = teacher._replace(hidden=teacher.hidden[1:])
+    with pytest.raises(UserError, match="do not fit 50 tokens and 37 vocabulary entries"):
+        fused_linear_loss(h, w, labels, make("demd_dense"), cost, teacher=short)

@@ -1,0 +1,417 @@
+"""The fused loss against a naive float64 reference, over options, shapes, dtypes and edge cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.fused import FusedHead, LossSums, fuse_head, fused_linear_loss
+from tests.helpers.loss_reference import reference, relative_error
+from tests.loss.test_objectives import ONE_TARGET, make
+
+N, V, H = 70, 53, 12
+TINY_MB = 16 * V * 4 / 2**20  # 16 tokens per chunk: several chunks
+
+
+def inputs(
+    n: int = N, vocab: int = V, hidden: int = H, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden, weight, labels with every fifth ignored, cost embedding of another width)."""
+    generator = torch.Generator().manual_seed(n + vocab)
+    h = (torch.randn(n, hidden, generator=generator) * scale).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (n,), generator=generator)
+    labels[::5] = -100
+    return h, w, labels, torch.randn(vocab, hidden + 3, generator=generator)
+
+
+def compare(
+    h: Tensor, w: Tensor, labels: Tensor, E: Tensor, name: str, tolerance: float,
+    params: dict | None = None, bias: Tensor | None = None, **options: float,
+) -> LossSums:  # fmt: skip
+    """Run both, compare sums and every gradient in relative norm."""
+    params = params or {}
+    stats = torch.promote_types(h.dtype, torch.float32)
+    cost = CostEmbedding.from_weight(E, stats)
+    got = fused_linear_loss(h, w, labels, make(name, **params), cost, bias=bias, memory_mb=TINY_MB, **options)
+    got.loss.backward()
+    want = reference(h, w, labels, E, name, bias=bias, **params, **options)
+    assert got.loss.dtype == stats
+    assert int(got.tokens) == int((labels != -100).sum())
+    for key in ("loss", "nll", "demd"):
+        assert relative_error(getattr(got, key).detach(), want[key]) <= tolerance, key
+    assert relative_error(h.grad, want["d_hidden"]) <= tolerance
+    assert relative_error(w.grad, want["d_weight"]) <= tolerance
+    if bias is not None:
+        assert relative_error(bias.grad, want["d_bias"]) <= tolerance
+    return got
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_equals_reference(name: str, scale: float, dtype: torch.dtype, tolerance: float) -> None:
+    """From uniform to very confident predictions."""
+    compare(*inputs(dtype=dtype, scale=scale), name, tolerance)
+
+
+@pytest.mark.parametrize("name", ["mle", "emo", "emo2", "demd"])
+def test_confident_on_the_target(name: str) -> None:
+    """All tokens almost solved: the tiny gradients keep their relative precision."""
+    h, w, labels, E = inputs()
+    with torch.no_grad():
+        w /= w.norm(dim=1, keepdim=True)
+        h.copy_(25 * w[labels.clamp(min=0)])
+    compare(h, w, labels, E, name, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["mle", "emo", "tailr"])
+def test_large_vocabulary_takes_the_row_loop(name: str) -> None:
+    """Above 4096 tokens a CPU goes row by row; the results are the same."""
+    compare(*inputs(n=60, vocab=5000), name, 1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"z_loss": 1e-2},
+        {"label_smoothing": 0.1},
+        {"softcap": 5.0},
+        {"logit_scale": 0.3},
+        {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_scale": 2.0},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_options_compose(name: str, options: dict[str, float], with_bias: bool) -> None:
+    h, w, labels, E = inputs(dtype=torch.float64)
+    bias = torch.randn(V, dtype=torch.float64).requires_grad_() if with_bias else None
+    compare(h, w, labels, E, name, 1e-10, bias=bias, **options)
+
+
+@pytest.mark.parametrize("name", ["mle", "demd"])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 2.0}])
+def test_gradcheck(name: str, options: dict[str, float]) -> None:
+    """Where no weight is detached, the gradient is the slope of the value (central differences)."""
+    torch.manual_seed(1)
+    leaves = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (9, 4), (9,))]
+    y = torch.tensor([0, 3, 3, -100, 8, 1])
+    cost = CostEmbedding.from_weight(torch.randn(9, 5, dtype=torch.float64))
+
+    def value(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return fused_linear_loss(h, w, y, make(name), cost, bias=b, **options).loss
+
+    for leaf in leaves:
+        leaf.requires_grad_()
+    value(*leaves).backward()
+    for leaf in leaves:
+        slopes = torch.empty(leaf.numel(), dtype=torch.float64)
+        with torch.no_grad():
+            entries = leaf.view(-1)
+            for i in range(leaf.numel()):
+                entries[i] += 1e-6
+                up = value(*leaves)
+                entries[i] -= 2e-6
+                slopes[i] = (up - value(*leaves)) / 2e-6
+                entries[i] += 1e-6
+        torch.testing.assert_close(leaf.grad.flatten(), slopes, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize("inputs_are", ["uniform", "mixed", "confident"])
+def test_bfloat16(name: str, inputs_are: str) -> None:
+    """Against float64 of the same rounded inputs; the loss is never negative."""
+    h, w, labels, E = inputs(n=200, vocab=300, hidden=32, scale=0.01 if inputs_are == "uniform" else 0.3)
+    with torch.no_grad():
+        if inputs_are == "confident":  # logits of about 30 for the target, 0 +- 5 for the others
+            h.copy_(w[labels.clamp(min=0)] + h)
+    h, w = (x.detach().bfloat16().requires_grad_() for x in (h, w))
+    E = E.bfloat16().float()
+    got = fused_linear_loss(h, w, labels, make(name), CostEmbedding.from_weight(E, torch.bfloat16))
+    got.loss.backward()
+    want = reference(h, w, labels, E, name)
+    assert got.loss.dtype == torch.float32
+    assert got.loss.item() >= 0
+    assert relative_error(got.loss.detach(), want["loss"]) <= 1e-3
+    for g, key in ((h.grad, "d_hidden"), (w.grad, "d_weight")):
+        cosine = torch.cosine_similarity(g.double().flatten(), want[key].flatten(), dim=0)
+        assert cosine >= 0.999, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ONE_TARGET)
+def test_no_valid_token(name: str, dtype: torch.dtype) -> None:
+    """Loss 0, gradients 0, graph alive."""
+    h, w, labels, E = inputs(dtype=dtype)
+    got = fused_linear_loss(h, w, torch.full_like(labels, -100), make(name), CostEmbedding.from_weight(E))
+    assert (got.loss.item(), int(got.tokens)) == (0.0, 0)
+    got.loss.backward()
+    assert h.grad.count_nonzero() == 0
+    assert w.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
+    """Logits of +-1e4 on and off the target: finite, and right where float64 says so."""
+    h = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [1e4, 1e4], [0.0, 0.0]], dtype=dtype).requires_grad_()
+    w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
+    labels, E = torch.tensor([0, 0, 3, 2]), torch.randn(4, 3)
+    got = fused_linear_loss(h, w, labels, make(name), CostEmbedding.from_weight(E))
+    got.loss.backward()
+    want = reference(h, w, labels, E, name)
+    assert relative_error(got.loss.detach(), want["loss"]) <= 1e-3
+    assert relative_error(h.grad, want["d_hidden"]) <= 1e-2
+    assert relative_error(w.grad, want["d_weight"]) <= 1e-2
+
+
+def test_single_token_and_single_label() -> None:
+    h, w, _, E = inputs(n=1)
+    compare(h, w, torch.tensor([7]), E, "emo", 1e-5)
+    h, w, labels, E = inputs()
+    compare(h, w, torch.full_like(labels, 7), E, "emo", 1e-5)
+
+
+def test_zero_norm_rows_cost_one() -> None:
+    """A row without direction: cost 1 to all others, 0 to itself, and said once."""
+    E = torch.randn(V, H)
+    E[[3, 9]] = 0
+    with pytest.warns(UserWarning, match="2 of 53 rows have length zero"):
+        cost = CostEmbedding.from_weight(E)
+    rows = cost.costs(torch.tensor([3, 5]))
+    assert rows[0, 3] == 0
+    assert (rows[0, :3] == 1).all()
+    assert rows[0, 9] == 1
+    assert rows[1, 3] == 1
+    h, w, labels, _ = inputs()
+    labels[1], labels[2] = 3, 9
+    with pytest.warns(UserWarning, match="length zero"):
+        compare(h, w, labels, E, "emo", 1e-5)
+
+
+@pytest.mark.parametrize("vocab", [60, 4200])
+@pytest.mark.parametrize("name", ["emo", "emo2", "demd"])
+def test_free_alternatives(name: str, vocab: int) -> None:
+    """Wrong tokens with the target's own direction cost nothing: D is almost 0 and m / D enormous."""
+    h, w, labels, _ = inputs(n=40, vocab=vocab)
+    E = torch.where(torch.rand(vocab, 1) < 0.5, 1.0, -1.0) * torch.tensor([[1.0, 0.0]])
+    with torch.no_grad():
+        h[:, 0], w[:, 0] = 40.0, E[:, 0]  # all mass on one half of the vocabulary
+    labels[:] = E[:, 0].argmax()  # in it
+    if name == "emo":
+        compare(h, w, labels, E, name, 1e-5)
+        return
+    sums = fused_linear_loss(h, w, labels, make(name), CostEmbedding.from_weight(E), memory_mb=TINY_MB)
+    sums.loss.backward()
+    assert 0 <= sums.loss.item() < 1e-20
+    assert h.grad.abs().max() < 1e-20  # of the true size, 1e-34, nothing is left in float32
+    assert w.grad.abs().max() < 1e-20
+
+
+def test_costs_are_costs() -> None:
+    """Zero at the target, never negative, also for duplicate rows and in half precision."""
+    E = torch.randn(64, 8)
+    E[10] = E[20] * 3
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        rows = CostEmbedding.from_weight(E, dtype).costs(torch.arange(64))
+        assert (rows >= 0).all()
+        assert (rows.diagonal() == 0).all()
+        assert rows[10, 20] <= 1e-2
+
+
+def test_tiny_and_huge_embeddings_normalise() -> None:
+    E = torch.randn(20, 6)
+    want = CostEmbedding.from_weight(E).rows
+    for factor in (1e-30, 1e30):
+        torch.testing.assert_close(CostEmbedding.from_weight(E * factor).rows, want)
+
+
+def test_demd_reported_only_with_a_cost() -> None:
+    h, w, labels, E = inputs()
+    assert torch.isnan(fused_linear_loss(h, w, labels, make("mle")).demd)
+    with_cost = fused_linear_loss(h, w, labels, make("mle"), CostEmbedding.from_weight(E))
+    want = reference(h, w, labels, E, "mle")["demd"]
+    assert relative_error(with_cost.demd, want) <= 1e-5
+
+
+def test_chunks_do_not_matter() -> None:
+    """Any memory budget gives the same gradients up to rounding."""
+    results = []
+    for memory_mb in (TINY_MB, 64.0):
+        h, w, labels, E = inputs(dtype=torch.float64)
+        cost = CostEmbedding.from_weight(E.double())
+        sums = fused_linear_loss(h, w, labels, make("emo"), cost, memory_mb=memory_mb)
+        sums.loss.backward()
+        results.append((sums.loss.detach(), h.grad, w.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_never_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor beyond one chunk has V columns (the head's own shapes aside)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == 1000:
+                    largest = max(largest, tensor.shape[0])
+            return out
+
+    h, w, labels, E = inputs(n=500, vocab=1000)
+    with Watch():
+        chunk_mb = 32 * 1000 * 4 / 2**20
+        cost = CostEmbedding.from_weight(E)
+        fused_linear_loss(h, w, labels, make("emo"), cost, memory_mb=chunk_mb).loss.backward()
+    assert 0 < largest <= 32
+
+
+def test_scaled_and_repeated_backward() -> None:
+    """The incoming gradient scales; a second backward through freed gradients is refused."""
+    h, w, labels, E = inputs()
+    cost = CostEmbedding.from_weight(E)
+    loss = fused_linear_loss(h, w, labels, make("emo"), cost).loss
+    (loss * 0.25).backward(retain_graph=True)
+    quarter = h.grad.clone()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        loss.backward()
+    h.grad = None
+    fused_linear_loss(h, w, labels, make("emo"), cost).loss.backward()
+    torch.testing.assert_close(quarter, h.grad / 4)
+
+
+def test_no_gradient_into_the_cost_embedding_or_a_frozen_head() -> None:
+    """LoRA trains no head: its gradient is not even computed."""
+    h, w, labels, E = inputs()
+    E.requires_grad_()
+    w.requires_grad_(False)
+    cost = CostEmbedding.from_weight(E)
+    assert not cost.rows.requires_grad
+    fused_linear_loss(h, w, labels, make("emo"), cost).loss.backward()
+    assert E.grad is None
+    assert w.grad is None
+    assert relative_error(h.grad, reference(h, w, labels, E, "emo")["d_hidden"]) <= 1e-5
+
+
+def test_without_gradient_nothing_is_kept() -> None:
+    h, w, labels, E = inputs()
+    with torch.no_grad():
+        sums = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
+    assert not sums.loss.requires_grad
+    assert relative_error(sums.loss, reference(h, w, labels, E, "emo")["loss"]) <= 1e-5
+
+
+def test_fused_head_stays_a_linear() -> None:
+    """Names, values and label-free calls are those of the Linear it was; batches keep their shape."""
+    head = nn.Linear(H, V)
+    names = list(head.state_dict())
+    x = torch.randn(2, 7, H)
+    want = head(x)
+    y = torch.randint(V, (2, 7))
+    fuse_head(head, make("emo"), CostEmbedding.from_weight(head.weight))
+    assert isinstance(head, FusedHead)
+    assert list(head.state_dict()) == names
+    torch.testing.assert_close(head(x), want, rtol=0, atol=0)
+    sums = head(x, y)
+    naive = nn.functional.cross_entropy(want.flatten(0, 1), y.flatten(), reduction="sum")
+    torch.testing.assert_close(sums.nll, naive.detach())
+    sums.loss.backward()
+    assert head.weight.grad is not None
+    assert head.bias.grad is not None
+    fuse_head(head, make("mle"))
+    torch.testing.assert_close(head(x, y).loss, naive)
+
+
+def test_smoothing_is_that_of_pytorch() -> None:
+    h, w, labels, _ = inputs()
+    got = fused_linear_loss(h, w, labels, make("mle"), label_smoothing=0.2).loss
+    want = nn.functional.cross_entropy(h @ w.T, labels, label_smoothing=0.2, reduction="sum")
+    torch.testing.assert_close(got, want)
+
+
+def test_autocast() -> None:
+    """Under autocast the head runs in bfloat16 and the gradients come back in float32."""
+    h, w, labels, E = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
+    sums.loss.backward()
+    assert w.grad.dtype == torch.float32
+    want = reference(h, w, labels, E, "emo")
+    assert relative_error(sums.loss.detach(), want["loss"]) <= 1e-2
+    assert relative_error(w.grad, want["d_weight"]) <= 3e-2
+
+
+def test_float16_stays_finite() -> None:
+    """eps = 1e-10 does not exist in float16; the statistics are float32 all the same."""
+    h, w, labels, E = inputs(dtype=torch.float16)
+    sums = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E, torch.float32))
+    sums.loss.backward()
+    want = reference(h, w, labels, E, "emo")
+    assert relative_error(sums.loss.detach(), want["loss"]) <= 1e-3
+    assert relative_error(h.grad, want["d_hidden"]) <= 1e-2
+
+
+def test_inside_torch_compile() -> None:
+    """A compiled model that contains the fused head gives the same loss and gradients."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        body, head = nn.Linear(H, H), nn.Linear(H, V, bias=False)
+        fuse_head(head, make("emo"), CostEmbedding.from_weight(head.weight))
+        x, y = torch.randn(9, H), torch.randint(V, (9,))
+
+        def loss(x: Tensor, y: Tensor, body=body, head=head) -> Tensor:  # type: ignore[no-untyped-def]
+            return head(body(x).tanh(), y).loss / 9
+
+        run = torch.compile(loss, backend="aot_eager") if compiled else loss
+        value = run(x, y)
+        value.backward()
+        results.append((value.detach(), body.weight.grad, head.weight.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.tensor([1, V, 0])}, f"label {V} lies outside the vocabulary of {V}"),
+        ({"labels": torch.tensor([1, -1, 0])}, "label -1 lies outside"),
+        ({"labels": torch.tensor([1, 2])}, "do not fit"),
+        ({"weight": torch.empty(0)}, "under ZeRO-3"),
+        ({"weight": torch.zeros(V, H, dtype=torch.bfloat16)}, "hidden is torch.float32 but the head"),
+        ({"cost": None}, "objective emo needs a cost embedding"),
+        ({"cost": CostEmbedding(torch.ones(V + 1, 2))}, "must share one vocabulary"),
+        ({"softcap": -1.0}, "softcap must be above 0"),
+        ({"z_loss": -1.0}, "z_loss must not be negative"),
+        ({"label_smoothing": 1.0}, "label_smoothing must lie in [0, 1)"),
+        ({"memory_mb": 0.0}, "memory_mb must be above 0"),
+    ],
+)
+def test_bad_inputs(change: dict, message: str) -> None:
+    arguments = {
+        "hidden": torch.zeros(3, H),
+        "weight": torch.zeros(V, H),
+        "labels": torch.tensor([1, 2, 0]),
+        "objective": make("emo"),
+        "cost": CostEmbedding(torch.ones(V, 2)),
+    } | change
+    with pytest.raises(UserError) as caught:
+        fused_linear_loss(**arguments)
+    assert message in str(caught.value)
+
+
+def test_bad_cost_embeddings() -> None:
+    with pytest.raises(UserError, match="needs a full"):
+        CostEmbedding.from_weight(torch.empty(0))
+    with pytest.raises(UserError, match="NaN or infinite"):
+        CostEmbedding.from_weight(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(UserError, match=r"needs a torch.nn.Linear \(got Embedding\)"):
+        fuse_head(nn.Embedding(3, 3), make("mle"))  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""The mathematics of every objective: golden values, the gradient family, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import UserError
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.objectives import OBJECTIVES, Objective, get_objective
+from tests.helpers.loss_reference import cost_matrix, losses_from_logits, token_losses
+
+GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+ONE_TARGET = [name for name in OBJECTIVES if name != "demd_dense"]
+
+
+def make(name: str, **params: Any) -> Objective:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_objective(name, **params)
+
+
+def golden(key: str) -> torch.Tensor:
+    return torch.tensor(GOLDEN[key], dtype=torch.long if key == "T" else torch.float64)
+
+
+@pytest.mark.parametrize("variant", GOLDEN["variants"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_golden_values(variant: str, dtype: torch.dtype) -> None:
+    """Loss and logit gradient equal those recorded from the released code.
+
+    An identity head makes hidden states logits. The released language-model script works in float32
+    and records to about 1e-7.
+    """
+    case = GOLDEN["variants"][variant]
+    Z, T, E = golden("Z").to(dtype).requires_grad_(), golden("T"), golden("E")
+    objective = make(case["objective"], **case["params"])
+    sums = fused_linear_loss(
+        Z,
+        torch.eye(7, dtype=dtype),
+        T,
+        objective,
+        CostEmbedding.from_weight(E, dtype),
+        label_smoothing=case["label_smoothing"],
+    )
+    (sums.loss / sums.tokens).backward()
+    assert sums.tokens == 4
+    assert sums.loss.item() / 4 == pytest.approx(case["loss"], rel=1e-7 if dtype == torch.float64 else 5e-7)
+    want = torch.tensor(case["dlogits"], dtype=torch.float64)
+    assert Z.grad is not None
+    torch.testing.assert_close(Z.grad.double(), want, rtol=0, atol=2e-7)
+    valid = T != -100
+    assert float(sums.nll) == pytest.approx(float(golden("nll")[valid].sum()), rel=1e-6)
+    assert float(sums.demd) == pytest.approx(float(golden("demd")[valid].sum()), rel=1e-6)
+
+
+def test_golden_demd_gradient() -> None:
+    """The gradient of D alone, ignored row included as zero."""
+    Z, T = golden("Z").requires_grad_(), golden("T")
+    cost = CostEmbedding.from_weight(golden("E"))
+    fused_linear_loss(Z, torch.eye(7).double(), T, make("demd"), cost).loss.backward()
+    want = golden("G_demd")
+    want[T == -100] = 0
+    torch.testing.assert_close(Z.grad, want, rtol=0, atol=1e-12)
+
+
+def test_emo_value_is_mle() -> None:
+    """By construction the value of EMO is that of MLE while the gradients differ."""
+    Z, T, E = golden("Z"), golden("T"), golden("E")
+    eye, cost = torch.eye(7).double(), CostEmbedding.from_weight(E)
+    grads = []
+    for name in ("mle", "emo"):
+        z = Z.clone().requires_grad_()
+        sums = fused_linear_loss(z, eye, T, make(name), cost)
+        sums.loss.backward()
+        assert sums.loss.item() == pytest.approx(4 * 1.477656806, rel=1e-9)
+        grads.append(z.grad)
+    assert (grads[0] - grads[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *((name, {}) for name in ONE_TARGET),
+        ("emo", {"ratio_cap": 1.5}),
+        ("tailr", {"gamma": 0.3, "w_min": 0.4}),
+        ("mixce", {"gamma": 0.3}),
+    ],
+)
+def test_coefficients_are_the_gradient(name: str, params: dict[str, float]) -> None:
+    """omega (p (A + B c) - K onehot) equals autograd's gradient of the naive loss."""
+    torch.manual_seed(0)
+    V, n = 11, 40
+    C = cost_matrix(torch.randn(V, 5))
+    z = (torch.randn(n, V, dtype=torch.float64) * 3).requires_grad_()
+    y = torch.randint(V, (n,))
+    loss, m, D = losses_from_logits(z, y, C, name, **params)
+    (want,) = torch.autograd.grad(loss.sum(), z)
+    got = make(name, **params).coefficients(m.detach(), D.detach(), (-m).exp().detach())
+    B = torch.zeros_like(got.A) if got.B is None else got.B
+    p, onehot = z.detach().softmax(-1), torch.nn.functional.one_hot(y, V)
+    row = p * (got.A[:, None] + B[:, None] * C[y]) - got.K[:, None] * onehot
+    torch.testing.assert_close(got.omega[:, None] * row, want, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.K, got.A + B * D.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+def test_coefficients_stay_finite(name: str) -> None:
+    """Solved (m = D = 0), hopeless (p_y = 0) and free (D = 0) tokens give no NaN and no infinity."""
+    m = torch.tensor([0.0, 1e-8, 20000.0, 3.0])
+    D = torch.tensor([0.0, 1e-9, 1.0, 0.0])
+    got = make(name).coefficients(m, D, (-m).exp())
+    for value in got:
+        assert value is None or torch.isfinite(value).all()
+    assert (got.loss >= 0).all()
+
+
+def test_reduction_is_a_mean_of_ratios() -> None:
+    """The detached ratio is per token: the ratio of batch means would give 1.92 here."""
+    nll, demd, qt = (golden(key)[golden("T") != -100] for key in ("nll", "demd", "qt"))
+    loss = make("emo2").coefficients(nll, demd, qt).loss
+    assert float(loss.mean()) == pytest.approx(1.5377914487, rel=1e-9)
+    assert float(token_losses("emo2", nll, demd, qt).mean()) == pytest.approx(1.5377914487, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("emmo", {}, "did you mean emo?"),
+        ("zzz", {}, "known: mle, emo"),
+        ("emo", {"cap": 3.0}, "did you mean ratio_cap?"),
+        ("mle", {"gamma": 0.1}, "it has no parameters"),
+        ("tailr", {"gamma": 1.5}, "gamma must lie in [0, 1]"),
+        ("mixce", {"gamma": -0.5}, "gamma must lie in [0, 1]"),
+        ("emo", {"ratio_cap": 0.0}, "ratio_cap must be above 0"),
+    ],
+)
+def test_bad_requests(name: str, params: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        get_objective(name, **params)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_compat_warns() -> None:
+    with pytest.warns(UserWarning, match="solved tokens"):
+        get_objective("emo2_compat")
+
+
+def test_describes_itself() -> None:
+    assert str(get_objective("tailr", gamma=0.1)) == "tailr(gamma=0.1, w_min=0)"
+    assert str(get_objective("emo")) == "emo"
+    assert get_objective("emo").needs_cost
+    assert not get_objective("mle").needs_cost

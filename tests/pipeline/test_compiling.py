@@ -1,0 +1,69 @@
+"""What a start does before DeepSpeed compiles something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.engine import compiling
+
+STARTING = """
+import sys
+from pipeline.engine import compiling
+with compiling():
+    print("inside", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """torch's lock of a build, in a directory of builds of its own."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    return lock
+
+
+def test_a_killed_build_does_not_hang_the_next_start(left: Path) -> None:
+    with compiling():
+        assert not left.exists()
+
+
+def test_a_build_under_way_is_left_alone(left: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None and other.stdout.readline() == "inside\n"
+    left.touch()
+    with compiling():
+        assert left.exists()
+    other.kill()
+    other.communicate()
+    with compiling():
+        assert not left.exists()
+
+
+def test_another_programs_build_is_left_alone(left: Path) -> None:
+    with left.open("w"), compiling():
+        assert left.exists()
+    with compiling():
+        assert not left.exists()
+
+
+def test_only_one_rank_of_a_host_looks(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with compiling():
+        assert left.exists()
+
+
+def test_builds_elsewhere_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
+    with compiling():
+        pass

@@ -1,0 +1,111 @@
+"""Recipes: what resolves, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.recipe import read_recipe
+from pipeline.config import TrainConfig, dump_config, load_config, lr_at, solve_batch, total_steps
+from tests.conftest import REPO
+
+RECIPE = """
+run_dir: runs/x
+data: { dir: d, tokenizer: t, sources: [{ files: a.txt }] }
+model: { architecture: { model_type: llama } }
+train: { steps: 10, lr: 1.0e-3 }
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["train.lr=2e-5", "data.block=64", "objective.params.ratio_cap=3"])
+    assert config.train.lr == 2e-5
+    assert config.data.block == 64
+    assert config.objective.params == {"ratio_cap": 3}
+    dumped = tmp_path / "dumped.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped, []) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rat=1", "unknown key train.learning_rat"),
+        ("train.warmup_ration=0.1", "did you mean warmup_ratio?"),
+        ("trian.lr=1", "did you mean train?"),
+        ("train.lr", "must read key.sub=value"),
+        ("train.lr=fast", "train.lr: Input should be a valid number"),
+        ("train.lr=-1", "train.lr: Input should be greater than 0"),
+        ("train.epochs=2", "exactly one of epochs and steps"),
+        ("run_dir.x=2", "run_dir is a value, not a section"),
+        ("model.architecture={hidden_size: 8}", "architecture needs model_type"),
+        ("data.sources=[{files: a, hub: b}]", "exactly one of hub, files, embedded"),
+    ],
+)
+def test_a_mistake_gets_one_line(recipe: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Path, recipe: Path) -> None:
+    child = tmp_path / "child.yaml"
+    child.write_text(
+        "extends: recipe.yaml\ntrain: {lr: 5.0e-4}\nmodel: {architecture: {model_type: gpt2, n_embd: 8}}\n"
+    )
+    tree = read_recipe(child, [])
+    assert tree["train"] == {"steps": 10, "lr": 5e-4}
+    assert tree["model"]["architecture"] == {"model_type": "gpt2", "n_embd": 8}
+
+
+def test_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
+        read_recipe(tmp_path / "nowhere.yaml", [])
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "launch" / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_resolves(path: Path) -> None:
+    load_config(path, [])
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
+def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
+    for _ in range(3):  # whoever follows the advice arrives, in two rounds at most
+        try:
+            solved = solve_batch(batch, micro, ranks)
+        except UserError as error:
+            key, _, value = str(error).rpartition("; set ")[2].split(" ")[0].partition("=")
+            assert key in ("train.batch", "train.micro_batch")
+            batch, micro = (int(value), micro) if key == "train.batch" else (batch, int(value))
+    assert solved.micro * solved.accumulation * solved.ranks == batch
+    assert solved.micro <= micro
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_learning_rate_warms_up_peaks_and_falls(schedule: str) -> None:
+    train = TrainConfig(steps=100, lr=1.0, schedule=schedule, warmup_ratio=0.1)  # type: ignore[arg-type]
+    rates = [lr_at(train, step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert max(rates) == pytest.approx(1.0)
+    falling = rates[10:]
+    assert falling == sorted(falling, reverse=True)
+    assert (rates[-1] < 0.02) == (schedule != "constant")
+    assert min(rates) > 0
+
+
+def test_total_steps_counts_whole_batches() -> None:
+    assert total_steps(TrainConfig(epochs=3, batch=16), 100) == 18
+    with pytest.raises(UserError, match="less than one batch"):
+        total_steps(TrainConfig(epochs=1, batch=16), 10)

@@ -1,0 +1,176 @@
+"""Real runs: saving beside training, a full disk, hanging and killed ranks, copies and heartbeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.run_dir import HEARTBEAT, checkpoints, problem, read_metrics, step_of
+from tests.helpers import launching
+from tests.helpers.launching import losses, wait_for_step
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def long_run(recipe: Path) -> list[str]:
+    """Arguments of a run that does not end by itself within a test."""
+    return [str(recipe), "train.steps=5000", "train.schedule=constant", "train.save_every=3"]
+
+
+def test_kept_copied_and_alive(recipe: Path, tmp_path: Path) -> None:
+    run_dir, copies = tmp_path / "run", tmp_path / "copies"
+    options = ["save_every=1", "keep_last=2", "keep_every=3", f"copy_to={copies}", "async_save=true"]
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *(f"train.{o}" for o in options))
+    assert done.returncode == 0, done.stdout
+    assert [step_of(d) for d in checkpoints(run_dir)] == [3, 6, 7, 8]
+    copied = checkpoints(copies)
+    assert [step_of(d) for d in copied] == list(range(1, 9))
+    assert all(problem(d) is None for d in copied)
+    beat = json.loads((run_dir / HEARTBEAT).read_text())
+    assert beat["step"] >= 1 and time.time() - beat["time"] < 600
+    # a copy is a checkpoint: put back, the run goes on from it
+    again = tmp_path / "again"
+    again.mkdir()
+    (copies / "step-000006").rename(again / "step-000006")
+    (again / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    (run_dir / "initial").rename(again / "initial")
+    done = launching.run_alone(str(recipe), f"run_dir={again}")
+    assert done.returncode == 0, done.stdout
+    assert "resumed from" in done.stdout
+    assert losses(again) == losses(run_dir)[6:]
+
+
+def test_saving_aside_or_at_once_is_the_same(recipe: Path, tmp_path: Path) -> None:
+    found = []
+    for aside in ("true", "false"):
+        run_dir = tmp_path / aside
+        arguments = [str(recipe), f"run_dir={run_dir}", "train.save_every=3", f"train.async_save={aside}"]
+        done = launching.run_alone(*arguments)
+        assert done.returncode == 0, done.stdout
+        for directory in (run_dir / "step-000008", run_dir / "export"):
+            subprocess.run(["rm", "-r", str(directory)], check=True)
+        assert launching.run_alone(*arguments).returncode == 0  # resumes from step 6
+        found.append(losses(run_dir))
+    assert found[0] == found[1]
+
+
+def test_compiled_or_not_is_the_same(recipe: Path, tmp_path: Path) -> None:
+    arguments = [str(recipe), "train.steps=3", "deepspeed=ds_configs/zero1.json"]
+    for compiled in ("true", "false"):
+        options = [f"run_dir={tmp_path / compiled}", f"model.compile={compiled}"]
+        done = launching.run_alone(*arguments, *options)
+        assert done.returncode == 0, done.stdout
+    for found, expected in zip(losses(tmp_path / "true"), losses(tmp_path / "false"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_bucket_that_cannot_be_reached_does_not_end_the_run(recipe: Path, tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("not a directory")
+    done = launching.run_alone(str(recipe), f"run_dir={tmp_path / 'run'}", f"train.copy_to={target}/x")
+    assert done.returncode == 0, done.stdout
+    assert f"step-000008 was not copied to train.copy_to={target}/x" in done.stdout
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for a full disk: the write fails in the same way."""
+    run_dir = tmp_path / "run"
+    arguments = [str(recipe), f"run_dir={run_dir}", "train.save_every=2", "train.keep_last=9"]
+    arguments.append("train.steps=14")
+    done = launching.run_alone(*arguments)
+    assert done.returncode == 0, done.stdout
+    for directory in ("step-000010", "step-000012", "step-000014", "export"):
+        subprocess.run(["rm", "-r", str(run_dir / directory)], check=True)
+    command = [str(launching.BIN / "python"), "launch/continual.sh", *arguments]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 50; exec "$@"', "limited", *command],
+        cwd=launching.REPO,
+        env=launching.ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "error: the checkpoint after step 10 cannot be written (rank 0: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [step_of(d) for d in checkpoints(run_dir)] == [2, 4, 6, 8]
+    assert all(problem(d) is None for d in checkpoints(run_dir))
+    assert launching.run_alone(*arguments).returncode == 0
+
+
+def test_one_killed_rank_ends_all_soon_and_the_run_goes_on(long_run: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = launching.start(2, *long_run, f"run_dir={run_dir}")
+    wait_for_step(run_dir, 4)
+    launching.ranks_of(process)[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert process.returncode != 0
+    assert "rank 0 lost another rank" in output
+    stopped = launching.run(2, *long_run, f"run_dir={run_dir}", "train.max_minutes=0.02")
+    assert stopped.returncode == 75, stopped.stdout
+    assert "resumed from" in stopped.stdout
+
+
+def test_a_rank_that_hangs_is_given_up(long_run: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.timeout_minutes=0.05")
+    wait_for_step(run_dir, 4)
+    launching.ranks_of(process)[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        output, _ = process.communicate(timeout=90)
+    finally:
+        for rank in launching.ranks_of(process) if process.poll() is None else []:
+            rank.kill()
+    assert time.monotonic() - began < 60
+    assert process.returncode not in (0, 75)
+    assert "rank 0 lost another rank" in output
+
+
+def test_a_stop_is_honoured_within_two_steps(long_run: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.save_every=0")
+    wait_for_step(run_dir, 3)
+    (run_dir / "STOP").touch()
+    seen = read_metrics(run_dir)[-1]["step"]
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    (saved,) = checkpoints(run_dir)
+    # one step may end, and one may be under way, between the file and the look at the metrics
+    assert step_of(saved) <= seen + 3
+    assert not (run_dir / "STOP").exists()
+
+
+def test_torchrun_restarts_what_was_killed(recipe: Path, tmp_path: Path) -> None:
+    """The launcher's own restarts: the same path as any other start."""
+    run_dir = tmp_path / "run"
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    process = subprocess.Popen(
+        [str(launching.BIN / "torchrun"), *options, "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
+         "train.steps=40", "train.save_every=3"],
+        cwd=launching.REPO,
+        env=launching.ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    wait_for_step(run_dir, 4)
+    (victim,) = (p for p in launching.below(process) if p.environ().get("RANK") == "1")
+    os.kill(victim.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert "resumed from" in output
+    assert [r["step"] for r in read_metrics(run_dir) if "nll" in r] == list(range(1, 41))

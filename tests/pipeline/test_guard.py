@@ -1,0 +1,67 @@
+"""Bad steps are counted, written down with their origin, and end the run when they do not stop coming."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from pipeline.config import TrainConfig
+from pipeline.engine import Sums
+from pipeline.guard import Guard
+from pipeline.run_dir import BAD_BATCHES
+
+ROWS = [["shard-00000", 3]]
+
+
+def sums(nll: float, applied: bool = True) -> Sums:
+    return Sums(loss=nll * 10, nll=nll * 10, demd=1.0, tokens=10, stop=False, applied=applied)
+
+
+def guard(run_dir: Path, **train: Any) -> Guard:
+    return Guard(run_dir, TrainConfig(steps=1, **train), writes=True)
+
+
+def recorded(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / BAD_BATCHES).read_text().splitlines()]
+
+
+def test_good_steps_leave_no_trace(tmp_path: Path) -> None:
+    watch = guard(tmp_path, spike_factor=2)
+    assert all(watch.observe(s, sums(3.0), lambda: ROWS) is None for s in range(1, 40))
+    assert not (tmp_path / BAD_BATCHES).exists()
+
+
+@pytest.mark.parametrize("bad", [sums(math.nan), sums(math.inf), sums(2.0, applied=False)])
+def test_a_bad_step_is_told_and_its_rows_are_kept(tmp_path: Path, bad: Sums) -> None:
+    watch = guard(tmp_path)
+    assert "step 7 skipped" in (watch.observe(7, bad, lambda: ROWS) or "")
+    assert watch.skipped == 1
+    (record,) = recorded(tmp_path)
+    assert (record["step"], record["rows"]) == (7, ROWS)
+
+
+def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    watch = guard(tmp_path, max_skipped=3)
+    bad, good = sums(math.nan), sums(1.0)
+    for step, this in enumerate([bad, bad, good, bad, bad], start=1):
+        watch.observe(step, this, lambda: ROWS)
+    with pytest.raises(UserError, match="3 steps in a row up to step 6"):
+        watch.observe(6, bad, lambda: ROWS)
+
+
+def test_a_spike_is_noted_or_ends_the_run(tmp_path: Path) -> None:
+    for stops in (False, True):
+        watch = guard(tmp_path, spike_factor=3, spike_stops=stops)
+        for step in range(20):
+            assert watch.observe(step, sums(2.0 + step % 2), lambda: ROWS) is None
+        if stops:
+            with pytest.raises(UserError, match="jumped to 9 at step 20"):
+                watch.observe(20, sums(9.0), lambda: ROWS)
+        else:
+            assert "jumped to 9" in (watch.observe(20, sums(9.0), lambda: ROWS) or "")
+    assert [r["reason"] for r in recorded(tmp_path)] == ["spike", "spike"]

@@ -1,0 +1,324 @@
+"""Trainer, TRL and plain loops get the same losses as the fused path; every docstring example runs."""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import pipeline.hf
+from common.errors import UserError
+from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function, shift_left
+from pipeline.loss.cost import LIVE, CostEmbedding
+from pipeline.loss.logits import logits_loss
+from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
+from tests.loss.test_objectives import ONE_TARGET, make
+
+VOCAB, LENGTH = 61, 12
+
+
+class EmoTrainer(FusedLossMixin, Trainer):
+    pass
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows(n: int = 24) -> list[dict[str, list[int]]]:
+    """Examples with very different numbers of supervised tokens."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for i in range(n):
+        ids = torch.randint(VOCAB, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: (i * 5) % LENGTH] = -100
+        result.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return result
+
+
+def arguments(directory: Path, **changes: Any) -> TrainingArguments:
+    settings = {
+        "output_dir": str(directory),
+        "max_steps": 3,
+        "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "seed": 1,
+        "data_seed": 1,
+    }
+    return TrainingArguments(**settings | changes)
+
+
+def parameters(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train(kind: str, directory: Path, **changes: Any) -> tuple[Tensor, list[float]]:
+    """Train three steps; parameters and logged losses."""
+    model = tiny_model()
+    given = {"args": arguments(directory, **changes), "train_dataset": rows()}
+    if kind == "mixin":
+        trainer: Trainer = EmoTrainer(model=model, objective="emo", **given)
+    else:
+        cost = CostEmbedding.from_weight(model.lm_head.weight)
+        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **given)
+    trainer.train()
+    return parameters(model), [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("kind", ["mixin", "function"])
+def test_accumulation_does_not_change_training(kind: str, tmp_path: Path) -> None:
+    """num_items_in_batch is honoured: 1 x 6 rows and 3 x 2 rows take the same steps."""
+    whole, losses = train(kind, tmp_path)
+    pieces, losses_of_pieces = train(
+        kind, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3
+    )
+    assert relative_error(pieces, whole) <= 1e-6
+    assert losses_of_pieces == pytest.approx(losses, rel=1e-5)
+
+
+def test_fused_and_logit_paths_train_alike(tmp_path: Path) -> None:
+    fused, losses = train("mixin", tmp_path)
+    from_logits, other = train("function", tmp_path)
+    assert relative_error(fused, from_logits) <= 1e-6
+    assert losses == pytest.approx(other, rel=1e-5)
+    assert relative_error(fused, parameters(tiny_model())) > 1e-2
+
+
+def test_mle_mixin_is_the_ordinary_trainer(tmp_path: Path) -> None:
+    """With `mle` nothing changes but memory."""
+    fused, plain = tiny_model(), tiny_model()
+    EmoTrainer(model=fused, args=arguments(tmp_path), train_dataset=rows(), objective="mle").train()
+    Trainer(model=plain, args=arguments(tmp_path), train_dataset=rows()).train()
+    assert relative_error(parameters(fused), parameters(plain)) <= 1e-6
+
+
+def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
+    """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
+    model = tiny_model()
+    trainer = EmoTrainer(
+        model=model,
+        args=arguments(tmp_path, per_device_eval_batch_size=24),
+        train_dataset=rows(),
+        eval_dataset=rows(),
+        objective="mle",
+    )
+    batch = {key: torch.tensor([row[key] for row in rows()]) for key in ("input_ids", "labels")}
+    with torch.no_grad():
+        want = tiny_model()(**batch).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(want), rel=1e-5)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    torch.testing.assert_close(parameters(loaded), parameters(model))
+    prompt = torch.tensor([[1, 2, 3]])
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(prompt, **settings).tolist() == loaded.generate(prompt, **settings).tolist()
+
+
+def test_mixin_with_lora(tmp_path: Path) -> None:
+    """Adapters train, the head stays frozen."""
+    peft = pytest.importorskip("peft")
+    base = tiny_model()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    head = base.lm_head.weight.detach().clone()
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    EmoTrainer(model=model, args=arguments(tmp_path), train_dataset=rows(), objective="emo").train()
+    after = dict(model.named_parameters())
+    assert any((after[name] - value).abs().max() > 0 for name, value in before.items())
+    torch.testing.assert_close(base.lm_head.weight, head, rtol=0, atol=0)
+
+
+def test_mixin_refusals(tmp_path: Path) -> None:
+    given = {"args": arguments(tmp_path), "train_dataset": rows()}
+    with pytest.raises(UserError, match="needs a loaded model"):
+        EmoTrainer(model="some/name", **given)
+    with pytest.raises(UserError, match="compute_metrics cannot be used"):
+        EmoTrainer(model=tiny_model(), compute_metrics=lambda _: {}, **given)
+    with pytest.raises(UserError, match="did you mean emo"):
+        EmoTrainer(model=tiny_model(), objective="emoo", **given)
+
+
+def test_fused_model_takes_scale_and_cap_from_the_config() -> None:
+    """Models that scale or cap their logits get the loss of those logits."""
+    from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+
+    size = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.5,
+        "pad_token_id": 0,
+    }
+    for config in (
+        Gemma2Config(**size, final_logit_softcapping=2.0),
+        GraniteConfig(**size, logits_scaling=4.0),
+    ):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        ids = torch.randint(1, VOCAB, (2, LENGTH))
+        want = model(input_ids=ids, labels=ids).loss
+        fused = copy.deepcopy(model)
+        fuse_causal_lm(fused, "mle")
+        torch.testing.assert_close(fused(input_ids=ids, labels=ids).loss, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ONE_TARGET)
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])
+def test_logits_loss_equals_reference(name: str, vocab: int) -> None:
+    """Value and gradient against float64 autograd."""
+    torch.manual_seed(0)
+    z = (torch.randn(3, 9, vocab) * 3).requires_grad_()
+    labels = torch.randint(vocab, (3, 9))
+    labels[0, ::2] = -100
+    E = torch.randn(vocab, 7)
+    options = {"z_loss": 0.01, "label_smoothing": 0.1}
+    sums = logits_loss(z, labels, make(name), CostEmbedding.from_weight(E), memory_mb=0.4, **options)
+    sums.loss.backward()
+    wide = z.detach().double().view(-1, vocab).requires_grad_()
+    loss, m, D = losses_from_logits(wide, labels.flatten(), cost_matrix(E), name, **options)
+    loss.sum().backward()
+    for got, want in ((sums.loss.detach(), loss.sum()), (sums.nll, m.sum()), (sums.demd, D.sum())):
+        assert relative_error(got, want.detach()) <= 1e-5
+    assert relative_error(z.grad.view(-1, vocab), wide.grad) <= 1e-5
+
+
+def test_emo_loss_module() -> None:
+    """Shifted and unshifted, half precision, and the normalised embedding is kept while it is valid."""
+    torch.manual_seed(0)
+    z, E = torch.randn(2, LENGTH, VOCAB).requires_grad_(), torch.randn(VOCAB, 5)
+    labels = torch.randint(VOCAB, (2, LENGTH))
+    labels[1, 5:] = -100
+    wide = z.detach().double().requires_grad_()
+    target = shift_left(labels)
+    assert target[:, :-1].equal(labels[:, 1:])
+    assert (target[:, -1] == -100).all()
+    want = losses_from_logits(wide.flatten(0, 1), target.flatten(), cost_matrix(E), "emo")[0].mean()
+    module = EMOLoss()
+    loss = module(z, labels, E)
+    loss.backward()
+    want.backward()
+    assert relative_error(loss.detach(), want.detach()) <= 1e-6
+    assert relative_error(z.grad, wide.grad) <= 1e-5
+    torch.testing.assert_close(EMOLoss(shift=False)(z, target, E), loss)
+    kept = module._normalised(E)
+    assert module._normalised(E) is kept
+    E.mul_(-1)
+    assert module._normalised(E) is not kept
+    half = z.detach().bfloat16().requires_grad_()
+    value = module(half, labels, E)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert half.grad.dtype == torch.bfloat16
+    assert relative_error(half.grad, wide.grad) <= 2e-2
+    assert EMOLoss("mle")(z, labels).item() == pytest.approx(
+        torch.nn.functional.cross_entropy(z.flatten(0, 1), target.flatten()).item()
+    )
+    all_ignored = module(z, torch.full_like(labels, -100), E)
+    assert all_ignored.item() == 0
+    all_ignored.backward()
+
+
+def test_logits_loss_refusals() -> None:
+    z, labels = torch.randn(4, VOCAB), torch.randint(VOCAB, (4,))
+    with pytest.raises(UserError, match="part of the logits already"):
+        logits_loss(z, labels, make("mle"), softcap=3.0)
+    with pytest.raises(UserError, match="do not fit"):
+        logits_loss(z, labels[1:], make("mle"))
+    with pytest.raises(UserError, match="need the fused head"):
+        logits_loss(z, labels, make("emo"), LIVE)
+    with pytest.raises(UserError, match="needs a cost embedding"):
+        logits_loss(z, labels, make("emo"))
+    with pytest.raises(UserError, match="has 3 rows but the logits have 61"):
+        logits_loss(z, labels, make("emo"), CostEmbedding(torch.ones(3, 2)))
+
+
+def examples() -> list[str]:
+    """The indented blocks of the module's docstring."""
+    blocks: list[list[str]] = [[]]
+    for line in (pipeline.hf.__doc__ or "").splitlines():
+        if line.startswith("    ") or (not line and blocks[-1]):
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    return [textwrap.dedent("\n".join(block)) for block in blocks if any(block)]
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_examples_of_the_docstring_run(i: int, tmp_path: Path) -> None:
+    assert len(examples()) == 3
+    model = tiny_model()
+    before = parameters(model)
+    names = {
+        "model": model,
+        "args": arguments(tmp_path),
+        "dataset": rows(),
+        "logits": torch.randn(2, LENGTH, VOCAB, requires_grad=True),
+        "labels": torch.randint(VOCAB, (2, LENGTH)),
+        "cost_embedding": torch.randn(VOCAB, 8),
+    }
+    exec(examples()[i], names)
+    trained = relative_error(parameters(model), before) > 1e-3
+    assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("how", ["function", "mixin"])
+def test_trl(how: str, tmp_path: Path) -> None:
+    """TRL's SFTTrainer takes both doors."""
+    trl = pytest.importorskip("trl", reason="trl is not installed (it is no dependency)")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<eos>": VOCAB - 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="<eos>", pad_token="w0"
+    )
+    from datasets import Dataset
+
+    ids = [{"input_ids": row["input_ids"]} for row in rows()]
+    settings = arguments(tmp_path).to_dict()
+    kept = {
+        key: settings[key] for key in ("max_steps", "learning_rate", "use_cpu", "report_to", "save_strategy")
+    }
+    args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, bf16=False, **kept)
+    model = tiny_model()
+    before = parameters(model)
+    given = {"args": args, "train_dataset": Dataset.from_list(ids), "processing_class": tokenizer}
+    if how == "function":
+        cost = CostEmbedding.from_weight(model.lm_head.weight)
+        trainer = trl.SFTTrainer(model=model, compute_loss_func=loss_function("emo", cost), **given)
+    else:
+        trainer = type("EmoSFTTrainer", (FusedLossMixin, trl.SFTTrainer), {})(model=model, **given)
+    trainer.train()
+    assert relative_error(parameters(model), before) > 1e-3
