@@ -57,7 +57,7 @@ from pipeline.loss import (
     probe_model,
     shift_left,
 )
-from pipeline.loss.gathering import is_partitioned
+from pipeline.loss.gathering import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
 
@@ -130,7 +130,7 @@ class _MeanLoss(FusedCausalLM):
             return super().forward(**inputs)
         sums = self.fused_sums(shifted, inputs)
         divisor = sums.tokens.clamp(min=1) if tokens is None else tokens
-        return CausalLMOutputWithPast(loss=sums.loss / divisor)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(loss=sums.loss / divisor)
 
 
 def fuse_causal_lm(
@@ -153,7 +153,7 @@ def fuse_causal_lm(
     _fuse(model, objective, cost, params, options)
     weight = model.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:
-        probe_model(model, packed=False, collective=hasattr(weight, "full_tensor"))
+        probe_model(model, packed=False, collective=is_distributed(weight))
 
 
 def _fuse(

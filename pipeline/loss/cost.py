@@ -85,7 +85,7 @@ class CostEmbedding:
         """Content of the rows as they were given, 16 hex digits: equal where the costs are equal."""
         rows = self.rows.cpu().contiguous()
         digest = hashlib.sha256(f"{rows.dtype}{list(rows.shape)}".encode())
-        digest.update(rows.view(torch.uint8).numpy())
+        digest.update(rows.view(torch.uint8).numpy())  # type: ignore[arg-type]
         return digest.hexdigest()[:16]
 
     @property

@@ -13,6 +13,11 @@ def is_partitioned(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
+def is_distributed(weight: Tensor) -> bool:
+    """Whether the parameter is a DTensor, as FSDP2 and tensor parallelism make them."""
+    return hasattr(weight, "full_tensor")
+
+
 @contextlib.contextmanager
 def whole(weight: Tensor) -> Iterator[Tensor]:
     """Within the block: all of `weight`, detached. A collective call where ZeRO-3 or FSDP2 cut it."""
@@ -21,7 +26,7 @@ def whole(weight: Tensor) -> Iterator[Tensor]:
 
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=None):
             yield weight.detach()
-    elif hasattr(weight, "full_tensor"):  # a DTensor
-        yield weight.detach().full_tensor()
+    elif is_distributed(weight):
+        yield weight.detach().full_tensor()  # type: ignore[attr-defined]
     else:
         yield weight.detach()

@@ -131,7 +131,10 @@ class FusedCausalLM:
             inputs = {k: v for k, v in inputs.items() if k in self.takes}
         model: Any = self
         hidden = model.base_model(**{"use_cache": False, **inputs})[0]
-        return model.get_output_embeddings()(hidden, labels)
+        head = model.get_output_embeddings()
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(head.weight.dtype)  # some families keep their residuals in float32
+        return head(hidden, labels)
 
     def _keep_apart(self, positions: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Complete `inputs` so that no document sees another; the labels in the form that fits them."""
