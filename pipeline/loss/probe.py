@@ -70,7 +70,8 @@ class Probe:
         """What the model returns for rows of `ids`, and what its head saw meanwhile."""
         seen: list[Seen] = []
         hook = self.head.register_forward_hook(lambda _, args, out: seen.append(Seen(args[0], out)))
-        inputs = {"input_ids": ids, "position_ids": positions, self.model.shifted_labels: labels}
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        inputs[self.model.shifted_labels] = labels
         if labels is None and "use_cache" in self.model.order:
             inputs["use_cache"] = False
         try:
