@@ -38,6 +38,7 @@ from pipeline.model import (
     Losses,
     build_model,
     check_fits,
+    check_model,
     load_losses,
     measuring,
     model_config,
@@ -86,6 +87,7 @@ def train(config: RunConfig, world: World) -> bool:
         partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned
+    check_model(trainer, config, data.manifest)
     step, tokens = 0, 0
     if saved is not None and source is not None:
         trainer.load(source)

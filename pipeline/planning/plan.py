@@ -115,7 +115,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table = Table("what", "value", title=str(config.run_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
     table.add_row("parameters", f"{sizes.parameters:,} ({sizes.trainable:,} trainable), {config.model.dtype}")
-    table.add_row("attention", attention(config.model.attn_implementation))
+    table.add_row("attention", attention(config.model))
     table.add_row("objective", f"{objective.name} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))
     table.add_row("tokens per step", f"at most {batch.batch * config.data.block:,}")

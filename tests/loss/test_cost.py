@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import LIVE, CostEmbedding, load_cost
+from pipeline.loss.cost import LIVE, CostEmbedding
 from pipeline.loss.cost_cache import WINDOW_CPU
+from pipeline.loss.cost_source import load_cost
 from pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
@@ -48,9 +49,9 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
     used = used.cached(megabytes)
     for seed in range(6):
         run(h, w, batch(seed, vocab=vocab), used)
-    assert used.table is not None
-    assert used.table.capacity == min(rows, vocab)
-    assert used.table.used <= used.table.capacity
+    assert used.cache is not None
+    assert used.cache.capacity == min(rows, vocab)
+    assert used.cache.used <= used.cache.capacity
     labels = batch(99, vocab=vocab)
     exact = run(h, w, labels, CostEmbedding.from_weight(E))
     got, again = run(h, w, labels, used), run(h, w, labels, fresh)
@@ -70,7 +71,7 @@ def test_cache_prefers_frequent_targets() -> None:
             fused_linear_loss(h, w, torch.arange(40) % 10 + first, make("emo"), cost)
 
     see(0, 2)
-    table = cost.table
+    table = cost.cache
     assert table is not None
     assert table.capacity == 10
     assert (table.slot[:10] >= 0).all()
@@ -176,9 +177,94 @@ def test_refuses_what_is_no_cost_embedding(tmp_path: Path) -> None:
         ("two.safetensors", r"exactly one matrix \[V, H\] \(it holds 2\)"),
         ("two.pt", "exactly one matrix"),
         ("one.pt", "12 rows but the model's vocabulary has 13"),
-        ("nowhere", "no model directory or hub id"),
+        ("nowhere", "not a causal LM.s directory or hub id"),
         ("empty", "holds none of the head's tensors"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             load_cost(str(tmp_path / source), 13)
         assert "\n" not in str(caught.value)
+
+
+def test_fingerprints_tell_costs_apart() -> None:
+    """Equal rows, equal fingerprint, in whatever process; another row, dtype or order, another one."""
+    # defects A7
+    E = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    cost = CostEmbedding.from_weight(E)
+    assert cost.fingerprint == CostEmbedding.from_weight(E.clone(), cache_mb=3).fingerprint
+    assert cost.fingerprint == CostEmbedding.from_weight(E.t().contiguous().t()).fingerprint
+    changed = E.clone()
+    changed[11, 4] += 1e-3
+    others = [
+        CostEmbedding.from_weight(changed),
+        CostEmbedding.from_weight(E.flip(0)),
+        CostEmbedding.from_weight(E, torch.bfloat16),
+    ]
+    assert len({cost.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len(cost.fingerprint) == 16
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    # defects D4, A4
+    tiny_model("llama", False).save_pretrained(tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "short.safetensors").write_bytes(b"1")
+    (tmp_path / "junk.pt").write_bytes(b"not a pickle")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(torch.arange(26).view(13, 2), tmp_path / "ids.pt")
+    nan = torch.randn(13, 2)
+    nan[3, 1] = torch.nan
+    torch.save(nan, tmp_path / "nan.pt")
+    tiny_model("llama", False).save_pretrained(tmp_path / "index", max_shard_size="8KB")
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("{")
+    tiny_model("llama", False).save_pretrained(tmp_path / "shard", max_shard_size="8KB")
+    for file in (tmp_path / "shard").glob("model-*.safetensors"):
+        file.unlink()
+    tiny_model("llama", False).save_pretrained(tmp_path / "narrow")
+    save_file({"lm_head.weight": torch.ones(96, 3)}, tmp_path / "narrow" / "model.safetensors")
+    tiny_model("llama", False).model.save_pretrained(tmp_path / "body")
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    for source, message in (
+        ("torn", r"torn/model.safetensors cannot be read: .*header"),
+        ("short.safetensors", r"short.safetensors cannot be read"),
+        ("junk.pt", r"junk.pt cannot be read"),
+        ("empty.pt", r"empty.pt cannot be read"),
+        ("list.pt", r"list.pt holds a list, not tensors"),
+        ("ids.pt", r"ids.pt holds torch.int64, not floating-point"),
+        ("nan.pt", r"nan.pt: cost embedding holds NaN"),
+        ("index", r"index: model.safetensors.index.json is damaged"),
+        ("shard", r"names model-\d+-of-\d+.safetensors, which is missing"),
+        ("narrow", r"lm_head.weight has shape \[96, 3\], but its config.json says \[96, 16\]"),
+        ("body", r"holds none of the head's tensors"),
+        ("t5", r"is not a causal LM's directory"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            load_cost(str(tmp_path / source), 13 if source.endswith(".pt") else 96)
+        assert source.split(".")[0] in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_costs_come_from_the_revision_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration and weights alike."""
+    # defects A7
+    import transformers
+    import transformers.utils
+
+    tiny_model("llama", False).save_pretrained(tmp_path)
+    asked = []
+    config, file = transformers.AutoConfig.from_pretrained, transformers.utils.cached_file
+
+    def from_pretrained(name: str, revision: str | None = None) -> object:
+        asked.append(revision)
+        return config(tmp_path)
+
+    def cached_file(name: str, file_name: str, revision: str | None = None, **options: object) -> object:
+        asked.append(revision)
+        return file(tmp_path, file_name, **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    load_cost("owner/name", 96, revision="abc")
+    assert len(asked) > 1
+    assert set(asked) == {"abc"}
