@@ -36,6 +36,7 @@ from common.errors import UserError
 from common.provenance import REPOSITORY
 from pipeline.config import Batch, RunConfig
 from pipeline.ranks import PATIENCE, World
+from pipeline.stop import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +304,10 @@ def to_universal(state: Path, target: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     # DeepSpeed wants a description of tensor-parallel layouts; there are none, and it can say so itself.
     command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
-    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
+    # It inherits blocked signals, and must not outlive this process and write beside the next start's.
+    done = subprocess.run(
+        command, env=os.environ | alone, capture_output=True, text=True, preexec_fn=die_with_parent
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{state} cannot be converted for another number of ranks: {last}")

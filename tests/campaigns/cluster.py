@@ -304,8 +304,18 @@ def slurm(directory: Path, show: Campaign) -> None:
 
         def wait(job: str, until: Callable[[str], bool], timeout: float = 300) -> str:
             deadline = time.monotonic() + timeout
+            last = ""
             while True:
                 state = _slurm(environment, "scontrol", "show", "job", job)
+                now = " ".join(re.findall(r"(?:JobState|Reason|Restarts|StartTime)=\S+", state))
+                if now != last:
+                    print(
+                        time.strftime("%X"),
+                        now,
+                        _slurm(environment, "sinfo", "-h", "-o", "%t %E"),
+                        flush=True,
+                    )
+                last = now
                 if until(state) or time.monotonic() > deadline:
                     return state
                 if "Reason=BeginTime" in state:  # Slurm holds a requeued job for two minutes
