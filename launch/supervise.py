@@ -1,11 +1,12 @@
-"""Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, and return the exit code of the run.
+"""Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
 
     launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
 
 By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
 their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
-Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves a
-report in a directory: locked as long as the rank lives, and with its exit code when it has ended (pipeline/stop.py).
+Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
+a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
+pipeline/stop.py).
 """
 
 from __future__ import annotations

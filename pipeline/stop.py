@@ -5,7 +5,8 @@ takes seconds and loading a large model minutes, and a request may arrive at any
 
 What a request does depends on how far the rank is:
 starting   (no process group yet) the rank ends at once; nobody waits for it but the launcher
-loading    the request is noted, and the ranks agree on it before the first step; a lost launcher ends the rank
+loading    the request is noted, and the ranks agree on it before the first step; without a launcher a rank
+           ends at once
 training   the request is noted, and the ranks agree on the step after which they save and end (see engine.py)
 """
 

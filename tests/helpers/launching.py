@@ -118,7 +118,13 @@ def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subpro
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_as_in_a_terminal,
     )
+
+
+def _as_in_a_terminal() -> None:
+    """A shell that runs the tests in the background has made Ctrl-C ignored for all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
