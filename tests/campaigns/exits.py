@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,26 +25,35 @@ from tests.helpers import launching
 
 PYTHON = str(launching.BIN / "python")
 LONG = ["train.steps=100000", "train.schedule=constant", "train.save_every=0"]
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL]
+INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
+# Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the user
+# started. A step of `slow` takes longer than launchers wait before they kill.
+COMMON = [
+    ("terminal", (INT,), "training"),
+    ("command", (TERM, USR1, KILL), "training"),
+    ("rank 1", (TERM, USR1, KILL), "training"),
+]
+BELOW = [("launch.py", (TERM, KILL), "training"), ("rank 0", (KILL,), "training")]
+STARTING = [("command", (KILL,), "starting"), ("rank 1", (TERM, USR1), "starting")]
+SLOW = [("terminal", (INT,), "slow")]
+CELLS = {
+    "deepspeed": [*COMMON, *BELOW, *SLOW, *STARTING],
+    "script": [*COMMON, ("deepspeed", (TERM, KILL), "training"), *BELOW, *SLOW, *STARTING],
+    "torchrun": [*COMMON, *SLOW],
+    "python": [("command", (INT, TERM, USR1, KILL), "training"), ("command", (TERM, USR1), "starting")],
+}
 
 
-def commands(names: list[str]) -> dict[str, tuple[Callable[[], list[str]], list[str]]]:
-    """Each launcher's command without arguments, and the victims below it."""
-    ranks = ["rank 0", "rank 1"]
+def command(name: str) -> list[str]:
+    """Each launcher's command without arguments, on a port of its own."""
+    if name == "deepspeed":
+        return launching.launch_command(2)
+    if name == "script":
+        return launching.script_command(2)
+    if name == "python":
+        return [PYTHON, "launch/continual.sh"]
     torchrun = [str(launching.BIN / "torchrun"), "--nproc-per-node=2"]
-    known: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
-        "deepspeed": (lambda: launching.launch_command(2), ["terminal", "command", "launch.py", *ranks]),
-        "script": (
-            lambda: launching.script_command(2),
-            ["terminal", "command", "deepspeed", "launch.py", *ranks],
-        ),
-        "torchrun": (
-            lambda: [*torchrun, f"--master-port={launching.free_port()}", "launch/continual.sh"],
-            ["terminal", "command", *ranks],
-        ),
-        "python": (lambda: [PYTHON, "launch/continual.sh"], ["command"]),
-    }
-    return {name: known[name] for name in names if name in known}
+    return [*torchrun, f"--master-port={launching.free_port()}", "launch/continual.sh"]
 
 
 class End(NamedTuple):
@@ -93,70 +101,57 @@ class Run:
 
 def disturb(name: str, make: Callable[[], list[str]], home: Path, victim: str, number: int, when: str) -> End:
     """One cell: a run in its second life, or in its first when it is hit while it starts."""
-    run_dir = home / f"{name}-{victim}-{signal.Signals(number).name}-{when}".replace(" ", "")
+    run_dir = home / f"{name}-{victim}-{number.name}-{when}".replace(" ", "")
     slow = ["train.batch=12000"] if when == "slow" else []
-    run = Run(make(), run_dir, *LONG, *slow)
-    if when == "starting":
-        launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
-        time.sleep(1.5)  # past the first lines of the launch script, in its imports
-    elif when == "slow":
-        launching.wait_for(lambda: "steps 0 to" in run.log.read_text(), "the first step")
-    else:
-        launching.wait_for_step(run_dir, 2)
-    run.hit(victim, number)
-    return run.end()
+    run = Run(command(name), run_dir, *LONG, *slow)
+    try:
+        if when == "starting":
+            launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
+            time.sleep(1.5)  # past the first lines of the launch script, in its imports
+        elif when == "slow":
+            launching.wait_for(lambda: "steps 0 to" in run.log.read_text(), "the first step")
+        else:
+            launching.wait_for_step(run_dir, 2)
+        run.hit(victim, number)
+        return run.end()
+    finally:
+        for process in launching.processes_of(run_dir):
+            process.kill()
 
 
-def mistake(make: Callable[[], list[str]], home: Path) -> int:
+def mistake(name: str, home: Path) -> int:
     """The exit code of a recipe with a mistake."""
-    run = Run(make(), home / "mistake", "train.lr=-1")
+    run = Run(command(name), home / f"mistake-{name}", "train.lr=-1")
     return run.process.wait(120)
 
 
-def cells(name: str, victims: list[str]) -> Iterator[tuple[str, int, str]]:
-    """Victim, signal and moment of every measurement of one launcher."""
-    for victim in victims:
-        for number in SIGNALS:
-            if victim != "terminal" or number == signal.SIGINT:
-                yield victim, number, "training"
-    for victim in ("command", "launch.py", "rank 1"):
-        if victim in victims:
-            yield victim, signal.SIGKILL, "starting"
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        yield victims[-1], number, "starting"
-    if "terminal" in victims:
-        yield "terminal", signal.SIGINT, "slow"
-
-
-def measure(
-    name: str, make: Callable[[], list[str]], victims: list[str], home: Path, only: str, show: Campaign
-) -> None:
+def measure(name: str, home: Path, only: str, show: Campaign) -> None:
     """All cells of one launcher."""
-    code = mistake(make, home)
+    code = mistake(name, home)
     show(name, "a mistake in the recipe", f"exit code {code}", code == 2 or name == "torchrun")
-    for victim, number, when in cells(name, victims):
-        what = f"{signal.Signals(number).name} to {victim}, {when}"
-        if only not in what:
-            continue
-        end = disturb(name, make, home, victim, number, when)
-        words = f"exit code {end.code} after {end.after:.0f} s, all ended after {end.quiet:.0f} s"
-        words += ", saved" if end.saved else ""
-        lost = when != "starting" and number != signal.SIGKILL and not end.saved
-        show(name, what, words, end.code != 0 and not lost)
+    for victim, numbers, when in CELLS[name]:
+        for number in numbers:
+            what = f"{number.name} to {victim}, {when}"
+            if only not in what:
+                continue
+            end = disturb(name, home, victim, number, when)
+            words = f"exit code {end.code} after {end.after:.0f} s, all ended after {end.quiet:.0f} s"
+            words += ", saved" if end.saved else ""
+            lost = when != "starting" and number != KILL and not end.saved
+            show(name, what, words, end.code != 0 and not lost)
 
 
 def main() -> int:
     """Measure; 0 when every run that did not finish said so, saved what it could and left nothing behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = ["deepspeed", "script", "torchrun", "python"]
-    parser.add_argument("--launchers", nargs="+", default=names, choices=names)
+    parser.add_argument("--launchers", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--only", default="", help="cells whose description contains this")
     args = parser.parse_args()
     show = Campaign("exits")
     with tempfile.TemporaryDirectory() as directory:
         launching.tiny_recipe(Path(directory))
-        for name, (make, victims) in commands(args.launchers).items():
-            measure(name, make, victims, Path(directory), args.only, show)
+        for name in args.launchers:
+            measure(name, Path(directory), args.only, show)
     return show.finish(vars(args))
 
 

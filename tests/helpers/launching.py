@@ -207,7 +207,7 @@ def member(run_dir: Path, name: str) -> psutil.Process | None:
             command = process.cmdline()
             if name == "launch.py" and "deepspeed.launcher.launch" in command:
                 return process
-            if name == "deepspeed" and str(BIN / "deepspeed") in command[:2]:
+            if name == "deepspeed" and any(Path(part).name == name for part in command[:2]):
                 return process
             if name.startswith("rank ") and process.environ().get("RANK") == name.split()[1]:
                 return process
