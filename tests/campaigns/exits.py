@@ -26,8 +26,8 @@ from tests.helpers import launching
 PYTHON = str(launching.BIN / "python")
 LONG = ["train.steps=100000", "train.schedule=constant", "train.save_every=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
-# Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the user
-# started. A step of `slow` takes longer than launchers wait before they kill.
+# Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the
+# user started. A step of `slow` takes longer than launchers wait before they kill.
 COMMON = [
     ("terminal", (INT,), "training"),
     ("command", (TERM, USR1, KILL), "training"),
@@ -99,8 +99,8 @@ class Run:
         return max((step_of(d) for d in checkpoints(self.run_dir)), default=0)
 
 
-def disturb(name: str, make: Callable[[], list[str]], home: Path, victim: str, number: int, when: str) -> End:
-    """One cell: a run in its second life, or in its first when it is hit while it starts."""
+def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: str) -> End:
+    """One cell: how a run ended that got a signal."""
     run_dir = home / f"{name}-{victim}-{number.name}-{when}".replace(" ", "")
     slow = ["train.batch=12000"] if when == "slow" else []
     run = Run(command(name), run_dir, *LONG, *slow)
