@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
@@ -158,8 +159,40 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class Survivor:
+    """A text stream that a lost reader does not break: what is written from then on goes nowhere.
+
+    Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
+    died of its next line of output would not save.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is buffered."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
 def _set_up_logging() -> None:
     """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
+    sys.stdout, sys.stderr = cast("TextIO", Survivor(sys.stdout)), cast("TextIO", Survivor(sys.stderr))
     level = logging.INFO if _is_main() else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import signal
 import threading
@@ -79,7 +80,7 @@ class Watch:
             info = signal.sigtimedwait([*REQUESTS, PARENT_DIED], TICK)
             if info is not None and info.si_signo in REQUESTS:
                 self._request(signal.Signals(info.si_signo).name, info.si_pid)
-            if not self.launcher_gone and (self._orphan or launchers() != self._chain):
+            if not self.launcher_gone and (self._orphan or _is_broken(self._chain)):
                 self._lose_launcher()
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._kill_at = None
@@ -154,10 +155,17 @@ def launchers() -> list[int]:
     """
     chain = [os.getppid()]
     if "deepspeed.launcher.launch" in _command(chain[0]):
-        chain.append(_parent(chain[0]))
+        chain.append(_parent(chain[0]) or 1)
         if REPORTS in os.environ and _is_deepspeed(chain[1]):
-            chain.append(_parent(chain[1]))
+            chain.append(_parent(chain[1]) or 1)
     return chain
+
+
+def _is_broken(chain: list[int]) -> bool:
+    """Whether a process of `launchers()` has ended."""
+    if os.getppid() != chain[0]:
+        return True
+    return any(_parent(child) not in (pid, None) for child, pid in itertools.pairwise(chain))
 
 
 def _born_orphan(chain: list[int]) -> bool:
@@ -188,11 +196,14 @@ def _command(pid: int) -> list[str]:
     return []
 
 
-def _parent(pid: int) -> int:
-    """The parent of a process; 0 when it is gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+def _parent(pid: int) -> int | None:
+    """The parent of a process; 0 when it is gone, None when it cannot be read just now."""
+    try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except OSError:  # too many open files, for example
+        return None
 
 
 def die_with_parent() -> None:
@@ -222,4 +233,5 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())
+    with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe, too
+        os.write(2, f"{text}\n".encode())
