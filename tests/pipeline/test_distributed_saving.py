@@ -123,13 +123,12 @@ def test_one_killed_rank_ends_all_soon_and_the_run_resumes(long_run: list[str], 
     assert "resumed from" in stopped.stdout
 
 
-@pytest.mark.parametrize("victim", ["deepspeed", "launch.py"])
-def test_a_killed_launcher_never_looks_like_success(long_run: list[str], tmp_path: Path, victim: str) -> None:
+def test_a_killed_launcher_never_looks_like_success(long_run: list[str], tmp_path: Path) -> None:
     """defects B3: and the ranks, which notice it, save and end."""
     run_dir = tmp_path / "run"
     process = launching.start(2, *long_run, "train.save_every=0", f"run_dir={run_dir}")
     wait_for_step(run_dir, 3)
-    launcher = launching.member(run_dir, victim)
+    launcher = launching.member(run_dir, "launch.py")
     assert launcher is not None
     launcher.kill()
     process.communicate(timeout=120)
