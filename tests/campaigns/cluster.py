@@ -6,7 +6,7 @@ hosts       two network namespaces with an address, a name and an sshd each. A Z
             by torchrun and by DeepSpeed without ssh; each must give the losses of the run on one host. A
             remote rank is killed; preflight looks at both hosts.
 slurm       controller, daemon and munge for a cluster of this one machine; launch/slurm/train.sbatch gets its
-            warning signal, saves, is queued again, and goes on.
+            warning signal, saves, is queued again, and resumes.
 kubernetes  launch/k8s/*.yaml against the schemas of several Kubernetes versions.
 
 Prints a table and exits 1 when something fails. Where it cannot run it says why and exits 0.
@@ -199,7 +199,7 @@ def _compare(
 def _lose_a_host(
     directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Campaign
 ) -> None:
-    """Kill the remote rank of a pdsh run: all end soon, and the same command goes on."""
+    """Kill the remote rank of a pdsh run: all end soon, and the same command resumes."""
     run_dir = directory / "lost"
     where, (start,) = ways["deepspeed --hostfile (pdsh)"]
     more = [f"run_dir={run_dir}", "train.steps=3000", "train.save_every=2", "train.schedule=constant"]
@@ -222,7 +222,7 @@ def _lose_a_host(
     (run_dir / "STOP").touch()
     codes, output = finish(processes, timeout=90)
     good = codes == [75] and "resumed from" in output
-    show("hosts", "the same command, then STOP", "went on; exit code 75" if good else output[-600:], good)
+    show("hosts", "the same command, then STOP", "resumed; exit code 75" if good else output[-600:], good)
 
 
 # --- Kubernetes -------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def kubernetes(directory: Path, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; 0 when all is well or nothing can run here."""
+    """Run the parts; 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Path, Campaign], None]] = {
         "hosts": hosts,
         "slurm": slurm,

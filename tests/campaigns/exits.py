@@ -109,7 +109,7 @@ def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: st
             launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
             time.sleep(1.5)  # past the first lines of the launch script, in its imports
         elif when == "slow":
-            launching.wait_for(lambda: "steps 0 to" in run.log.read_text(), "the first step")
+            launching.wait_for(lambda: "steps 0 to" in run.log.read_text(), "first step")
         else:
             launching.wait_for_step(run_dir, 2)
         run.hit(victim, number)

@@ -94,7 +94,7 @@ def _wait_for_the_moment(
     before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
     launching.wait_for(
         lambda: process.poll() is not None or (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] > before,
-        "a step of this life",
+        "step of this life",
     )
     time.sleep(rng.uniform(0, 1.5))
 

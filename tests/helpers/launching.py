@@ -170,7 +170,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -
     """Until a condition holds; generous, because the machine may be busy."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout:.0f} s in vain for {what}"
+        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
         time.sleep(0.05)
 
 
@@ -193,7 +193,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
 def wait_until_gone(run_dir: Path, timeout: float = 300) -> None:
     """Until no process of a run is left; those that stay longer are killed, and the test fails."""
     try:
-        wait_for(lambda: not processes_of(run_dir), "the end of all processes", timeout)
+        wait_for(lambda: not processes_of(run_dir), "end of all processes", timeout)
     except AssertionError:
         for process in processes_of(run_dir):
             process.kill()
