@@ -27,7 +27,7 @@ PYTHON = str(launching.BIN / "python")
 LONG = ["train.steps=100000", "train.schedule=constant", "train.save_every=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 # Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the
-# user started. A step of `slow` takes longer than launchers wait before they kill.
+# user started. A `slow` step takes longer than launchers wait before they kill.
 COMMON = [
     ("terminal", (INT,), "training"),
     ("command", (TERM, USR1, KILL), "training"),
@@ -102,17 +102,18 @@ class Run:
 def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: str) -> End:
     """One cell: how a run ended that got a signal."""
     run_dir = home / f"{name}-{victim}-{number.name}-{when}".replace(" ", "")
-    slow = ["train.batch=12000"] if when == "slow" else []
-    run = Run(command(name), run_dir, *LONG, *slow)
+    run = Run(command(name), run_dir, *LONG)
     try:
         if when == "starting":
             launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
             time.sleep(1.5)  # past the first lines of the launch script, in its imports
-        elif when == "slow":
-            launching.wait_for(lambda: "steps 0 to" in run.log.read_text(), "first step")
         else:
             launching.wait_for_step(run_dir, 2)
-        run.hit(victim, number)
+        if when == "slow":
+            with launching.slow_step(run_dir):
+                run.hit(victim, number)
+        else:
+            run.hit(victim, number)
         return run.end()
     finally:
         for process in launching.processes_of(run_dir):

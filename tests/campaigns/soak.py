@@ -48,7 +48,6 @@ def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
 # Killed with -9, but for Ctrl-C, which goes to the foreground process group while a step takes longer than
 # the 30 seconds after which DeepSpeed's launcher kills its ranks.
 VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", "Ctrl-C in a slow step"]
-SLOW = 40  # seconds
 
 
 def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
@@ -102,13 +101,9 @@ def _wait_for_the_moment(
 def _strike(process: subprocess.Popen[str], run_dir: Path, victim: str) -> float:
     """Disturb the run; when that was over. A victim that is not there yet means everything."""
     if victim.startswith("Ctrl-C"):
-        rank = launching.member(run_dir, "rank 1")
-        if rank is not None and process.poll() is None:
-            rank.suspend()  # the other rank waits for it: a step of SLOW seconds
-            os.killpg(process.pid, signal.SIGINT)
-            time.sleep(SLOW)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.resume()
+        if process.poll() is None:
+            with launching.slow_step(run_dir):
+                os.killpg(process.pid, signal.SIGINT)
         return time.monotonic()
     target = None if victim == "everything" else launching.member(run_dir, victim)
     for one in [target] if target is not None else launching.processes_of(run_dir):

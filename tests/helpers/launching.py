@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -212,6 +212,23 @@ def member(run_dir: Path, name: str) -> psutil.Process | None:
             if name.startswith("rank ") and process.environ().get("RANK") == name.split()[1]:
                 return process
     return None
+
+
+@contextlib.contextmanager
+def slow_step(run_dir: Path, seconds: float = 40) -> Iterator[None]:
+    """What happens in the block happens at the start of a step that takes `seconds`: rank 1 is late.
+
+    Launchers kill ranks that have not ended 30 seconds after a signal.
+    """
+    late = member(run_dir, "rank 1")
+    assert late is not None
+    late.suspend()
+    try:
+        yield
+        time.sleep(seconds)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            late.resume()
 
 
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
