@@ -1,4 +1,4 @@
-"""The training loop, and the command behind launch/*.sh.
+"""The training loop.
 
 for each step s:
     rows    = positions [s*B, (s+1)*B) of the seeded order           (batches.py)
@@ -9,29 +9,20 @@ for each step s:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
-import os
-import sys
-import time
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-from common.errors import UserError
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
-from pipeline.config import Batch, RunConfig, load_config, lr_at, solve_batch, total_steps
+from pipeline.config import Batch, RunConfig, lr_at, solve_batch, total_steps
 from pipeline.engine import Engine, compiling
-from pipeline.export import ExportError, export_model
+from pipeline.export import export_model
 from pipeline.guard import Guard
 from pipeline.metrics import Metrics
 from pipeline.model import (
@@ -45,17 +36,17 @@ from pipeline.model import (
     write_initial_weights,
 )
 from pipeline.planning.footprint import Setup, accelerator, utilisation
-from pipeline.planning.plan import model_sizes, print_plan
-from pipeline.ranks import World, end_world, lost_a_peer, main_first, patience, wait_at_most
+from pipeline.planning.plan import model_sizes
+from pipeline.ranks import World, gather_objects, main_first, patience, wait_at_most
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
-from pipeline.stop import EXIT_STOPPED, StopRequest
+from pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, world: World) -> bool:
-    """Train, or go on training, the run of `config`. True when it is finished, false when stopped."""
+def train(config: RunConfig, world: World, watch: Watch) -> bool:
+    """Start or resume the run of `config`. True when it is finished, false when stopped."""
     data = TokenDataset(config.data.dir / "train")
     held_out = config.data.dir / "validation"
     validation = TokenDataset(held_out) if held_out.is_dir() else None
@@ -73,9 +64,9 @@ def train(config: RunConfig, world: World) -> bool:
             if config.model.path is None:
                 write_initial_weights(config)
     if (config.run_dir / EXPORT).is_dir():
-        log.info("%s is finished: its export stands in export/", config.run_dir)
+        log.info("%s is finished: its export is in export/", config.run_dir)
         return True
-    stop = StopRequest(config.run_dir, config.train.max_minutes)
+    stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
     losses = load_losses(config, hf_config.vocab_size)
     saved = resume.newest_valid(config.run_dir, world)
     source = None
@@ -93,6 +84,12 @@ def train(config: RunConfig, world: World) -> bool:
         trainer.load(source)
         step, tokens = saved.step, saved.tokens
         log.info("resumed from %s", saved.directory)
+    watch.trains()
+    if any(gather_objects(stop.reason is not None)):
+        log.info("stopped before step %d, with nothing new to save; %s", step + 1, RESUME)
+        if world.is_main:
+            stop.file.unlink(missing_ok=True)
+        return False
     log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
     metrics = Metrics(config, step, steps, world.is_main, _peak_share(config, batch))
     guard = Guard(config.run_dir, config.train, writes=world.is_main)
@@ -140,7 +137,7 @@ def train(config: RunConfig, world: World) -> bool:
             metrics.say(f"finished; export: {config.run_dir / EXPORT}")
         saver.finish()
     if not finished:
-        metrics.say(f"stopped after step {step}; the same command goes on from there")
+        metrics.say(f"stopped after step {step} and saved; {RESUME}")
         if world.is_main:
             stop.file.unlink(missing_ok=True)
     metrics.close()
@@ -183,64 +180,3 @@ def _tensors(
 
 def _due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
-
-
-def main(kind: str, argv: list[str] | None = None) -> int:
-    """Run a recipe whose data are of `kind`, text or instruct.
-
-    Exit codes: 0 finished, 2 a mistake in the input, 75 stopped before the end.
-    """
-    parser = argparse.ArgumentParser(
-        prog="deepspeed launch/continual.sh", description="Train a recipe; run it again to go on."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
-    parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(argv)
-    main_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if main_rank else logging.ERROR, format="%(message)s", stream=sys.stdout
-    )
-    for noisy in ("httpx", "DeepSpeed", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    # DeepSpeed tries the compiler at its start, and distutils logs the commands at the root
-    logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
-    disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
-        config = load_config(args.recipe, args.overrides)
-        if config.data.kind != kind:
-            script = {"text": "continual", "instruct": "instruct"}[config.data.kind]
-            raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
-        if args.dry_run:
-            ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 1))
-            if main_rank:
-                print_plan(config, ranks)
-            return 0
-        started = time.perf_counter()
-        world = engine.start_world()
-        finished = train(config, world)
-        log.info("%.0f s", time.perf_counter() - started)
-    except (UserError, ExportError) as error:
-        if main_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except (OSError, SafetensorError) as error:
-        print(
-            f"error: {error}; the same command goes on from the last checkpoint", file=sys.stderr, flush=True
-        )
-        os._exit(1)  # the other ranks wait for this one; the launcher ends them
-    except RuntimeError as error:
-        if not lost_a_peer(error):
-            raise
-        print(
-            f"error: rank {os.environ['RANK']} lost another rank (its message may stand above); "
-            "the same command goes on from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # the process group is beyond an orderly end
-    end_world()
-    return 0 if finished else EXIT_STOPPED
