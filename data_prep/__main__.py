@@ -10,12 +10,13 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from common.errors import UserError
+from common.recipe import parse_arguments
 from data_prep.config import load_data_config
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 2 a mistake in the input or damaged data, 130 interrupted."""
-    args = _parser().parse_args(argv)
+    args = parse_arguments(_parser(), argv)
     try:
         commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
         commands[args.command](args)
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -31,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="make the shards of a recipe; run it again to go on")
+    prepare = commands.add_parser(
+        "prepare", help="make the shards of a recipe; run it again to make what is missing"
+    )
     prepare.add_argument("recipe", type=Path)
     prepare.add_argument("overrides", nargs="*", metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
+from common.recipe import parse_arguments
 from pipeline.config import load_config
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input."""
-    args = _parser().parse_args(argv)
+    args = parse_arguments(_parser(), argv)
     for noisy in ("httpx", "DeepSpeed", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, model_validator
@@ -15,6 +15,8 @@ from pydantic import Field, model_validator
 from common.errors import UserError
 from common.recipe import Section, parse_section, read_recipe
 from data_prep.config import DataConfig
+
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 
 
 class LoraConfig(Section):
@@ -76,7 +78,7 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.03, ge=0, lt=1)  # share of the steps
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     clip: float = Field(1.0, ge=0)  # gradient norm; 0 = no clipping
     seed: int = 42  # data order, dropout, and the weights of a new model
