@@ -222,6 +222,22 @@ class TokenDataset:
         """Tokens in a row, padding not counted."""
         return len(self._row(row)[0])
 
+    def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
+        """The first of `rows` that cannot be what was prepared, and why; None when all can be."""
+        for row in rows:
+            tokens, segments, *spans = self._row(int(row))
+            why = None
+            if len(tokens) > self.manifest.block or segments.sum(dtype=np.int64) != len(tokens):
+                why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
+            elif len(tokens) and int(tokens.max()) >= vocab_size:
+                why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
+            elif spans and (len(spans[0]) % 2 or (len(spans[0]) and int(spans[0].max()) > len(tokens))):
+                why = "supervised spans beyond its end"
+            if why is not None:
+                ((file, at),) = self.provenance(np.array([row]))
+                return f"{self.directory / file}, row {at}, is damaged: {why}"
+        return None
+
     def segment_lengths(self) -> np.ndarray:
         """Lengths of all segments of all rows, int64."""
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]

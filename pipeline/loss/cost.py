@@ -7,6 +7,7 @@ trained model's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.errors import UserError, one_line
 from pipeline.loss.cost_cache import CostTable
 
 OLD_HEAD_NAMES = ("embed_out.weight",)  # what checkpoints call a head that transformers renames
+TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")  # endings of files that hold one matrix
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 
 
@@ -39,6 +41,7 @@ class CostEmbedding:
             raise UserError(f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)")
         self.rows = rows
         self.cache_mb = cache_mb
+        self.fingerprint: str | None = None  # of the tensor that it was read from, by `load_cost`
         self._table: CostTable | None = None
         self._placed: CostEmbedding | None = None
 
@@ -145,27 +148,35 @@ LIVE = LiveCost()
 
 
 def load_cost(
-    source: str, vocab_size: int, dtype: torch.dtype = torch.float32, cache_mb: float = 0.0
+    source: str,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    cache_mb: float = 0.0,
+    revision: str | None = None,
 ) -> CostEmbedding:
     """The cost embedding of a pre-trained model, without loading that model.
 
-    `source` is a model directory or hub id, of which only the output head's tensor is read (the
-    input embedding where the two are tied), or a .safetensors / .pt file holding one matrix.
+    `source` is a model directory or hub id (at `revision`), of which only the output head's tensor is read
+    (the input embedding where the two are tied), or a .safetensors / .pt file holding one matrix.
     Raises UserError when it is missing, ambiguous, or made for another vocabulary.
     """
     path = Path(source)
-    if path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
+    if path.suffix in TENSOR_FILES:
         if not path.is_file():
             raise UserError(f"cost embedding file {source} does not exist")
         weight = _only_matrix(path)
     else:
-        weight = _head_of_model(source)
+        weight = _head_of_model(source, revision)
     if weight.shape[0] != vocab_size:
         raise UserError(
             f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
             f"{vocab_size}; both must share one vocabulary"
         )
-    return CostEmbedding.from_weight(weight, dtype, cache_mb)
+    cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
+    # of the tensor as stored: normalised rows differ in their last bits from one processor to another
+    content = weight.detach().contiguous().flatten().view(torch.uint8).numpy()
+    cost.fingerprint = hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
+    return cost
 
 
 def _only_matrix(path: Path) -> Tensor:
@@ -190,12 +201,12 @@ def _only_matrix(path: Path) -> Tensor:
     )
 
 
-def _head_of_model(source: str) -> Tensor:
+def _head_of_model(source: str, revision: str | None) -> Tensor:
     """The output head's tensor of a causal LM checkpoint, read alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as error:
         line = one_line(error)
         raise UserError(f"cost embedding {source} is no model directory or hub id: {line}") from None
@@ -203,7 +214,7 @@ def _head_of_model(source: str) -> Tensor:
         model = AutoModelForCausalLM.from_config(config)
     names = _head_names(model)
     for name in (*names, *OLD_HEAD_NAMES):
-        tensor = _read_tensor(source, name)
+        tensor = _read_tensor(source, name, revision)
         if tensor is not None:
             return tensor
     raise UserError(f"model {source} holds none of the head's tensors ({', '.join(names)})")
@@ -219,16 +230,16 @@ def _head_names(model: torch.nn.Module) -> list[str]:
     return names + [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
-def _read_tensor(source: str, name: str) -> Tensor | None:
+def _read_tensor(source: str, name: str, revision: str | None) -> Tensor | None:
     """Tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
     from safetensors import safe_open
 
     for stem in ("model.safetensors", "pytorch_model.bin"):
-        index = _checkpoint_file(source, f"{stem}.index.json")
+        index = _checkpoint_file(source, f"{stem}.index.json", revision)
         shard: str | None = stem
         if index is not None:
             shard = json.loads(index.read_text())["weight_map"].get(name)
-        path = _checkpoint_file(source, shard) if shard else None
+        path = _checkpoint_file(source, shard, revision) if shard else None
         if path is None:
             continue
         if path.suffix == ".safetensors":
@@ -242,9 +253,9 @@ def _read_tensor(source: str, name: str) -> Tensor | None:
     return None
 
 
-def _checkpoint_file(source: str, name: str) -> Path | None:
+def _checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
     """A file of a local or hub checkpoint, fetched alone; None if there is none of that name."""
     from transformers.utils import cached_file
 
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return Path(found) if found else None
