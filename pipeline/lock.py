@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ class RunLock:
         self.run_dir = run_dir
         self._lease = Lease(run_dir, LOCK, STALE, BEAT) if active else None
         self._step, self._doing, self._since = 0, "loading", time.time()
+        self._writing = threading.Lock()  # the main thread writes as well
 
     def take(self) -> None:
         """Take the lock, waiting for a holder that has died without a word on another host.
@@ -75,9 +77,7 @@ class RunLock:
         """Why this launch must not write any more, or None."""
         if self._lease is None or self._lease.held():
             return None
-        return (
-            f"another launch has taken over {self.run_dir}, because this one had not been heard of for long"
-        )
+        return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
 
     def reached(self, step: int) -> None:
         """Step `step` has been taken."""
@@ -104,7 +104,10 @@ class RunLock:
             self._lease.release()
 
     def _beat(self) -> None:
-        beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
-        beat |= {"host": socket.gethostname(), "pid": os.getpid()}
-        with contextlib.suppress(OSError, UserError):  # a full disk is reported by what must be written
+        with (
+            self._writing,
+            contextlib.suppress(OSError, UserError),
+        ):  # what must be written will report it
+            beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
+            beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             write_text(self.run_dir / HEARTBEAT, json.dumps(beat))
