@@ -1,6 +1,6 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
-# make soak         50 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=

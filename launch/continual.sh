@@ -1,14 +1,22 @@
 #!/bin/sh
-"exec" "env" "PATH=${0%/*}/../.venv/bin:$PATH" "deepspeed" "$0" "$@"
-# For a shell this file ends above: it becomes `deepspeed launch/continual.sh ...`. The launcher then runs it
-# with Python, to which the second line is a string.
-"""Continual pre-training on text: deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry-run]"""
+"exec" "env" "PATH=${0%/*}/../.venv/bin:$PATH" "python" "${0%/*}/supervise.py" "$0" "$@"
+# For a shell this file ends above: supervise.py runs `deepspeed launch/continual.sh ...` and returns the run's exit code.
+# DeepSpeed's launcher runs this file with Python, to which the second line is a string.
+"""Continual pre-training on text.
+
+launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry-run]
+deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry-run]
+"""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.train import main
+from pipeline.stop import Watch
 
-sys.exit(main(kind="text"))
+watch = Watch()  # before the heavy imports: a request to stop may come while they take their time
+
+from pipeline.cli import run_recipe
+
+sys.exit(run_recipe("text", watch))

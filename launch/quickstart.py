@@ -1,7 +1,7 @@
 """The whole story on a laptop, by the commands that a cluster runs: raw text to report in minutes.
 
 Every step below is a command of the product, printed before it runs; nothing here trains or scores by itself.
-Starting it again goes on where it stopped; `rm -rf runs/quickstart` starts afresh.
+Run it again to resume where it stopped; `rm -rf runs/quickstart` starts afresh.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.exit_codes import ExitCode
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RUN = Path("runs/quickstart")
@@ -27,7 +31,7 @@ NOTICE = (
 def steps() -> list[tuple[str, list[list[str]]]]:
     """Title and commands of every step, in order; the commands of a step run side by side."""
     python = str(BIN / "python")
-    deepspeed = [str(BIN / "deepspeed"), "--num_gpus", str(RANKS), "launch/continual.sh"]
+    train = ["launch/continual.sh", "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
     models = {"base": RUN / "pretrain/export"} | {o: RUN / o / "export" for o in ("mle", "emo")}
     results = ["--out", str(RUN / "results")]
@@ -44,9 +48,9 @@ def steps() -> list[tuple[str, list[list[str]]]]:
         ("Generate the eight tasks", [[python, "-m", "data_prep", "world", str(RUN / "tasks")]]),
         ("Tokenise the pre-training corpus", [[python, "-m", "data_prep", "prepare", str(pretrain)]]),
         ("Tokenise the adaptation corpus", [[python, "-m", "data_prep", "prepare", str(adapt)]]),
-        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*deepspeed, str(pretrain)]]),
-        ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*deepspeed, str(adapt), *continued["mle"]]]),
-        ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*deepspeed, str(adapt), *continued["emo"]]]),
+        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*train, str(pretrain)]]),
+        ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["mle"]]]),
+        ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["emo"]]]),
         ("Score the pre-trained model on the eight tasks", evaluate[:1]),
         ("Score both continued models on the eight tasks", evaluate[1:]),
         ("Sample text from all three", generate),
@@ -71,7 +75,13 @@ def main() -> int:
         for command in commands:
             print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
         running = [subprocess.Popen(command, cwd=REPOSITORY, env=environment) for command in commands]
-        failed = [code for code in (process.wait() for process in running) if code]
+        try:
+            failed = [code for code in (process.wait() for process in running) if code]
+        except KeyboardInterrupt:  # Ctrl-C has reached the commands too
+            for process in running:
+                process.wait()
+            print("\nstopped; run the same command again to resume", file=sys.stderr)
+            return ExitCode.STOPPED
         if failed:
             print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
             return failed[0]

@@ -33,6 +33,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from common.errors import UserError
 from pipeline.planning.ds_file import zero_stage
 from pipeline.ranks import PATIENCE, World
+from pipeline.stop import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Sums(NamedTuple):
 
     loss: float
     nll: float
-    demd: float  # nan where no cost embedding is at hand
+    demd: float  # nan without a cost embedding
     tokens: int
     stop: bool
     applied: bool = True  # whether the weights were updated
@@ -133,7 +134,7 @@ class Engine:
         seed: int,
         stop: bool,
     ) -> Sums:
-        """One optimizer step on this rank's micro-batches; `valid` counts the whole global batch.
+        """One optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
 
         DeepSpeed does not apply a step whose gradient norm is not finite; `applied` says so.
         """
@@ -192,7 +193,7 @@ class Engine:
 
 
 class Snapshots(TorchCheckpointEngine):
-    """What DeepSpeed saves is copied into host memory; `write` brings it to disk while training goes on."""
+    """What DeepSpeed saves is copied into host memory; `write` writes it to disk while training continues."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -203,7 +204,7 @@ class Snapshots(TorchCheckpointEngine):
         self._waiting.append((pytree.tree_map_only(Tensor, _copy, state_dict), path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing yet: a snapshot leaves the disk alone."""
+        """Nothing yet: a snapshot does not touch the disk."""
 
     def write(self) -> list[Path]:
         """Write what was copied; the files."""
@@ -233,7 +234,10 @@ def to_universal(state: Path, target: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     # DeepSpeed wants a description of tensor-parallel layouts; there are none, and it can say so itself.
     command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
-    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
+    # It inherits blocked signals, and must not outlive this process and write beside the next start's.
+    done = subprocess.run(
+        command, env=os.environ | alone, capture_output=True, text=True, preexec_fn=die_with_parent
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{state} cannot be converted for another number of ranks: {last}")
@@ -248,9 +252,9 @@ def step_seed(seed: int, step: int) -> int:
 def compiling() -> Iterator[None]:
     """Around what may compile: DeepSpeed builds an operation where and when it is first used.
 
-    torch guards a build by a file named `lock` that a killed process leaves behind, and every later start
-    would wait for it in silence. Starts share a lock of the system's, which dies with its process: whoever
-    gets it alone takes away such files, except those that some other program here has open.
+    torch guards a build by a file named `lock`, which a killed process leaves behind and every later start
+    would wait for in silence. Starts therefore share a lock of the operating system, which ends with its
+    process: whoever holds it alone removes such files, except those that another program here has open.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     with contextlib.ExitStack() as stack:

@@ -30,15 +30,16 @@ from pipeline.config import RunConfig
 from pipeline.engine import Engine
 from pipeline.ranks import gather_objects
 from pipeline.run_dir import EXPORT_INFO
+from pipeline.stop import RESUME
 
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-AGAIN = "make room, then run the same command again to resume"
+AGAIN = f"make room, then {RESUME}"
 ADAPTER = "default"  # peft's name of the one adapter that a run trains
 
 
-class ExportError(Exception):
+class ExportError(UserError):
     """The exported model does not reproduce the trained one, or cannot be written."""
 
 
@@ -85,7 +86,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
             partial.rename(target)
         except (OSError, SafetensorError) as error:
             problem = f"{partial} cannot be written ({one_line(error, 200)}); {AGAIN}"
-        except (UserError, ExportError, RuntimeError, ValueError) as error:
+        except (UserError, RuntimeError, ValueError) as error:
             problem = one_line(error, 400)
     problem = gather_objects(problem)[0]
     if problem is not None:

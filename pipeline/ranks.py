@@ -111,7 +111,7 @@ def patience(minutes: float, spare: Any = None) -> Iterator[None]:
 
 
 def lost_a_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone."""
+    """Whether a collective failed because another rank has died or hangs."""
     signs = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe", "Timed out")
     return dist.is_initialized() and dist.get_world_size() > 1 and any(s in str(error) for s in signs)
 

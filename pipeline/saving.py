@@ -26,6 +26,7 @@ from pipeline.export import export_model
 from pipeline.lock import RunLock
 from pipeline.ranks import barrier, gather_objects, host_group
 from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
+from pipeline.stop import RESUME
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Saver:
                 checkpoint.remove(partial)
             self.problem = (
                 f"the checkpoint after step {step} cannot be written ({one_line(found)}); the last complete "
-                "one remains; make room, then run the same command again to resume from it"
+                f"one remains; make room, then {RESUME} from it"
             )
 
     def _write_part(self, partial: Path, state: dict[str, Any]) -> tuple[str | None, dict[str, FileFacts]]:

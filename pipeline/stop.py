@@ -1,72 +1,237 @@
 """Stop requests: a signal, a file named STOP in the run directory, a time limit, or a launcher that is gone.
 
-A request only sets a flag. The trainer shares the flag over all ranks at each step (see engine.py), so that
-they agree on the step at which they save once and end with `EXIT_STOPPED`.
+Standard library only, because the launch script starts a `Watch` before anything heavy is imported: importing
+takes seconds and loading a large model minutes, and a request may arrive at any time.
+
+What a request does depends on how far the rank is:
+starting   (no process group yet) the rank ends at once; nobody waits for it but the launcher
+loading    the request is noted, and the ranks agree on it before the first step; without a launcher a rank
+           ends at once
+training   the request is noted, and the ranks agree on the step after which they save and end (see engine.py)
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-from types import FrameType
 
-import psutil
-
+from common.exit_codes import ExitCode
 from pipeline.run_dir import STOP
 
-# sysexits' EX_TEMPFAIL: nothing is wrong; run the same command again to go on.
-EXIT_STOPPED = 75
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PARENT_DIED = signal.SIGUSR2  # sent by the kernel
+TICK = 0.2  # seconds between looks at the launchers
+# DeepSpeed's launch.py and torchrun send SIGTERM, and SIGKILL 30 s later.
+GRACE = 20.0
+REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py
+LIBC = ctypes.CDLL(None)
+RESUME = "run the same command again to resume"
+
+STARTING, LOADING, TRAINING = range(3)
+
+
+class Watch:
+    """Notices that this rank is asked to stop, or that the processes that started it are gone.
+
+    One per process, started from the main thread before any other thread: signals are blocked here, and so in
+    every thread to come, and are taken from the queue by a thread of its own, which learns who sent them and
+    does not wait for the main thread, however long that is inside a collective.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self.launcher_gone = False
+        self._phase = STARTING
+        self._report = _open_report()
+        self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, PARENT_DIED])
+        _prctl_parent_death(PARENT_DIED)
+        self._chain = launchers()
+        self._orphan = _born_orphan(self._chain)
+        threading.Thread(target=self._run, name="stop requests", daemon=True).start()
+
+    def joined(self) -> None:
+        """The rank is in the process group: from now on a request is agreed on."""
+        self._phase = LOADING
+
+    def trains(self) -> None:
+        """The first step is next: from now on there is something to save."""
+        self._phase = TRAINING
+
+    def ended(self, code: int) -> None:
+        """Tell the supervisor, if there is one, how this rank ended."""
+        if self._report is not None:
+            os.pwrite(self._report, f"{os.getpid()} {int(code)}\n".encode(), 0)
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, or None."""
+        return self.signal or ("the launcher is gone" if self.launcher_gone else None)
+
+    def _run(self) -> None:
+        while True:
+            info = signal.sigtimedwait([*REQUESTS, PARENT_DIED], TICK)
+            if info is not None and info.si_signo in REQUESTS:
+                self._request(signal.Signals(info.si_signo).name, info.si_pid)
+            if not self.launcher_gone and (self._orphan or _is_broken(self._chain)):
+                self._lose_launcher()
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
+                self._kill_at = None
+                self._outlive_launcher()
+
+    def _request(self, name: str, sender: int) -> None:
+        self.signal = self.signal or name
+        if self._phase == STARTING:
+            self._leave(f"stopped ({name}) before the run was opened")
+        if sender == self._chain[0] and self._kill_at is None:
+            self._kill_at = time.monotonic() + GRACE
+
+    def _lose_launcher(self) -> None:
+        self.launcher_gone = True
+        if os.getppid() != self._chain[0] and len(self._chain) > 1 and _is_deepspeed(self._chain[1]):
+            # The `deepspeed` command takes the death of its launch.py by a signal for success.
+            _kill(self._chain[1], signal.SIGTERM)
+        if self._phase < TRAINING:
+            self._leave("the launcher is gone, and nothing has been trained since the last checkpoint")
+
+    def _outlive_launcher(self) -> None:
+        """End the launcher before it kills this rank in the middle of a long step or save.
+
+        Only if the other ranks of this host live: else it is right to end this one, which waits for them.
+        """
+        parent = os.getppid()
+        if self._phase < TRAINING or parent != self._chain[0] or not _is_launcher(parent):
+            return
+        import psutil
+
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        with contextlib.suppress(psutil.Error):
+            siblings = psutil.Process(parent).children()
+            if sum(p.status() != psutil.STATUS_ZOMBIE for p in siblings) < ranks:
+                return
+        _say(f"{self.signal}: this step takes longer than the launcher waits; the ranks save without it")
+        if len(self._chain) > 1 and _is_deepspeed(self._chain[1]):
+            _kill(self._chain[1], signal.SIGTERM)
+        _kill(parent, signal.SIGKILL)
+
+    def _leave(self, why: str) -> None:
+        _say(f"{why}; exit code {ExitCode.STOPPED}; {RESUME}")
+        self.ended(ExitCode.STOPPED)
+        os._exit(ExitCode.STOPPED)
 
 
 class StopRequest:
-    """Whether this process has been asked to stop."""
+    """Whether a run has been asked to stop."""
 
-    def __init__(self, run_dir: Path, minutes: float | None = None) -> None:
+    def __init__(self, run_dir: Path, minutes: float | None, watch: Watch) -> None:
         self.file = run_dir / STOP
+        self.watch = watch
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self._signal: str | None = None
-        self._launchers = _launchers()
-        self._orphaned = len(self._launchers) == 2 and self._launchers[1] == 1 and not _is_deepspeed(1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number).name
 
     @property
     def reason(self) -> str | None:
         """Why to stop, or None. Cheap enough to ask at every step."""
-        if self._signal is not None:
-            return self._signal
+        if self.watch.reason is not None:
+            return self.watch.reason
         if self._deadline is not None and time.monotonic() > self._deadline:
             return "the time limit train.max_minutes"
         if self.file.exists():
             return f"the file {self.file}"
-        if self._orphaned or _launchers() != self._launchers:
-            return "the launcher is gone"
         return None
 
 
-def _is_deepspeed(pid: int) -> bool:
-    """Whether a process is the `deepspeed` command, as it may be the first of a container."""
-    with contextlib.suppress(psutil.Error):
-        return any(Path(part).name == "deepspeed" for part in psutil.Process(pid).cmdline())
-    return False
+def launchers() -> list[int]:
+    """The processes that started this one, nearest first, as far as the run depends on them.
 
-
-def _launchers() -> list[int]:
-    """The process that started this one and, under DeepSpeed's launcher, the command that started that.
-
-    The `deepspeed` command of a single node passes no signals on; killed, it would leave the ranks running.
+    The parent; under DeepSpeed's launch.py also the `deepspeed` command, which passes no signals on and,
+    killed, would leave the ranks running; above that launch/supervise.py, if it is there.
     """
-    parent = os.getppid()
+    chain = [os.getppid()]
+    if "deepspeed.launcher.launch" in _command(chain[0]):
+        chain.append(_parent(chain[0]) or 1)
+        if REPORTS in os.environ and _is_deepspeed(chain[1]):
+            chain.append(_parent(chain[1]) or 1)
+    return chain
+
+
+def _is_broken(chain: list[int]) -> bool:
+    """Whether a process of `launchers()` has ended."""
+    if os.getppid() != chain[0]:
+        return True
+    return any(_parent(child) not in (pid, None) for child, pid in itertools.pairwise(chain))
+
+
+def _born_orphan(chain: list[int]) -> bool:
+    """Whether a launcher had died before this process could look at it."""
+    if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
+        return True
+    if len(chain) < 2 or _is_deepspeed(chain[1]):
+        return len(chain) > 2 and not any(part.endswith("supervise.py") for part in _command(chain[2]))
+    return chain[1] == 1 or REPORTS in os.environ
+
+
+def _is_deepspeed(pid: int) -> bool:
+    """Whether a process is the `deepspeed` command."""
+    names = {"deepspeed", "ds", "deepspeed.launcher.runner"}
+    return any(Path(part).name in names for part in _command(pid)[:3])
+
+
+def _is_launcher(pid: int) -> bool:
+    """Whether a process is one of those that kill their ranks some time after a signal."""
+    names = {"deepspeed.launcher.launch", "torch.distributed.run"}
+    return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
+
+
+def _command(pid: int) -> list[str]:
+    """The command line of a process; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+    return []
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a process; 0 when it is gone, None when it cannot be read just now."""
     try:
-        process = psutil.Process(parent)
-        if "deepspeed.launcher.launch" in process.cmdline():
-            return [parent, process.ppid()]
-    except psutil.Error:
-        pass
-    return [parent]
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except OSError:  # too many open files, for example
+        return None
+
+
+def die_with_parent() -> None:
+    """In a child process: be killed when the parent ends, however it ends."""
+    _prctl_parent_death(signal.SIGKILL)
+
+
+def _prctl_parent_death(number: int) -> None:
+    with contextlib.suppress(AttributeError):  # a system without it
+        LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG
+
+
+def _open_report() -> int | None:
+    """This rank's report for launch/supervise.py, locked as long as the rank lives; None without it."""
+    directory = os.environ.get(REPORTS)
+    if directory is None or not Path(directory).is_dir():
+        return None
+    report = os.open(f"{directory}/rank-{os.environ.get('RANK', '0')}", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(report, fcntl.LOCK_EX)
+    os.pwrite(report, f"{os.getpid()}\n".encode(), 0)
+    return report
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe, too
+        os.write(2, f"{text}\n".encode())

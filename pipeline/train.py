@@ -1,4 +1,4 @@
-"""The training loop, and the command behind launch/*.sh.
+"""The training loop.
 
 for each step s:
     rows    = positions [s*B, (s+1)*B) of the seeded order           (batches.py)
@@ -9,29 +9,21 @@ for each step s:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
-import os
-import sys
-import time
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from common.errors import UserError
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
 from pipeline.batches import BatchOrder, micro_batches, rank_rows
-from pipeline.config import RunConfig, load_config, lr_at
+from pipeline.config import RunConfig, lr_at
 from pipeline.engine import Engine, compiling
-from pipeline.export import ExportError, export_model
+from pipeline.export import export_model
 from pipeline.guard import Guard
 from pipeline.lock import RunLock
 from pipeline.metrics import Metrics
@@ -39,16 +31,16 @@ from pipeline.model import Losses, build_model, load_losses, measuring, write_in
 from pipeline.planning.checks import Ready, check
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import Setup, accelerator, utilisation
-from pipeline.planning.plan import print_plan, sizes_of
-from pipeline.ranks import World, agreed, end_world, lost_a_peer, on_main, patience, wait_at_most
+from pipeline.planning.plan import sizes_of
+from pipeline.ranks import World, agreed, gather_objects, on_main, patience, wait_at_most
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
-from pipeline.stop import EXIT_STOPPED, StopRequest
+from pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, world: World) -> bool:
+def train(config: RunConfig, world: World, watch: Watch) -> bool:
     """Start or resume the run of `config`; all ranks must call. True when it is finished, false when stopped.
 
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
@@ -61,7 +53,7 @@ def train(config: RunConfig, world: World) -> bool:
     ended = "failed"
     try:
         on_main(world, lambda: _take(config, ready, lock))
-        finished = _train(config, world, ready, lock)
+        finished = _train(config, world, watch, ready, lock)
         ended = "finished" if finished else "stopped"
         return finished
     finally:
@@ -98,19 +90,25 @@ def _load(
     return trainer
 
 
-def _train(config: RunConfig, world: World, ready: Ready, lock: RunLock) -> bool:
+def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock) -> bool:
     """The run in a directory that this launch owns."""
     data, batch, steps = ready.data, ready.batch, ready.steps
     assert data is not None and steps is not None
-    stop = StopRequest(config.run_dir, config.train.max_minutes)
+    stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     vocab_size = ready.hf_config.vocab_size
     losses = agreed(lambda: load_losses(config, vocab_size))
     saved = resume.newest_valid(config.run_dir, world)
     cost = resume.check_cost(saved, losses.measure)
     trainer = _load(config, world, ready, losses, saved)
-    on_main(world, lambda: resume.claim(config, data.fingerprint))
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
+    watch.trains()
+    if any(gather_objects(stop.reason is not None)):
+        log.info("stopped before step %d, with nothing new to save; %s", step + 1, RESUME)
+        if world.is_main:
+            stop.file.unlink(missing_ok=True)
+        return False
+    on_main(world, lambda: resume.claim(config, data.fingerprint))
     log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
     peak = _peak_share(config, ready)
     metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, peak, progress.get("metrics")))
@@ -172,7 +170,7 @@ def _train(config: RunConfig, world: World, ready: Ready, lock: RunLock) -> bool
             metrics.say(f"finished; export: {config.run_dir / EXPORT}")
         saver.finish()
     if not finished:
-        metrics.say(f"stopped after step {step}; run the same command again to resume")
+        metrics.say(f"stopped after step {step} and saved; {RESUME}")
         if world.is_main:
             stop.file.unlink(missing_ok=True)
     metrics.close()
@@ -216,64 +214,3 @@ def _tensors(
 
 def _due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
-
-
-def main(kind: str, argv: list[str] | None = None) -> int:
-    """Run a recipe whose data are of `kind`, text or instruct.
-
-    Exit codes: 0 finished, 2 a mistake in the input, 75 stopped before the end.
-    """
-    parser = argparse.ArgumentParser(
-        prog="deepspeed launch/continual.sh", description="Train a recipe; run it again to go on."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
-    parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_intermixed_args(argv)
-    main_rank = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if main_rank else logging.ERROR, format="%(message)s", stream=sys.stdout
-    )
-    for noisy in ("httpx", "DeepSpeed", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    # DeepSpeed tries the compiler at its start, and distutils logs the commands at the root
-    logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
-    disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    try:
-        config = load_config(args.recipe, args.overrides)
-        if config.data.kind != kind:
-            script = {"text": "continual", "instruct": "instruct"}[config.data.kind]
-            raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
-        if args.dry_run:
-            ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 1))
-            if main_rank:
-                print_plan(config, ranks)
-            return 0
-        started = time.perf_counter()
-        world = engine.start_world()
-        finished = train(config, world)
-        log.info("%.0f s", time.perf_counter() - started)
-    except (UserError, ExportError) as error:
-        if main_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except (OSError, SafetensorError) as error:
-        print(
-            f"error: {error}; the same command goes on from the last checkpoint", file=sys.stderr, flush=True
-        )
-        os._exit(1)  # the other ranks wait for this one; the launcher ends them
-    except RuntimeError as error:
-        if not lost_a_peer(error):
-            raise
-        print(
-            f"error: rank {os.environ['RANK']} lost another rank (its message may stand above); "
-            "the same command goes on from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # the process group is beyond an orderly end
-    end_world()
-    return 0 if finished else EXIT_STOPPED

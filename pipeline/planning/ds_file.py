@@ -85,7 +85,7 @@ def check_host(ds_config: dict[str, Any]) -> None:
         raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
     place = offload.get("nvme_path") or "(not given)"
     if not os.access(place, os.W_OK):
-        raise UserError(f"nvme_path {place} is not a directory that can be written; set it to one")
+        raise UserError(f"nvme_path {place} is not a writable directory; set it to one")
 
 
 def _read(path: Path, given: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.ranks import end_world, main_first
 from tests.bench import common
@@ -53,7 +54,7 @@ class Clock:
 
 
 def worker(who: str, steps: int, directory: Path) -> None:
-    """One rank of one contestant; writes its times to DIRECTORY/rank-N.json."""
+    """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
     from pipeline import engine
     from pipeline.config import load_config
 
@@ -72,6 +73,7 @@ def worker(who: str, steps: int, directory: Path) -> None:
 def _ours(config: Any, world: Any, clock: Clock) -> None:
     from pipeline import train
     from pipeline.engine import Engine
+    from pipeline.stop import Watch
 
     step, evaluate = Engine.train_step, train.evaluate
 
@@ -84,7 +86,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
         return evaluate(*args, **kwargs)
 
     Engine.train_step, train.evaluate = ticking, ended  # type: ignore[method-assign, assignment]
-    train.train(config, world)
+    train.train(config, world, Watch())
 
 
 def _bare(config: Any, world: Any, clock: Clock) -> None:
@@ -187,8 +189,16 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
     Trainer(model, arguments, train_dataset=Rows(), callbacks=[Ticks()]).train()
 
 
-def run(who: str, steps: int) -> dict[str, float]:
-    """One run of a contestant: CPU seconds of all ranks, wall seconds of the slowest."""
+class Outcome(NamedTuple):
+    """What a run of a contestant gave: its times, if all ranks had them, and how it ended, if not well."""
+
+    times: dict[str, float] | None  # cpu: seconds of all ranks; wall: seconds of the slowest
+    trouble: str | None
+
+
+def run(who: str, steps: int) -> Outcome:
+    """One run of a contestant. A peer that dies does not end the bench, and one that dies after it was
+    measured has still been measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -203,10 +213,24 @@ def run(who: str, steps: int) -> dict[str, float]:
             capture_output=True,
             text=True,
         )
-        if done.returncode:
-            raise RuntimeError(f"{who}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
-        ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(RANKS)]
-    return {"cpu": sum(r["cpu"] for r in ranks), "wall": max(r["wall"] for r in ranks)}
+        return outcome(Path(directory), done.returncode, done.stdout + done.stderr)
+
+
+def outcome(directory: Path, code: int, output: str) -> Outcome:
+    """What the ranks left in `directory`, and why their launcher ended with `code`."""
+    trouble = None
+    if code:
+        # torchrun lists the ranks that failed: "traceback : Signal 6 (SIGABRT) received by PID 12".
+        said = [
+            line.strip() for line in output.splitlines() if re.search(r"Error|Signal|terminate called", line)
+        ]
+        trouble = " ".join((said or output.strip().splitlines() or ["no message"])[-1].split())[:200]
+    try:
+        ranks = [json.loads((directory / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+    except (OSError, ValueError):
+        return Outcome(None, f"exit code {code}: {trouble}")
+    times = {"cpu": sum(r["cpu"] for r in ranks), "wall": max(r["wall"] for r in ranks)}
+    return Outcome(times, None if trouble is None else f"after its last step: exit code {code}: {trouble}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,36 +251,61 @@ def main(arguments: list[str] | None = None) -> int:
         "data.sources=[{embedded: world, seed: 1, limit: 3000}]",
     ]
     subprocess.run([*prepare, *where], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, list[dict[str, float]]] = {who: [] for who in CONTESTANTS}
+    found: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}
     for number in range(given.rounds):
         turn = number % len(CONTESTANTS)
         for who in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
             found[who].append(run(who, given.steps))
+    report = tabulate(found, given.steps, held=not given.quick)
+    return report.finish(rounds=given.rounds, steps=given.steps, ranks=RANKS)
+
+
+def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.Report:
+    """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
     report = common.Report("training")
-    tokens = (given.steps - WARM) * 8 * 256
-    cpu = {who: [r["cpu"] for r in runs] for who, runs in found.items()}
-    wall = {who: [r["wall"] for r in runs] for who, runs in found.items()}
-    for who in CONTESTANTS:
+    tokens = (steps - WARM) * 8 * 256
+    cpu, wall = ({who: _column(runs, kind) for who, runs in found.items()} for kind in ("cpu", "wall"))
+    for who, runs in found.items():
+        trouble = next((run.trouble for run in runs if run.trouble), "")
+        if not wall[who]:
+            report.row(contestant=who, trouble=trouble)
+            continue
         report.row(
             contestant=who,
-            cpu_seconds=statistics.median(cpu[who]),
-            cpu_to_bare=common.ratio(cpu, who, "bare"),
-            wall_seconds=statistics.median(wall[who]),
-            wall_to_bare=common.ratio(wall, who, "bare"),
-            tokens_per_s=round(tokens / statistics.median(wall[who])),
+            cpu_seconds=statistics.median(cpu[who].values()),
+            cpu_to_bare=_ratio(cpu[who], cpu["bare"]),
+            wall_seconds=statistics.median(wall[who].values()),
+            wall_to_bare=_ratio(wall[who], wall["bare"]),
+            tokens_per_s=round(tokens / statistics.median(wall[who].values())),
+            trouble=trouble,
         )
-    held = not given.quick
-    report.ratio(
-        "ours / bare DeepSpeed loop, CPU", common.ratio(cpu, "ours", "bare"), at_most=1.03 if held else None
-    )
-    value = common.ratio(cpu, "Trainer", "ours")
-    report.ratio("tokens per CPU second, ours / Trainer", value, at_least=1.0 if held else None)
-    report.ratio("tokens per second, ours / Trainer", common.ratio(wall, "Trainer", "ours"))
-    saves = max(1, (given.steps - WARM) // 5)
+    ratios = {
+        "ours / bare DeepSpeed loop, CPU": (_ratio(cpu["ours"], cpu["bare"]), {"at_most": 1.03}),
+        "tokens per CPU second, ours / Trainer": (_ratio(cpu["Trainer"], cpu["ours"]), {"at_least": 1.0}),
+        "tokens per second, ours / Trainer": (_ratio(wall["Trainer"], wall["ours"]), {}),
+    }
+    for name, (value, target) in ratios.items():
+        if value is None:
+            report.note(f"{name}: not measured")
+        else:
+            report.ratio(name, value, **(target if held else {}))
+    saves = max(1, (steps - WARM) // 5)
     for who in ("ours, saving aside", "ours, saving at once"):
-        extra = statistics.median(wall[who]) - statistics.median(wall["ours"])
-        report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)
-    return report.finish(rounds=given.rounds, steps=given.steps, ranks=RANKS)
+        if wall[who] and wall["ours"]:
+            extra = statistics.median(wall[who].values()) - statistics.median(wall["ours"].values())
+            report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)
+    return report
+
+
+def _column(runs: list[Outcome], kind: str) -> dict[int, float]:
+    """One kind of time by round, of the rounds that were measured."""
+    return {number: run.times[kind] for number, run in enumerate(runs) if run.times is not None}
+
+
+def _ratio(times: dict[int, float], base: dict[int, float]) -> float | None:
+    """Median over the rounds in which both were measured; None without any."""
+    shared = [times[number] / base[number] for number in times.keys() & base.keys()]
+    return statistics.median(shared) if shared else None
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ import yaml
 
 from pipeline.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign
+from tests.campaigns.slurm import call, slurm
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses, wait_for_step
@@ -52,10 +52,6 @@ def install(packages: list[str]) -> None:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *missing]):
         subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
-
-
-def call(*command: str | Path) -> str:
-    return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
 
 
 # --- two hosts --------------------------------------------------------------------------------------------
@@ -227,120 +223,6 @@ def _lose_a_host(
     codes, output = finish(processes, timeout=90)
     good = codes == [75] and "resumed from" in output
     show("hosts", "the same command, then STOP", "went on; exit code 75" if good else output[-600:], good)
-
-
-# --- Slurm ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
-    """A controller and a daemon for this machine, which pretends to have two GPUs."""
-    host = call("hostname", "-s").strip()
-    for name in ("state", "spool", "log"):
-        (directory / name).mkdir()
-    config = directory / "slurm.conf"
-    config.write_text(
-        f"ClusterName=emo\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nAuthType=auth/munge\n"
-        f"AuthInfo=socket={directory}/munge.socket\n"
-        f"StateSaveLocation={directory}/state\nSlurmdSpoolDir={directory}/spool\n"
-        f"SlurmctldPidFile={directory}/ctld.pid\nSlurmdPidFile={directory}/d.pid\n"
-        f"SlurmctldLogFile={directory}/log/ctld\nSlurmdLogFile={directory}/log/d\n"
-        "SlurmctldPort=16817\nSlurmdPort=16818\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
-        "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nSwitchType=switch/none\n"
-        "MpiDefault=none\nGresTypes=gpu\nKillWait=30\nSchedulerParameters=sched_interval=2\n"
-        f"NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
-        f"PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
-    )
-    (directory / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
-    (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n")
-    key = directory / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o600)
-    for folder in (directory, directory.parent):
-        folder.chmod(0o755)
-    environment = launching.ENVIRONMENT | {"SLURM_CONF": str(config)}
-    munge = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={directory}/munge.socket"]
-    munge += [f"--pid-file={directory}/munge.pid", f"--log-file={directory}/log/munge"]
-    munge += [f"--seed-file={directory}/munge.seed"]
-    services = []
-    try:
-        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
-            log = (directory / f"{command[0]}.out").open("w")
-            services.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-            time.sleep(2)
-        deadline = time.monotonic() + 60
-        while "idle" not in _slurm(environment, "sinfo", "-h", "-o", "%t"):
-            logs = "".join(p.read_text()[-400:] for p in directory.glob("*.out"))
-            assert time.monotonic() < deadline, f"no idle node after 60 s: {logs}"
-            time.sleep(1)
-        yield environment
-    finally:
-        subprocess.run(["scancel", "-u", "root"], env=environment, capture_output=True)
-        time.sleep(1)
-        for service in reversed(services):
-            service.terminate()
-            service.wait(30)
-
-
-def _slurm(environment: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO).stdout.strip()
-
-
-def slurm(directory: Path, show: Campaign) -> None:
-    """train.sbatch: the warning before the time limit, the queue again, the end, and a mistake."""
-    recipe = launching.tiny_recipe(directory)
-    done = launching.run(2, str(recipe), f"run_dir={directory / 'plain'}")
-    assert done.returncode == 0, done.stdout
-    home = directory / "slurm"
-    home.mkdir()
-    shape = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=2000"]
-    with slurm_cluster(home) as environment:
-
-        def submit(run_dir: Path, *options: str, slurm_options: tuple[str, ...] = ()) -> tuple[str, Path]:
-            log = home / f"{run_dir.name}.log"
-            command = ["sbatch", "--parsable", *shape, *slurm_options, f"--output={log}"]
-            command += ["launch/slurm/train.sbatch", "continual", str(recipe), f"run_dir={run_dir}", *options]
-            return _slurm(environment, *command), log
-
-        def wait(job: str, until: Callable[[str], bool], timeout: float = 300) -> str:
-            deadline = time.monotonic() + timeout
-            while True:
-                state = _slurm(environment, "scontrol", "show", "job", job)
-                if until(state) or time.monotonic() > deadline:
-                    return state
-                if "Reason=BeginTime" in state:  # Slurm holds a requeued job for two minutes
-                    _slurm(environment, "scontrol", "update", f"jobid={job}", "StartTime=now")
-                time.sleep(0.5)
-
-        over = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)")
-        job, log = submit(directory / "by-slurm", "train.save_every=3")
-        state = wait(job, lambda s: bool(over.search(s)))
-        good = "COMPLETED" in state and losses(directory / "by-slurm") == losses(directory / "plain")
-        show("slurm", "a whole run", "losses equal" if good else _tail(log) + state[-300:], good)
-
-        run_dir = directory / "warned"
-        more = ("train.steps=20000", "train.schedule=constant")
-        # two minutes, warned 100 s before: within the first 20 to 80 seconds
-        job, log = submit(run_dir, *more, slurm_options=("--time=2", "--signal=USR1@100"))
-        state = wait(job, lambda s: "Restarts=1" in s and "JobState=RUNNING" in s)
-        again = "exit code 75" in _tail(log) and "Restarts=1" in state
-        show("slurm", "warned before the time limit", "saved, queued again" if again else _tail(log), again)
-        deadline = time.monotonic() + 90
-        while "resumed from" not in _tail(log) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        went_on = "resumed from" in _tail(log)
-        show("slurm", "the second life", "went on from the checkpoint" if went_on else _tail(log), went_on)
-        _slurm(environment, "scancel", job)
-        wait(job, lambda s: bool(over.search(s)), 90)
-
-        job, log = submit(directory / "mistake", "train.lr=-1")
-        state = wait(job, lambda s: bool(over.search(s)))
-        good = "FAILED" in state and "ExitCode=2:0" in state and "Restarts=0" in state
-        show("slurm", "a mistake is not tried again", "exit code 2" if good else _tail(log) + state, good)
-
-
-def _tail(log: Path) -> str:
-    return log.read_text()[-1500:] if log.is_file() else "no output"
 
 
 # --- Kubernetes -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import psutil
 import yaml
@@ -95,26 +98,38 @@ def free_port() -> int:
 
 def launch_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
     """`deepspeed launch/SCRIPT.sh ARGUMENTS` on `ranks` CPU ranks."""
-    return [
-        str(BIN / "deepspeed"),
-        f"--num_gpus={ranks}",
-        f"--master_port={free_port()}",
-        f"launch/{script}.sh",
-        *arguments,
-    ]
+    options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
+    return [str(BIN / "deepspeed"), *options, f"launch/{script}.sh", *arguments]
+
+
+def script_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
+    """`launch/SCRIPT.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
+    options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
+    return [f"launch/{script}.sh", *options, "--", *arguments]
+
+
+def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start a command of the product in a process group of its own, as a terminal would."""
+    return subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=ENVIRONMENT,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_as_in_a_terminal,
+    )
+
+
+def _as_in_a_terminal() -> None:
+    """A shell that runs the tests in the background has made Ctrl-C ignored for all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
     """Start a run in a process group of its own."""
-    return subprocess.Popen(
-        launch_command(ranks, *arguments),
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return popen(launch_command(ranks, *arguments))
 
 
 def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.CompletedProcess[str]:
@@ -151,14 +166,52 @@ def losses(run_dir: Path) -> Losses:
     return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
 
 
-def wait_for_step(run_dir: Path, step: int, timeout: float = 120) -> None:
-    """Until a run has logged step `step`."""
+def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
+    """Until a condition holds; generous, because the machine may be busy."""
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if any(r["step"] >= step for r in read_metrics(run_dir)):
-            return
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout:.0f} s in vain for {what}"
         time.sleep(0.05)
-    raise AssertionError(f"no step {step} in {run_dir} after {timeout} s")
+
+
+def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
+    """Until a run has logged step `step`."""
+    wait_for(lambda: any(r["step"] >= step for r in read_metrics(run_dir)), f"step {step}", timeout)
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """The living processes that have this run directory among their arguments."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = f"run_dir={run_dir}" in process.cmdline()
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_until_gone(run_dir: Path, timeout: float = 300) -> None:
+    """Until no process of a run is left; those that stay longer are killed, and the test fails."""
+    try:
+        wait_for(lambda: not processes_of(run_dir), "the end of all processes", timeout)
+    except AssertionError:
+        for process in processes_of(run_dir):
+            process.kill()
+        raise
+
+
+def member(run_dir: Path, name: str) -> psutil.Process | None:
+    """One process of a run: `deepspeed`, `launch.py` or `rank N`; None when it is not there."""
+    for process in processes_of(run_dir):
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if name == "launch.py" and "deepspeed.launcher.launch" in command:
+                return process
+            if name == "deepspeed" and any(Path(part).name == name for part in command[:2]):
+                return process
+            if name.startswith("rank ") and process.environ().get("RANK") == name.split()[1]:
+                return process
+    return None
 
 
 def below(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""What a start does before DeepSpeed compiles something."""
+"""What a start clears away before DeepSpeed compiles something."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_killed_build_does_not_hang_the_next_start(left: Path) -> None:
         assert not left.exists()
 
 
-def test_a_build_under_way_is_left_alone(left: Path) -> None:
+def test_a_build_under_way_is_not_touched(left: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -49,7 +49,7 @@ def test_a_build_under_way_is_left_alone(left: Path) -> None:
         assert not left.exists()
 
 
-def test_another_programs_build_is_left_alone(left: Path) -> None:
+def test_another_programs_build_is_not_touched(left: Path) -> None:
     with left.open("w"), compiling():
         assert left.exists()
     with compiling():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.exit_codes import ExitCode
 from pipeline import checkpoint
 from pipeline.run_dir import checkpoints, problem, read_metrics
-from pipeline.stop import EXIT_STOPPED
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 
@@ -73,14 +73,14 @@ def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, recipe: 
     assert losses(run_dir) == losses(undisturbed)
 
 
-def test_sigterm_to_one_rank_saves_and_the_same_command_goes_on(undisturbed: Path, recipe: Path) -> None:
+def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(undisturbed: Path, recipe: Path) -> None:
     run_dir = recipe.parent / "stopped"
     arguments = (str(recipe), f"run_dir={run_dir}")
     process = launching.start(2, *arguments)
     wait_for_step(run_dir, 2)
     launching.ranks_of(process)[1].send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == EXIT_STOPPED, output
+    assert process.returncode == ExitCode.STOPPED, output
     (saved,) = checkpoints(run_dir)
     assert problem(saved) is None
     done = launching.run(2, *arguments)
@@ -132,7 +132,7 @@ def test_a_mistake_on_two_ranks_is_told_once(recipe: Path) -> None:
     assert "train.batch=7 does not divide over 2 ranks; set train.batch=6" in errors[0]
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
+def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
     run_dir = recipe.parent / "ranks"
     shutil.copytree(undisturbed, run_dir)
     shutil.rmtree(run_dir / "export")

@@ -20,7 +20,7 @@ def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch
 
     for present, place, message in (
         (False, tmp_path, "install libaio-dev"),
-        (True, tmp_path / "none", "none is not a directory that can be written"),
+        (True, tmp_path / "none", "none is not a writable directory"),
     ):
         monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, present=present: present)
         with pytest.raises(UserError, match=message):
@@ -30,7 +30,7 @@ def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch
 
 def test_weights_on_nvme_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _: True)
-    with pytest.raises(UserError, match=r"nvme_path \(not given\) is not a directory"):
+    with pytest.raises(UserError, match=r"nvme_path \(not given\) is not a writable directory"):
         check_host({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
 
 

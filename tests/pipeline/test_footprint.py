@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from pipeline.__main__ import main
+from pipeline.cli import main
 from pipeline.config import load_config
 from pipeline.planning import footprint
 from pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
@@ -141,7 +141,7 @@ def test_measured_memory(dtype: str, micro: int, tmp_path: Path) -> None:
 def _peak(recipe: Path) -> float:
     """Peak resident bytes of a run's training steps: read after the last, before saving and exporting."""
     program = (
-        "import sys, re\nfrom pathlib import Path\nfrom pipeline import train\n"
+        "import sys, re\nfrom pathlib import Path\nfrom pipeline import cli, stop, train\n"
         "def report(*a, **k):\n"
         "    text = Path('/proc/self/status').read_text()\n"
         "    print('PEAK', re.search(r'VmHWM:\\s+(\\d+)', text)[1]); sys.stdout.flush()\n"
@@ -151,7 +151,7 @@ def _peak(recipe: Path) -> float:
         "    Path('/proc/self/clear_refs').write_text('5')\n"
         "    return step(self, *a, **k)\n"
         "train.Engine.train_step = fresh\n"
-        f"sys.exit(train.main('text', [{str(recipe)!r}]))\n"
+        f"sys.exit(cli.run_recipe('text', stop.Watch(), [{str(recipe)!r}]))\n"
     )
     environment = launching.ENVIRONMENT | {
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -1,47 +1,133 @@
-"""Every way to ask for a stop sets the flag, and nothing else does."""
+"""Every way to ask for a stop is noticed at once, whatever the rank is doing, and nothing else is."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pipeline import stop
-from pipeline.stop import StopRequest
+from common.exit_codes import ExitCode
+from pipeline.stop import REPORTS, StopRequest, Watch
+from tests.conftest import REPO
+
+# A rank in the named phase. The main thread is inside one call, as it would be in a collective.
+RANK = """
+import sys, time
+from pathlib import Path
+from pipeline.stop import StopRequest, Watch
+watch = Watch()
+assert "torch" not in sys.modules and "psutil" not in sys.modules
+phase, run_dir = sys.argv[-2:]
+if phase != "starting":
+    watch.joined()
+if phase == "training":
+    watch.trains()
+stop = StopRequest(Path(run_dir), None, watch)
+print("ready", flush=True)
+while stop.reason is None:
+    time.sleep(0.1)
+print(stop.reason, flush=True)
+watch.ended(75)
+sys.exit(75)
+"""
+# A stand-in for DeepSpeed's launch.py: starts a rank and waits.
+LAUNCHER = """
+import subprocess, sys
+sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
+"""
 
 
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {n: signal.getsignal(n) for n in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def start(
+    directory: Path, phase: str, *before: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """A rank in `phase`, once it is ready, started by the command `before`."""
+    (directory / "rank.py").write_text(RANK)
+    command = [*before, sys.executable, str(directory / "rank.py"), phase, str(directory)]
+    given = os.environ | {"PYTHONPATH": str(REPO)} | (environment or {})
+    process = subprocess.Popen(
+        command, cwd=REPO, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_a_request(tmp_path: Path, number: signal.Signals) -> None:
-    request = StopRequest(tmp_path)
-    assert request.reason is None
-    os.kill(os.getpid(), number)
-    assert request.reason == number.name
+    rank = start(tmp_path, "training")
+    rank.send_signal(number)
+    assert rank.communicate(timeout=20)[0] == f"{number.name}\n"
+    assert rank.returncode == ExitCode.STOPPED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_rank_that_is_still_starting_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """defects B9: nobody waits for it in a collective, and there is nothing to save."""
+    rank = start(tmp_path, "starting")
+    rank.send_signal(number)
+    output = rank.communicate(timeout=20)[0]
+    assert f"stopped ({number.name}) before the run was opened; exit code 75" in output
+    assert rank.returncode == ExitCode.STOPPED
+
+
+def test_the_launch_scripts_watch_before_they_import() -> None:
+    """defects B9"""
+    for script in ("continual", "instruct"):
+        lines = (REPO / "launch" / f"{script}.sh").read_text().split('"""')[2].splitlines()
+        watch = next(i for i, line in enumerate(lines) if line.startswith("watch = Watch()"))
+        imported = [line for line in lines[:watch] if "import" in line]
+        assert imported == ["import sys", "from pathlib import Path", "from pipeline.stop import Watch"]
+
+
+@pytest.mark.parametrize("phase", ["starting", "loading", "training"])
+def test_a_lost_launcher_is_noticed_in_every_phase(tmp_path: Path, phase: str) -> None:
+    """defects B5"""
+    report = tmp_path / "rank-0"
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    before = [sys.executable, str(tmp_path / "launcher.py"), "--"]
+    process = start(tmp_path, phase, *before, environment={REPORTS: str(tmp_path)})
+    pid = int(report.read_text())
+    process.kill()
+    deadline = time.monotonic() + 20
+    while len(report.read_text().split()) < 2:
+        assert time.monotonic() < deadline, "the rank lives on"
+        time.sleep(0.02)
+    assert report.read_text() == f"{pid} 75\n"
+    assert "the launcher is gone" in process.communicate()[0]
+
+
+def test_a_launcher_that_was_gone_before_the_first_look(tmp_path: Path) -> None:
+    """defects B5: DeepSpeed's launch.py has died while Python was starting."""
+    (tmp_path / "rank.py").write_text(RANK)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "rank.py"), "loading", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(REPO), "CROSS_RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == ExitCode.STOPPED, done.stdout
+    assert "the launcher is gone" in done.stderr
+
+
+class Nothing(Watch):
+    """A watch that sees nothing: signals of the test process stay as they are."""
+
+    def __init__(self) -> None:
+        self.signal, self.launcher_gone = None, False
 
 
 def test_a_file_is_a_request(tmp_path: Path) -> None:
-    request = StopRequest(tmp_path)
+    request = StopRequest(tmp_path, None, Nothing())
+    assert request.reason is None
     (tmp_path / "STOP").touch()
     assert "STOP" in (request.reason or "")
 
 
 def test_a_time_limit_is_a_request(tmp_path: Path) -> None:
-    assert StopRequest(tmp_path, minutes=60).reason is None
-    assert "max_minutes" in (StopRequest(tmp_path, minutes=1e-9).reason or "")
-
-
-def test_a_lost_launcher_is_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = StopRequest(tmp_path)
-    monkeypatch.setattr(stop.os, "getppid", lambda: 1)
-    assert request.reason == "the launcher is gone"
+    assert StopRequest(tmp_path, 60, Nothing()).reason is None
+    assert "max_minutes" in (StopRequest(tmp_path, 1e-9, Nothing()).reason or "")

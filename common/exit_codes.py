@@ -1,0 +1,15 @@
+"""The exit codes of every command. docs/operations.md says which of them each launcher passes on."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's end means to the script that called it."""
+
+    DONE = 0
+    FAILURE = 1  # a crash, a lost rank, a full disk: the same command resumes from what is complete
+    MISTAKE = 2  # in the input; running it again cannot help
+    REGRESSION = 3  # evaluation only: a model is worse than the one that it was compared with
+    STOPPED = 75  # sysexits' EX_TEMPFAIL: nothing is wrong; the same command resumes

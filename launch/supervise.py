@@ -1,0 +1,151 @@
+"""Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
+
+    launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
+
+By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
+their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
+Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
+a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
+pipeline/stop.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.exit_codes import ExitCode
+from pipeline.stop import REPORTS, REQUESTS
+
+TICK = 0.2  # seconds
+
+
+class Rank:
+    """A rank of this host, as its report shows it."""
+
+    def __init__(self, report: Path) -> None:
+        self.report = report
+        words = report.read_text().split()
+        self.pid = int(words[0]) if words else 0
+        self.code = int(words[1]) if len(words) == 2 else None  # None: it lives, or was killed
+
+    def lives(self) -> bool:
+        """Whether it holds the lock on its report."""
+        if not self.pid:
+            return False
+        with self.report.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+
+class Supervisor:
+    """One run of the `deepspeed` command."""
+
+    def __init__(self, options: list[str], script: str, arguments: list[str], reports: Path) -> None:
+        self.reports = reports
+        self.script = script
+        self.requests: list[int] = []  # signals that arrived here
+        self._told: set[Path] = set()
+        for number in REQUESTS:
+            signal.signal(number, lambda number, _: self.requests.append(number))
+        environment = os.environ | {REPORTS: str(reports)}
+        command = ["deepspeed", *options, script, *arguments]
+        self.launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def run(self) -> int:
+        """Wait for the launcher and for every rank, passing requests on; the exit code of the run.
+
+        A second Ctrl-C kills them.
+        """
+        while self.launcher.poll() is None or self._processes():
+            if self.requests.count(signal.SIGINT) > 1:
+                for process in self._processes():
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+            elif self.requests:
+                self._pass_on(self.requests[0])
+            time.sleep(TICK)
+        return verdict(self.launcher.returncode, [rank.code for rank in self.ranks()], bool(self.requests))
+
+    def ranks(self) -> list[Rank]:
+        """The ranks that have reported so far."""
+        return [Rank(path) for path in sorted(self.reports.glob("rank-*"))]
+
+    def _pass_on(self, number: int) -> None:
+        """Send a request to every rank once, as soon as it is there to take it."""
+        ranks = self.ranks()
+        if (
+            not ranks and not self._told
+        ):  # none here yet, or all on other hosts: the launcher has to tell them
+            self._told.add(self.reports)
+            self.launcher.terminate()
+        for rank in ranks:
+            if rank.report not in self._told and rank.lives():
+                self._told.add(rank.report)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The living processes of the launcher's session that launch or run the script."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                ours = os.getsid(process.pid) == self.launcher.pid and self.script in process.cmdline()
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+def verdict(launcher: int, ranks: list[int | None], requested: bool) -> int:
+    """The exit code of a run from those of the `deepspeed` command and of this host's ranks (None: killed).
+
+    Without reports (no rank had started here, or all run on other hosts) the launcher's own code counts.
+    """
+    if not ranks:
+        if requested and launcher < 0:
+            return ExitCode.STOPPED  # ended from here before anything had begun
+        return launcher if launcher >= 0 else ExitCode.FAILURE
+    codes = set(ranks)
+    if codes == {ExitCode.DONE}:
+        return max(launcher, ExitCode.DONE)  # on other hosts a rank may have failed
+    if ExitCode.MISTAKE in codes:
+        return ExitCode.MISTAKE
+    if codes <= {ExitCode.DONE, ExitCode.STOPPED}:
+        return ExitCode.STOPPED
+    return ExitCode.FAILURE
+
+
+def main(argv: list[str]) -> int:
+    """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself."""
+    script, *arguments = argv
+    options: list[str] = []
+    if "--" in arguments:
+        at = arguments.index("--")
+        options, arguments = arguments[:at], arguments[at + 1 :]
+    reports = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        return Supervisor(options, script, arguments, reports).run()
+    except FileNotFoundError as error:
+        print(f"error: {error.filename} is not installed; run make setup", file=sys.stderr)
+        return ExitCode.MISTAKE
+    finally:
+        shutil.rmtree(reports, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,241 @@
+"""The commands of this room: what launch/*.sh run on every rank, and `python -m pipeline`.
+
+Arguments, logging and exit codes. Whatever is heavy is imported after the arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from common.errors import UserError, one_line
+from common.exit_codes import ExitCode
+from pipeline.stop import RESUME, Watch
+
+log = logging.getLogger(__name__)
+
+SCRIPTS = {"text": "continual", "instruct": "instruct"}
+
+
+def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
+    """One rank of `deepspeed launch/continual.sh RECIPE`, whose data are of `kind`; its exit code.
+
+    `watch` has been started by the launch script.
+    """
+    code: int = ExitCode.FAILURE
+    try:
+        code = _reported(lambda: _run(kind, watch, argv), watch)
+    except SystemExit as end:  # argparse
+        code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
+    finally:
+        watch.ended(code)
+    if code != ExitCode.DONE and _is_main():
+        print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m pipeline plan | preflight`: before a cluster is booked, and before it is used.
+
+    Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input.
+    """
+    given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
+    commands: dict[str, Callable[[list[str]], int]] = {"plan": _plan, "preflight": _preflight}
+    chosen = argparse.ArgumentParser(
+        prog="python -m pipeline",
+        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
+        "preflight checks, under any launcher, that every host is fit to train.",
+    )
+    chosen.add_argument("command", choices=commands)
+    # A parser for each command: argparse does not let options and overrides mix in a subparser.
+    command = chosen.parse_args(given[:1]).command
+    _quieten()
+    try:
+        return commands[command](given[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.MISTAKE
+
+
+def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
+    """Parse, check, join the other ranks and train."""
+    args = _recipe_arguments(kind, argv)
+    _set_up_logging()
+    from pipeline.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
+    if config.data.kind != kind:
+        script = SCRIPTS[config.data.kind]
+        raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
+    if args.dry_run:
+        from pipeline.planning.plan import print_plan
+
+        if _is_main():
+            print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
+        return ExitCode.DONE
+    from pipeline import engine, ranks
+    from pipeline.train import train
+
+    started = time.perf_counter()
+    world = engine.start_world()
+    watch.joined()
+    if any(ranks.gather_objects(watch.reason is not None)):
+        log.info("stopped before the run was opened; %s", RESUME)
+        finished = False
+    else:
+        finished = train(config, world, watch)
+    log.info("%.0f s", time.perf_counter() - started)
+    ranks.end_world()
+    return ExitCode.DONE if finished else ExitCode.STOPPED
+
+
+def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"deepspeed launch/{SCRIPTS[kind]}.sh",
+        description="Train a recipe. Run the same command again to resume.",
+        epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input, 75 stopped and saved; "
+        "docs/operations.md says which launchers pass them on.",
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
+    parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
+    return parser.parse_intermixed_args(argv)
+
+
+def _reported(run: Callable[[], int], watch: Watch) -> int:
+    """The exit code of `run`, whose expected errors become one line each."""
+    try:
+        return run()
+    except UserError as error:
+        if _is_main():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return ExitCode.MISTAKE
+    except Exception as error:
+        found = _explain(error)
+        if found is None:
+            raise
+    code, line = found
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    print(f"exit code {code}", file=sys.stderr, flush=True)
+    watch.ended(code)
+    os._exit(code)  # without an orderly end: the other ranks may be waiting for this one in a collective
+
+
+# Trying again does not cure these.
+LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+
+
+def _explain(error: Exception) -> tuple[ExitCode, str] | None:
+    """Exit code and one line for an error that needs no traceback, or None."""
+    from safetensors import SafetensorError
+
+    from pipeline.export import ExportError
+    from pipeline.ranks import lost_a_peer
+
+    line = one_line(error)
+    if isinstance(error, LASTING | ExportError):
+        return ExitCode.MISTAKE, line
+    if isinstance(error, SafetensorError) and "os error" not in line:  # what it calls a failed write
+        return ExitCode.MISTAKE, line
+    if isinstance(error, OSError | SafetensorError):
+        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
+    if isinstance(error, RuntimeError) and lost_a_peer(error):
+        rank = os.environ.get("RANK", "0")
+        why = "which may have said why"
+        return ExitCode.FAILURE, f"rank {rank} lost another rank, {why}; {RESUME} from the last checkpoint"
+    return None
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Survivor:
+    """A text stream that a lost reader does not break: what is written from then on goes nowhere.
+
+    Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
+    died of its next line of output would not save.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is buffered."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def _set_up_logging() -> None:
+    """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
+    sys.stdout, sys.stderr = cast("TextIO", Survivor(sys.stdout)), cast("TextIO", Survivor(sys.stderr))
+    level = logging.INFO if _is_main() else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
+    logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
+    _quieten()
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _quieten() -> None:
+    for noisy in ("httpx", "DeepSpeed", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _plan(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline plan", description="Memory, step time and hours of a recipe on given GPUs."
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
+    parser.add_argument(
+        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
+    )
+    args = parser.parse_intermixed_args(argv)
+    from pipeline.config import load_config
+    from pipeline.planning.plan import parse_cluster, print_plan
+
+    cluster = parse_cluster(args.gpus, args.network)
+    fits = print_plan(load_config(args.recipe, args.overrides), cluster.gpus, cluster)
+    return ExitCode.DONE if fits else ExitCode.FAILURE
+
+
+def _preflight(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline preflight", description="Is every host fit to train? Under any launcher."
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(argv)
+    from pipeline.config import load_config
+    from pipeline.planning.preflight import preflight
+
+    return preflight(load_config(args.recipe, args.overrides))

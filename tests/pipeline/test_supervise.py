@@ -1,0 +1,116 @@
+"""launch/supervise.py: signals reach the ranks, all ranks are waited for, the exit code is the run's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.exit_codes import ExitCode
+from launch.supervise import verdict
+from tests.conftest import REPO
+
+DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
+
+# A stand-in for the `deepspeed` command and its launch.py in one: two ranks, and no thought of signals.
+DEEPSPEED = """#!{python}
+import os, subprocess, sys
+command = [sys.executable, *sys.argv[1:]]
+started = [subprocess.Popen(command, env=os.environ | {{"RANK": str(rank)}}) for rank in range(2)]
+codes = [process.wait() for process in started]
+sys.exit(max(code & 255 for code in codes))
+"""
+RANK = """
+import sys, time
+from pathlib import Path
+from pipeline.stop import StopRequest, Watch
+watch = Watch()
+watch.joined(); watch.trains()
+stop = StopRequest(Path("."), None, watch)
+print("ready", flush=True)
+while stop.reason is None:
+    time.sleep(0.05)
+time.sleep(float(sys.argv[1]))  # a slow step
+watch.ended(int(sys.argv[2]))
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "requested", "expected"),
+    [
+        (0, [DONE, DONE], False, DONE),
+        (0, [None, None], False, FAILURE),  # launch.py was killed, and the ranks with it
+        (0, [STOPPED, STOPPED], False, STOPPED),  # launch.py was killed, and the ranks saved
+        (-9, [STOPPED, STOPPED], True, STOPPED),
+        (-9, [DONE, DONE], False, DONE),  # too late to matter
+        (1, [DONE, DONE], False, FAILURE),  # a rank on another host
+        (247, [FAILURE, None], False, FAILURE),
+        (1, [MISTAKE, FAILURE], False, MISTAKE),
+        (2, [], False, MISTAKE),  # an unknown option of deepspeed
+        (-15, [], True, STOPPED),
+        (-11, [], False, FAILURE),
+    ],
+)
+def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
+    """defects B3: a run that did not finish never ends with 0."""
+    assert verdict(launcher, ranks, requested) == expected
+
+
+class Supervised:
+    """A stand-in run under the real supervisor, as a shell in a terminal starts it."""
+
+    def __init__(self, directory: Path, slow: float, code: int) -> None:
+        (directory / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
+        (directory / "deepspeed").chmod(0o755)
+        (directory / "rank.py").write_text(RANK)
+        self.process = subprocess.Popen(
+            [sys.executable, "launch/supervise.py", str(directory / "rank.py"), str(slow), str(code)],
+            cwd=REPO,
+            env=os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{directory}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert [self.process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
+
+    def end(self, disturb: Callable[[], object]) -> tuple[int, float]:
+        """Exit code and seconds after a disturbance."""
+        begun = time.monotonic()
+        disturb()
+        self.process.communicate(timeout=60)
+        return self.process.returncode, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_ranks_and_all_are_waited_for(tmp_path: Path, number: signal.Signals) -> None:
+    """defects B3: Ctrl-C, which a terminal sends to the whole process group, in the middle of a slow step."""
+    run = Supervised(tmp_path, slow=1, code=STOPPED)
+    code, seconds = run.end(lambda: os.killpg(run.process.pid, number))
+    assert code == STOPPED
+    assert seconds > 1
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, slow=300, code=STOPPED)
+    os.killpg(run.process.pid, signal.SIGINT)
+    time.sleep(1)
+    code, _ = run.end(lambda: os.killpg(run.process.pid, signal.SIGINT))
+    assert code == FAILURE
+
+
+def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
+    """defects B3"""
+    run = Supervised(tmp_path, slow=1, code=STOPPED)
+    launcher = int(subprocess.check_output(["pgrep", "-P", str(run.process.pid)]))
+    code, seconds = run.end(lambda: os.kill(launcher, signal.SIGKILL))
+    assert code == STOPPED
+    assert seconds > 1
