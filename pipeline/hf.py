@@ -15,11 +15,12 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
     trainer.train()
 
 `loss_function` makes what Trainer and TRL's SFTTrainer take as `compute_loss_func`. It starts from logits,
-so they exist, but nothing else of their size does except their gradient.
+so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
+`label_smoothing_factor` to such a function: give it `label_smoothing`.
 
     from transformers import Trainer
-    from pipeline.loss.cost import CostEmbedding
     from pipeline.hf import loss_function
+    from pipeline.loss import CostEmbedding
 
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
     trainer = Trainer(
@@ -37,27 +38,28 @@ so they exist, but nothing else of their size does except their gradient.
 
 from __future__ import annotations
 
-import weakref
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding, LiveCost
-from pipeline.loss.fused import IGNORE, fuse_head
-from pipeline.loss.logits import logits_loss
-from pipeline.loss.objectives import get_objective
+from pipeline.loss import (
+    CostEmbedding,
+    FusedCausalLM,
+    LiveCost,
+    fuse_model,
+    get_objective,
+    logits_loss,
+    probe_model,
+    shift_left,
+)
+from pipeline.loss.gathering import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
-
-
-def shift_left(labels: Tensor) -> Tensor:
-    """Labels [..., T] aligned with inputs -> labels aligned with predictions: position i predicts i + 1."""
-    return torch.cat((labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), IGNORE)), dim=-1)
 
 
 def loss_function(
@@ -96,46 +98,39 @@ class EMOLoss(nn.Module):
         super().__init__()
         self.objective = get_objective(objective, **(params or {}))
         self.shift, self.options = shift, options
-        self._seen: tuple[weakref.ref[Tensor], int, CostEmbedding] | None = None
 
-    def forward(self, logits: Tensor, labels: Tensor, cost_embedding: Tensor | None = None) -> Tensor:
-        """logits [..., T, V], labels [..., T], cost_embedding [V, H'] (any length of rows) -> scalar."""
-        cost = None if cost_embedding is None else self._normalised(cost_embedding)
+    def forward(
+        self, logits: Tensor, labels: Tensor, cost_embedding: Tensor | CostEmbedding | None = None
+    ) -> Tensor:
+        """logits [..., T, V], labels [..., T], cost_embedding [V, H'] (any length of rows) -> scalar.
+
+        A tensor is normalised at every call, so that a change of it is never missed; a CostEmbedding is
+        normalised already.
+        """
+        cost = cost_embedding
+        if isinstance(cost, Tensor):
+            cost = CostEmbedding.from_weight(cost)
         target = shift_left(labels) if self.shift else labels
         sums = logits_loss(logits, target, self.objective, cost, **self.options)
         return sums.loss / sums.tokens.clamp(min=1)
 
-    def _normalised(self, embedding: Tensor) -> CostEmbedding:
-        """Normalise a given tensor once, not at every step; again if it was changed in place."""
-        if self._seen is not None:
-            tensor, version, cost = self._seen
-            if tensor() is embedding and version == embedding._version:
-                return cost
-        cost = CostEmbedding.from_weight(embedding)
-        self._seen = weakref.ref(embedding), embedding._version, cost
-        return cost
 
+class _MeanLoss(FusedCausalLM):
+    """The fused forward with Hugging Face's conventions: labels aligned with inputs in, the mean loss out."""
 
-class _FusedCausalLM:
-    """Put before a causal LM's class: with labels, forward returns the mean loss and no logits."""
+    shifted_labels = "shift_labels"
 
-    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        ordinary = super().forward  # type: ignore[misc]
-        shifted = kwargs.pop("shift_labels", None)
-        if labels is None and shifted is None:
-            kwargs.pop("num_items_in_batch", None)
-            return ordinary(input_ids=input_ids, **kwargs)
-        tokens = kwargs.pop("num_items_in_batch", None)
-        kwargs.pop("logits_to_keep", None)
-        body = self.base_model  # type: ignore[attr-defined]
-        hidden = body(input_ids=input_ids, **{"use_cache": False, **kwargs})[0]
-        if shifted is None:
-            assert labels is not None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.named(args, kwargs)
+        labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+        tokens = inputs.pop("num_items_in_batch", None)
+        if shifted is None and labels is not None:
             shifted = shift_left(labels)
-        sums = self.get_output_embeddings()(hidden, shifted)  # type: ignore[attr-defined]
-        return CausalLMOutputWithPast(
-            loss=sums.loss / (sums.tokens.clamp(min=1) if tokens is None else tokens)
-        )
+        if shifted is None:
+            return super().forward(**inputs)
+        sums = self.fused_sums(shifted, inputs)
+        divisor = sums.tokens.clamp(min=1) if tokens is None else tokens
+        return CausalLMOutputWithPast(loss=sums.loss / divisor)
 
 
 def fuse_causal_lm(
@@ -150,26 +145,31 @@ def fuse_causal_lm(
 
     Without labels it works as before (generation, scoring). Parameters, their names and the saved files
     stay the same. `cost` defaults to a frozen copy of the model's own head. Logit scale and soft cap
-    are taken from the model's configuration.
+    are taken from the model's configuration, and the result is compared with the model's own logits at once:
+    UserError for a family that treats them otherwise. Under FSDP2 all ranks call it, before or after
+    `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
+    `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
     """
+    _fuse(model, objective, cost, params, options)
+    weight = model.get_output_embeddings().weight
+    if not is_partitioned(weight) and not weight.is_meta:
+        probe_model(model, packed=False, collective=is_distributed(weight))
+
+
+def _fuse(
+    model: PreTrainedModel,
+    objective: str,
+    cost: Cost,
+    params: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> None:
     chosen = get_objective(objective, **(params or {}))
+    if chosen.dense:
+        raise UserError(f"objective {objective} needs a teacher; give it to a FusedHead yourself")
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear output head to fuse")
-    if cost is None and chosen.needs_cost:
+    if cost is None and chosen.needs_cost and isinstance(head, nn.Linear):
         cost = CostEmbedding.from_weight(head.weight)
-    config = model.config.get_text_config()
-    if getattr(config, "logits_scaling", None):
-        options.setdefault("logit_scale", 1.0 / config.logits_scaling)
-    elif getattr(config, "logit_scale", None):
-        options.setdefault("logit_scale", config.logit_scale)
-    if getattr(config, "final_logit_softcapping", None):
-        options.setdefault("softcap", config.final_logit_softcapping)
-    fuse_head(head, chosen, cost, **options)
-    if not isinstance(model, _FusedCausalLM):
-        ordinary = type(model)
-        # the same name: Transformers writes it into the configuration of what it saves
-        model.__class__ = type(ordinary.__name__, (_FusedCausalLM, ordinary), {})
+    fuse_model(model, chosen, cost, forward=_MeanLoss, **options)
 
 
 class FusedLossMixin:
@@ -177,8 +177,10 @@ class FusedLossMixin:
 
     Keyword arguments beside the Trainer's own: `objective`, `objective_params`, `cost` (a CostEmbedding,
     `LIVE`, or None for a frozen copy of the model's head), `loss_options` (z_loss, label_smoothing,
-    memory_mb, kernels). Evaluation reports the same loss; it builds no logits, so `compute_metrics` is
-    refused.
+    memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured. Evaluation reports the same
+    loss; it builds no logits, so `compute_metrics` is refused, and of what SFTTrainer logs, entropy and
+    mean_token_accuracy are missing. Before the first loss the fused model is compared with its own logits,
+    and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch
@@ -198,12 +200,27 @@ class FusedLossMixin:
         for refused in ("compute_loss_func", "compute_metrics"):
             if kwargs.get(refused) is not None:
                 raise UserError(f"FusedLossMixin builds no logits: {refused} cannot be used with it")
-        base: Any = model
-        if hasattr(model, "get_base_model"):  # peft
-            base = model.get_base_model()  # type: ignore[operator]
-        fuse_causal_lm(base, objective, cost, params=objective_params, **(loss_options or {}))
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        trainer: Any = self
+        options = dict(loss_options or {})
+        smoothing = trainer.args.label_smoothing_factor
+        if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
+            raise UserError(
+                f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
+                f"{options['label_smoothing']:g} in loss_options; give one of them"
+            )
+        # after the Trainer's own start, which may wrap the model (peft)
+        self._fused: Any = trainer.model
+        if hasattr(self._fused, "get_base_model"):
+            self._fused = self._fused.get_base_model()
+        _fuse(self._fused, objective, cost, objective_params, options)
+        self._probed = False
         self.model_accepts_loss_kwargs = True  # what makes the Trainer count the batch's tokens
+        if hasattr(self, "_total_train_tokens"):
+            warnings.warn(
+                "the fused loss builds no logits: entropy and mean_token_accuracy are not logged",
+                stacklevel=2,
+            )
 
     def compute_loss(
         self,
@@ -213,11 +230,26 @@ class FusedLossMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
+        trainer: Any = self
+        if not self._probed:  # here the weights are where training uses them, whatever wraps the model
+            probe_model(self._fused, model, packed=False, collective=True, device=trainer.args.device)
+            self._probed = True
+        inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
-        trainer: Any = self
         if num_items_in_batch is None:  # a mean over this micro-batch alone
             loss = loss / (trainer.current_gradient_accumulation_steps if model.training else 1)
         elif trainer.args.average_tokens_across_devices:  # counted over ranks that average gradients
             loss = loss * trainer.accelerator.num_processes
+        if hasattr(self, "_total_train_tokens"):
+            self._count_tokens(inputs, model.training)
         return (loss, outputs) if return_outputs else loss
+
+    def _count_tokens(self, inputs: dict[str, Any], training: bool) -> None:
+        """What TRL logs as `num_tokens`, kept where its own compute_loss keeps it."""
+        trainer: Any = self
+        if training:
+            mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+            count = mask.sum() if mask is not None else ids.new_tensor(ids.numel())
+            trainer._total_train_tokens += int(trainer.accelerator.gather_for_metrics(count).sum())
+        trainer._metrics["train" if training else "eval"]["num_tokens"] = [trainer._total_train_tokens]

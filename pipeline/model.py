@@ -7,27 +7,44 @@ whose forward without labels is the ordinary one, so that generation and export 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from common.errors import UserError, one_line
+from common.errors import UserError, nearest, one_line
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RunConfig
-from pipeline.loss.cost import CostEmbedding, LiveCost, load_cost
-from pipeline.loss.fused import LossSums, fuse_head
-from pipeline.loss.objectives import Objective, get_objective
+from pipeline.engine import Engine
+from pipeline.loss import (
+    CostEmbedding,
+    LiveCost,
+    Objective,
+    fuse_model,
+    get_objective,
+    load_cost,
+    probe_model,
+)
+from pipeline.loss.head import refusal
+from pipeline.ranks import gather_objects
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
+
+# Masks that old checkpoints carry as tensors and that models now make themselves.
+OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
 
 def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
@@ -41,7 +58,7 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
         try:
             return AutoConfig.for_model(keys.pop("model_type"), **keys)
         except (ValueError, StrictDataclassError) as error:
-            raise UserError(f"model.architecture: {_one_line(error)}") from None
+            raise UserError(f"model.architecture: {one_line(error)}") from None
     try:
         found = AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:
@@ -82,21 +99,66 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
         )
 
 
-def attention(choice: str) -> str:
-    """Resolve `auto`: flash-attn where it is installed and there is a GPU, else SDPA; says which."""
-    if choice != "auto":
-        return choice
-    if torch.cuda.is_available():
-        try:
-            import flash_attn  # noqa: F401
-
-            log.info("attention: flash_attention_2")
-            return "flash_attention_2"
-        except ImportError as error:
-            log.info("attention: sdpa (flash-attn cannot be imported: %s)", _one_line(error))
-            return "sdpa"
-    log.info("attention: sdpa (no GPU)")
+def attention(model: ModelConfig) -> str:
+    """Resolve `auto`: flash-attn where it can run, else SDPA; says which. Other choices stay as they are."""
+    if model.attn_implementation != "auto":
+        return model.attn_implementation
+    missing = _lacking_for_flash(model)
+    if missing is None:
+        log.info("attention: flash_attention_2")
+        return "flash_attention_2"
+    log.info("attention: sdpa (%s)", missing)
     return "sdpa"
+
+
+def _lacking_for_flash(model: ModelConfig) -> str | None:
+    """What keeps flash-attn from running here, or None."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if model.dtype == "float32":
+        return "flash-attn computes in half precision only, and model.dtype is float32"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError as error:
+        return f"flash-attn cannot be imported: {one_line(error)}"
+    return None
+
+
+def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
+    """The attention that this model trains with on this host; `auto` falls back to what its family has.
+
+    Raises UserError when `model.attn_implementation` names one that the host or the family lacks.
+    """
+    first = attention(model)
+    missing = _lacking_for_flash(model) if first == "flash_attention_2" else None
+    if missing is not None:
+        raise UserError(
+            f"model.attn_implementation=flash_attention_2 cannot be used: {missing}; "
+            "set model.attn_implementation=sdpa or auto"
+        )
+    others = [name for name in ("sdpa", "eager") if name != first]
+    for name in (first, *others):
+        reason = _refused_by_family(config, name)
+        if reason is None:
+            if name != first:
+                log.info("attention: %s (%s models have no %s)", name, config.model_type, first)
+            return name
+        if model.attn_implementation != "auto":
+            raise UserError(
+                f"model.attn_implementation={name} cannot be used with {config.model_type} models "
+                f"({reason}); set model.attn_implementation=auto"
+            )
+    raise UserError(f"no attention implementation works for {config.model_type} models: {reason}")
+
+
+def _refused_by_family(config: PretrainedConfig, attn: str) -> str | None:
+    """Why a model of `config` cannot be built with `attn`, or None; costs no memory."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn)
+    except (ValueError, ImportError) as error:
+        return one_line(error, 120)
+    return None
 
 
 Cost = CostEmbedding | LiveCost | None
@@ -129,16 +191,16 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     mean nothing, so an objective without costs is not measured with them.
     """
     objective = training_objective(config)
-    source = config.objective.cost
+    source, revision = config.objective.cost, None
     cost: Cost = None
     if source == "pretrained" and (config.model.path is not None or objective.needs_cost):
         source = config.model.path or str(initial_weights(config))
+        revision = config.model.revision if config.model.path else None
     if source == "live":
         cost = LiveCost()
     elif source != "pretrained":
-        revision = config.model.revision if source == config.model.path else None
-        cache = config.objective.cost_cache_mb
-        cost = load_cost(source, vocab_size, cache_mb=cache, revision=revision)
+        megabytes = config.objective.cost_cache_mb
+        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 
@@ -166,38 +228,92 @@ def write_initial_weights(config: RunConfig) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        model = AutoModelForCausalLM.from_config(
-            model_config(config.model), dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(model_config(config.model), dtype=torch.float32)
     partial = target.with_name(target.name + ".partial")
     model.save_pretrained(partial)
     partial.rename(target)
 
 
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """The model from its weights; under ZeRO-3 it is built partitioned (see engine.py)."""
+    """The model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
+
+    Raises UserError when the weights cannot be read, are not exactly those of the configuration, or are not
+    all finite.
+    """
     path = config.model.path or str(initial_weights(config))
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             revision=config.model.revision if config.model.path else None,
             dtype=getattr(torch, config.model.dtype),
             attn_implementation=attn,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(_unreachable(path, error)) from None
+    model, report = loaded
+    _check_complete(path, report)
+    _check_finite(path, model)
+    return model
+
+
+def _check_complete(path: str, report: dict[str, Any]) -> None:
+    """Every tensor was in the checkpoint, in its shape, and nothing else was."""
+    unexpected = [name for name in report["unexpected_keys"] if not OLD_BUFFERS.search(name)]
+    mismatched = [str(found[0]) for found in report["mismatched_keys"]]
+    for what, names in (
+        ("lacks", report["missing_keys"]),
+        ("has another shape for", mismatched),
+        ("holds what this kind of model has not:", unexpected),
+    ):
+        if names:
+            first = sorted(names)
+            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+            raise UserError(
+                f"model.path={path} {what} {', '.join(first[:3])}{more}: it is damaged, or not a "
+                "checkpoint of a causal language model; set model.path to one that is complete"
+            )
+    if report.get("error_msgs"):
+        errors = "; ".join(str(message) for message in report["error_msgs"])
+        raise UserError(f"model.path={path} cannot be loaded: {one_line(errors)}")
+
+
+def _check_finite(path: str, model: nn.Module) -> None:
+    """No weight is NaN or infinite; every rank looks at what it holds, and all agree."""
+    broken = ""
+    for name, parameter in model.named_parameters():
+        held = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
+        # on NVMe a piece is not at hand
+        if (
+            held.numel()
+            and held.device.type != "meta"
+            and not bool(torch.isfinite(torch.stack(held.aminmax())).all())
+        ):
+            broken = broken or name
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        broken = next((found for found in gather_objects(broken) if found), "")
+    if broken:
+        raise UserError(
+            f"model.path={path} holds values in {broken} that are not finite; its weights are damaged"
+        )
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
-    model = load_pretrained(config, attention(config.model.attn_implementation))
+    path = config.model.path or str(initial_weights(config))
+    hf_config = AutoConfig.from_pretrained(
+        path, revision=config.model.revision if config.model.path else None
+    )
+    model = load_pretrained(config, usable_attention(config.model, hf_config))
     model.config.use_cache = False
     if config.model.lora is not None:
-        # Adapters first: peft looks layers up by class, and the fused head is no target.
+        # Adapters first: peft looks layers up by class, and the fused head is not a target.
         peft_model = add_lora(model, config.model)
     fuse_model(
         model,
-        losses,
+        losses.objective,
+        losses.cost,
         z_loss=config.objective.z_loss,
         label_smoothing=config.objective.label_smoothing,
     )
@@ -206,73 +322,79 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     return peft_model if config.model.lora is not None else model
 
 
+def check_model(engine: Engine, config: RunConfig, manifest: Manifest) -> None:
+    """Compare the model in its engine with itself before the first step; all ranks must call.
+
+    Raises UserError when the fused loss is not that of the model's own logits, or when the data are packed
+    and the model cannot keep documents apart. Where `auto` took an attention that cannot, SDPA is tried.
+    """
+    packed = any(shard.segments > shard.rows for shard in manifest.shards)
+    base: Any = engine.model
+    if config.model.lora is not None:
+        base = base.get_base_model()
+    probe = functools.partial(
+        probe_model, base, engine.ds, packed=False, collective=True, device=engine.world.device
+    )
+    found = probe()
+    flash = base.config._attn_implementation.startswith("flash")
+    if found == "refused" and flash and config.model.attn_implementation == "auto":
+        log.info("attention: sdpa (flash-attn does not keep the documents of a row apart here)")
+        base.set_attn_implementation("sdpa")
+        found = probe()
+    if found == "refused" and packed:
+        raise UserError(refusal(base))
+
+
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
-    """Wrap the linear layers of the body with low-rank adapters; everything else is frozen."""
+    """Wrap the linear layers of the body with low-rank adapters; everything else is frozen.
+
+    Raises UserError for a target that names no layer.
+    """
     import peft
 
     assert config.lora is not None
-    return peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.lora.r,
-            lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-            lora_dropout=config.lora.dropout,
-            target_modules=config.lora.targets,
-        ),
-    )
+    targets = config.lora.targets
+    for target in [targets] if isinstance(targets, str) else targets:
+        _check_target(model, target, pattern=isinstance(targets, str))
+    try:
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM",
+                r=config.lora.r,
+                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+                lora_dropout=config.lora.dropout,
+                target_modules=targets,
+            ),
+        )
+    except ValueError as error:
+        raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
 
 
-def fuse_model(model: PreTrainedModel, losses: Losses, **options: Any) -> None:
-    """Give `model` the forward that ends in the fused head. Parameter names do not change."""
-    config = model.config
-    if getattr(config, "logits_scaling", None):  # Granite divides its logits
-        options["logit_scale"] = 1.0 / config.logits_scaling
-    elif getattr(config, "logit_scale", None):  # Cohere multiplies them
-        options["logit_scale"] = config.logit_scale
-    if getattr(config, "final_logit_softcapping", None):
-        options["softcap"] = config.final_logit_softcapping
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear output head to fuse")
-    fuse_head(head, losses.objective, losses.cost, **options)
-    ordinary = type(model)
-    model.__class__ = type(f"Fused{ordinary.__name__}", (FusedForward, ordinary), {})
+def _check_target(model: nn.Module, target: str, pattern: bool) -> None:
+    """Raises UserError, naming what is near, when `target` matches no layer of `model`.
 
-
-class FusedForward:
-    """Mixed in before a causal LM's class: with labels, the forward ends in the fused loss."""
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> LossSums | Any:
-        """Sums of losses over the valid labels of `input_ids` [b, L].
-
-        labels: [b, L], already shifted, -100 where nothing is predicted. position_ids: [b, L], restarting
-        at every segment; attention stays within segments. Without labels: the ordinary forward.
-        """
-        if labels is None:
-            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)  # type: ignore[misc]
-        if self.config._attn_implementation == "flash_attention_2":  # type: ignore[attr-defined]
-            # flash-attn finds the segments from position ids only in one flattened row.
-            input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
-            position_ids = position_ids.view(1, -1) if position_ids is not None else None
-        body = getattr(self, self.base_model_prefix)  # type: ignore[attr-defined]
-        hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return self.get_output_embeddings()(hidden.last_hidden_state, labels)  # type: ignore[attr-defined]
-
-
-def _one_line(error: Exception) -> str:
-    return one_line(error)
+    A `pattern` is a regular expression for whole names, as peft reads a single string.
+    """
+    if target == "all-linear" and pattern:
+        return
+    layers = [name for name, module in model.named_modules() if name and not list(module.children())]
+    try:
+        if pattern:
+            found = any(re.fullmatch(target, name) for name in layers)
+        else:
+            found = any(name == target or name.endswith(f".{target}") for name in layers)
+    except re.error as error:
+        raise UserError(f"model.lora.targets={target} is not a regular expression: {error}") from None
+    if not found:
+        known = dict.fromkeys(name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head"))
+        hint = nearest(target, [name for name in known if not name.isdigit()])
+        raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
 
 
 def _unreachable(path: str, error: Exception) -> str:
     if Path(path).exists():
-        return f"model.path={path} cannot be loaded: {_one_line(error)}"
+        return f"model.path={path} cannot be loaded: {one_line(error)}"
     return (
         f"model.path={path} is neither a directory here nor a hub model that can be reached; "
         "set model.path to a local directory, or download it where there is network (HF_HOME)"

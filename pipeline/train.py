@@ -27,7 +27,14 @@ from pipeline.export import export_model
 from pipeline.guard import Guard
 from pipeline.lock import RunLock
 from pipeline.metrics import Metrics
-from pipeline.model import Losses, build_model, load_losses, measuring, write_initial_weights
+from pipeline.model import (
+    Losses,
+    build_model,
+    check_model,
+    load_losses,
+    measuring,
+    write_initial_weights,
+)
 from pipeline.planning.checks import Ready, check
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import Setup, accelerator, utilisation
@@ -83,6 +90,8 @@ def _load(
         partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned
+    assert ready.data is not None
+    check_model(trainer, config, ready.data.manifest)
     if saved is not None and source is not None:
         resume.check_groups(saved, trainer.groups)
         trainer.load(source)

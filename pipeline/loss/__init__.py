@@ -1,4 +1,4 @@
-"""Token-level objectives inside a fused output head. Knows nothing of runs, recipes or DeepSpeed.
+"""Token-level objectives inside a fused output head. A library of its own that knows nothing of runs.
 
 from pipeline.loss import CostEmbedding, fused_linear_loss, get_objective
 
@@ -7,10 +7,16 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 (sums.loss / sums.tokens).backward()
 """
 
-from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, load_cost
-from pipeline.loss.fused import IGNORE, FusedHead, LossSums, fuse_head, fused_linear_loss
+from common.labels import IGNORE
+from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost
+from pipeline.loss.cost_source import load_cost
+from pipeline.loss.dense import Teacher
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
 from pipeline.loss.logits import logits_loss
 from pipeline.loss.objectives import OBJECTIVES, Coefficients, Objective, get_objective
+from pipeline.loss.probe import probe_model
+from pipeline.loss.spec import LossSums
 
 __all__ = [
     "IGNORE",
@@ -18,13 +24,19 @@ __all__ = [
     "OBJECTIVES",
     "Coefficients",
     "CostEmbedding",
+    "FusedCausalLM",
     "FusedHead",
     "LiveCost",
     "LossSums",
     "Objective",
+    "Teacher",
     "fuse_head",
+    "fuse_model",
     "fused_linear_loss",
     "get_objective",
+    "head_options",
     "load_cost",
     "logits_loss",
+    "probe_model",
+    "shift_left",
 ]

@@ -7,19 +7,15 @@ trained model's.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.errors import UserError, one_line
-from pipeline.loss.cost_cache import CostTable
+from common.errors import UserError
+from pipeline.loss.cost_cache import CostCache
+from pipeline.loss.gathering import whole
 
-OLD_HEAD_NAMES = ("embed_out.weight",)  # what checkpoints call a head that transformers renames
-TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")  # endings of files that hold one matrix
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 
 
@@ -41,8 +37,8 @@ class CostEmbedding:
             raise UserError(f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)")
         self.rows = rows
         self.cache_mb = cache_mb
-        self.fingerprint: str | None = None  # of the tensor that it was read from, by `load_cost`
-        self._table: CostTable | None = None
+        self.fingerprint: str | None = None  # of the tensor that `load_cost` read it from
+        self._cache: CostCache | None = None
         self._placed: CostEmbedding | None = None
 
     def cached(self, memory_mb: float) -> CostEmbedding:
@@ -50,11 +46,11 @@ class CostEmbedding:
         return CostEmbedding(self.rows, memory_mb)
 
     @property
-    def table(self) -> CostTable | None:
+    def cache(self) -> CostCache | None:
         """The cache, made at its first use; None where rows are exact."""
-        if self.cache_mb and self._table is None:
-            self._table = CostTable(self.vocab_size, self.cache_mb, self.rows.device)
-        return self._table
+        if self.cache_mb and self._cache is None:
+            self._cache = CostCache(self.vocab_size, self.cache_mb, self.rows.device)
+        return self._cache
 
     def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
         """This embedding on the model's device, no wider than the model is; the copy is kept.
@@ -77,15 +73,11 @@ class CostEmbedding:
     ) -> CostEmbedding:
         """Normalise a copy of `weight` [V, H]; the copy has `dtype`, by default the weight's own.
 
-        A parameter that DeepSpeed ZeRO-3 keeps in pieces is gathered first (on all ranks: a
-        collective call). Raises UserError when the weight is no matrix or holds NaN or infinity.
+        A parameter that ZeRO-3 or FSDP2 keeps in pieces is gathered first (a collective call). Raises
+        UserError when the weight is not a matrix or holds NaN or infinity.
         """
-        if hasattr(weight, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([weight], modifier_rank=None):
-                return cls(unit_rows(weight.detach(), dtype), cache_mb)
-        return cls(unit_rows(weight.detach(), dtype), cache_mb)
+        with whole(weight) as matrix:
+            return cls(unit_rows(matrix, dtype), cache_mb)
 
     @property
     def vocab_size(self) -> int:
@@ -145,117 +137,3 @@ class LiveCost:
 
 
 LIVE = LiveCost()
-
-
-def load_cost(
-    source: str,
-    vocab_size: int,
-    dtype: torch.dtype = torch.float32,
-    cache_mb: float = 0.0,
-    revision: str | None = None,
-) -> CostEmbedding:
-    """The cost embedding of a pre-trained model, without loading that model.
-
-    `source` is a model directory or hub id (at `revision`), of which only the output head's tensor is read
-    (the input embedding where the two are tied), or a .safetensors / .pt file holding one matrix.
-    Raises UserError when it is missing, ambiguous, or made for another vocabulary.
-    """
-    path = Path(source)
-    if path.suffix in TENSOR_FILES:
-        if not path.is_file():
-            raise UserError(f"cost embedding file {source} does not exist")
-        weight = _only_matrix(path)
-    else:
-        weight = _head_of_model(source, revision)
-    if weight.shape[0] != vocab_size:
-        raise UserError(
-            f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
-            f"{vocab_size}; both must share one vocabulary"
-        )
-    cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
-    # of the tensor as stored: normalised rows differ in their last bits from one processor to another
-    content = weight.detach().contiguous().flatten().view(torch.uint8).numpy()
-    cost.fingerprint = hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
-    return cost
-
-
-def _only_matrix(path: Path) -> Tensor:
-    """The one two-dimensional tensor in a file."""
-    if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if len(file.get_slice(name).get_shape()) == 2]  # noqa: SIM118
-            if len(names) == 1:
-                return file.get_tensor(names[0])
-    else:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if isinstance(content, Tensor):
-            return content
-        names = [k for k, v in content.items() if isinstance(v, Tensor) and v.dim() == 2]
-        if len(names) == 1:
-            return content[names[0]]
-    raise UserError(
-        f"cost embedding file {path} must hold exactly one matrix [V, H] (it holds {len(names)}); "
-        "give a model directory to use that model's output head"
-    )
-
-
-def _head_of_model(source: str, revision: str | None) -> Tensor:
-    """The output head's tensor of a causal LM checkpoint, read alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as error:
-        line = one_line(error)
-        raise UserError(f"cost embedding {source} is no model directory or hub id: {line}") from None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    names = _head_names(model)
-    for name in (*names, *OLD_HEAD_NAMES):
-        tensor = _read_tensor(source, name, revision)
-        if tensor is not None:
-            return tensor
-    raise UserError(f"model {source} holds none of the head's tensors ({', '.join(names)})")
-
-
-def _head_names(model: torch.nn.Module) -> list[str]:
-    """Names a checkpoint may use for the head: its own first, then the one it is tied to."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    tied = model.get_input_embeddings() if model.config.tie_word_embeddings else None  # type: ignore[operator, union-attr]
-    names = [f"{n}.weight" for module in (head, tied) for n, m in model.named_modules() if m is module]
-    prefix = f"{model.base_model_prefix}."
-    # checkpoints of a bare base model lack the prefix
-    return names + [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-
-
-def _read_tensor(source: str, name: str, revision: str | None) -> Tensor | None:
-    """Tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
-    from safetensors import safe_open
-
-    for stem in ("model.safetensors", "pytorch_model.bin"):
-        index = _checkpoint_file(source, f"{stem}.index.json", revision)
-        shard: str | None = stem
-        if index is not None:
-            shard = json.loads(index.read_text())["weight_map"].get(name)
-        path = _checkpoint_file(source, shard, revision) if shard else None
-        if path is None:
-            continue
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118
-                    return file.get_tensor(name)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if name in content:
-                return content[name].clone()
-    return None
-
-
-def _checkpoint_file(source: str, name: str, revision: str | None) -> Path | None:
-    """A file of a local or hub checkpoint, fetched alone; None if there is none of that name."""
-    from transformers.utils import cached_file
-
-    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None

@@ -9,7 +9,7 @@ from torch import Tensor
 WINDOW_CPU, WINDOW = 64, 1024
 
 
-class CostTable:
+class CostCache:
     """Cost rows of frequent targets in float16, within a memory budget, kept between calls.
 
     Rounding to float16 changes a cost by less than 5e-4 of itself, and the gradients of a batch by less

@@ -1,7 +1,7 @@
 """Rows of transport costs, made in the order in which the fused loss asks for them.
 
 Tokens come sorted by target, so the distinct targets are met one after the other and a small window
-of cost rows [w, V] suffices. `ExactRows` computes every window anew. `TableRows` keeps the rows of
+of cost rows [w, V] suffices. `ExactRows` computes every window anew. `CachedRows` keeps the rows of
 frequent targets in float16 between calls: text repeats itself, and most rows are then only read.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.cost_cache import CostTable
+from pipeline.loss.cost_cache import CostCache
 
 WINDOW_MB = 8.0  # of rows alive at a time on a CPU
 CONVERTED = 16  # rows brought to float16 at a time
@@ -34,7 +34,7 @@ class Targets(NamedTuple):
     which: Tensor  # [T] ascending
 
 
-class Rows(Protocol):
+class CostRows(Protocol):
     """Where the kernels get their cost rows from."""
 
     def group(self, start: int, stop: int) -> Costs:
@@ -43,15 +43,15 @@ class Rows(Protocol):
 
 def open_rows(
     cost: CostEmbedding, targets: Targets, dtype: torch.dtype, most: int, chunk: int, as_stored: bool
-) -> Rows:
+) -> CostRows:
     """The rows of `targets`, for requests of at most `most` tokens.
 
     They come as costs in the statistics' `dtype`; with `as_stored` in whatever form is at hand, for
     kernels that convert while reading. Windows of rows are no larger than WINDOW_MB on a CPU, nor than a
     `chunk` of logits.
     """
-    if cost.table is not None:
-        return TableRows(cost, cost.table, targets, dtype, as_stored)
+    if cost.cache is not None:
+        return CachedRows(cost, cost.cache, targets, dtype, as_stored)
     window = max(most, min(chunk, _window(cost, dtype)))
     return ExactRows(cost, targets, None if as_stored else dtype, window)
 
@@ -87,34 +87,34 @@ class ExactRows:
         return Costs(rows, which[start:stop] - low, similarity=self.dtype is None)
 
 
-class TableRows:
-    """Rows from a `CostTable`; missing ones are computed, a window of them at a time."""
+class CachedRows:
+    """Rows from a `CostCache`; missing ones are computed, a window of them at a time."""
 
     def __init__(
         self,
         cost: CostEmbedding,
-        table: CostTable,
+        cache: CostCache,
         targets: Targets,
         dtype: torch.dtype,
         as_stored: bool,
     ) -> None:
-        self.cost, self.table, self.targets = cost, table, targets
+        self.cost, self.cache, self.targets = cost, cache, targets
         self.dtype, self.as_stored = dtype, as_stored
-        table.seen[targets.ids] += torch.bincount(targets.which, minlength=len(targets.ids))
-        self.places = table.slot[targets.ids]
+        cache.seen[targets.ids] += torch.bincount(targets.which, minlength=len(targets.ids))
+        self.places = cache.slot[targets.ids]
 
     def group(self, start: int, stop: int) -> Costs:
         which = self.targets.which[start:stop]
         low, high = int(which[0]), int(which[-1]) + 1
-        if self.as_stored and high - low <= self.table.window:
+        if self.as_stored and high - low <= self.cache.window:
             self._ensure(low, high)
-            return Costs(self.table.rows, self.places[which])
+            return Costs(self.cache.rows, self.places[which])
         shape = (high - low, self.cost.vocab_size)
         rows = torch.empty(shape, dtype=self.dtype, device=which.device)
-        for first in range(low, high, self.table.window):
-            last = min(first + self.table.window, high)
+        for first in range(low, high, self.cache.window):
+            last = min(first + self.cache.window, high)
             self._ensure(first, last)
-            rows[first - low : last - low] = self.table.rows[self.places[first:last]]
+            rows[first - low : last - low] = self.cache.rows[self.places[first:last]]
         return Costs(rows, which - low)
 
     def _ensure(self, low: int, high: int) -> None:
@@ -125,13 +125,13 @@ class TableRows:
         if (self.places[low:high] >= 0).all():
             return
         # rows without a place of their own pass away with this window; mark them missing again
-        self.places[self.places >= self.table.capacity] = -1
+        self.places[self.places >= self.cache.capacity] = -1
         ids = self.targets.ids
-        missing = (self.places[low:] < 0).nonzero()[: self.table.window, 0] + low
+        missing = (self.places[low:] < 0).nonzero()[: self.cache.window, 0] + low
         fresh = ids[missing]
-        place = self.table.places(fresh, ids)
+        place = self.cache.places(fresh, ids)
         costs = self.cost.costs(fresh)
         for start in range(0, len(fresh), CONVERTED):  # no second copy of the whole window
             part = slice(start, start + CONVERTED)
-            self.table.rows[place[part]] = costs[part].to(torch.float16)
+            self.cache.rows[place[part]] = costs[part].to(torch.float16)
         self.places[missing] = place

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.kernels_torch import Chunk, Terms, Tokens, statistics_dtype
+from pipeline.loss.rowwise import Chunk, Terms, Tokens, statistics_dtype
 
 
 class Teacher(NamedTuple):

@@ -1,7 +1,7 @@
 """Output head and loss in one: hidden states and labels in, summed loss and gradients out.
 
 The logits of all tokens never exist together. Tokens are taken in chunks; each chunk's logits become
-the chunk's gradient in place (`kernels.py`) and are used up by two matrix products at once, in the
+the chunk's gradient in place (`chunks.py`) and are used up by two matrix products at once, in the
 forward pass, so that nothing is computed twice. Between forward and backward only the gradients
 [N, H] and [V, H] are held.
 
@@ -10,121 +10,19 @@ Tokens are sorted by label first: a row of transport costs then serves all token
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import UserError
+from pipeline.loss.chunks import process_chunk, walk_over
 from pipeline.loss.cost import CostEmbedding, LiveCost, unit_rows
-from pipeline.loss.cost_rows import Rows, Targets, open_rows
 from pipeline.loss.dense import Teacher, process_dense_chunk
 from pipeline.loss.gradients import Accumulator, Gradients, Needs, scaled
-from pipeline.loss.kernels_torch import Chunk, Terms, group_size, process_chunk, statistics_dtype
 from pipeline.loss.objectives import Objective
-
-IGNORE = -100
-CHUNK_MB = 512  # of logits alive at a time, unless asked otherwise
-CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
-
-
-class LossSums(NamedTuple):
-    """Sums over the valid tokens; divide by the global batch's token count for means."""
-
-    loss: Tensor  # scalar float32, the only differentiable one
-    nll: Tensor  # negative log-likelihood, nats; detached
-    demd: Tensor  # earth mover distance; detached, NaN where no cost embedding was given
-    tokens: Tensor  # int64 count
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything about the loss that is no tensor of the model."""
-
-    terms: Terms
-    cost: CostEmbedding | LiveCost | None
-    logit_scale: float = 1.0
-    memory_mb: float | None = None
-    kernels: str = "auto"
-
-
-def use_triton(spec: Spec, hidden: Tensor) -> bool:
-    """Whether the element-wise part runs in Triton. Raises UserError where it was asked for in vain."""
-    if spec.kernels == "torch" or hidden.dtype == torch.float64:
-        return False
-    installed = importlib.util.find_spec("triton") is not None
-    if spec.kernels == "auto":
-        return hidden.is_cuda and installed
-    if not installed:
-        raise UserError("kernels=triton, but triton is not installed; install it or set kernels=torch")
-    if not (hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        raise UserError("kernels=triton needs a GPU (or TRITON_INTERPRET=1, for tests); set kernels=auto")
-    return True
-
-
-class Plan(NamedTuple):
-    """The valid tokens, sorted by label where a cost embedding is used."""
-
-    order: Tensor  # [T] positions in the flat batch
-    labels: Tensor  # [T]
-    targets: Targets | None
-
-
-def plan_tokens(labels: Tensor, vocab_size: int, by_label: bool) -> Plan:
-    order = (labels != IGNORE).nonzero()[:, 0]
-    chosen = labels[order]
-    if len(chosen):
-        low, high = torch.stack(chosen.aminmax()).tolist()
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
-    if not by_label:
-        return Plan(order, chosen, None)
-    chosen, by = torch.sort(chosen, stable=True)
-    ids, which = torch.unique_consecutive(chosen, return_inverse=True)
-    return Plan(order[by], chosen, Targets(ids, which))
-
-
-def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
-    """Tokens per chunk that keep its logits within the memory budget."""
-    budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
-    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
-    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
-
-
-class Walk(NamedTuple):
-    """How a batch is gone through, whether its logits exist already or not."""
-
-    plan: Plan
-    size: int  # tokens per chunk
-    triton: bool
-    rows: Rows | None  # where a cost embedding is used with one target per token
-
-
-def plan_walk(spec: Spec, cost: CostEmbedding | None, labels: Tensor, vocab_size: int, like: Tensor) -> Walk:
-    """The walk over `labels`, whose logits will have the dtype and device of `like`."""
-    dtype, device = like.dtype, like.device
-    plan = plan_tokens(labels, vocab_size, by_label=cost is not None and not spec.terms.objective.dense)
-    total = len(plan.order)
-    size = min(chunk_rows(spec, dtype, vocab_size, device), max(total, 1))
-    triton = use_triton(spec, like)
-    rows: Rows | None = None
-    if cost is not None and plan.targets is not None and total:
-        group = group_size(vocab_size, dtype, device, size)
-        placed = cost.placed(device, dtype)
-        rows = open_rows(placed, plan.targets, statistics_dtype(dtype), group, size, as_stored=triton)
-    return Walk(plan, size, triton, rows)
-
-
-def as_sums(sums: Tensor, dtype: torch.dtype, measured: bool, tokens: int) -> LossSums:
-    """[loss, nll, demd] as LossSums; demd is NaN unless `measured`."""
-    loss, nll, demd = sums.to(dtype).unbind()
-    if not measured:
-        demd = torch.full_like(nll, torch.nan)
-    return LossSums(loss, nll, demd, torch.tensor(tokens, dtype=torch.int64, device=sums.device))
+from pipeline.loss.rowwise import Chunk, statistics_dtype
+from pipeline.loss.spec import LossSums, Spec, as_sums, make_spec
 
 
 def _logits(
@@ -167,29 +65,29 @@ def _compute(
     cost = spec.cost
     if isinstance(cost, LiveCost):
         cost = CostEmbedding(unit_rows(weight.detach()))
-    plan, n, triton, rows = plan_walk(spec, cost, labels, V, hidden)
-    total = len(plan.order)
+    order, n, triton, rows = walk_over(spec, cost, labels, V, hidden)
+    total = len(order.places)
     gradients = Accumulator(hidden, weight, needs)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
     wide_bias = None if bias is None else bias.to(stats)
     for start in range(0, total, n):
         stop = min(start + n, total)
-        order, y = plan.order[start:stop], plan.labels[start:stop]
-        h = hidden[order]
+        places, y = order.places[start:stop], order.labels[start:stop]
+        h = hidden[places]
         if spec.logit_scale != 1.0:
             h.mul_(spec.logit_scale)
         z, target, shift = _logits(h, weight, wide_bias, y, buffer)
         chunk = Chunk(start, y, target, shift, wide_bias)
         if teacher is not None and cost is not None:
-            P = teacher.probabilities(order)
+            P = teacher.probabilities(places)
             placed = cost.placed(device, hidden.dtype)
             tokens = process_dense_chunk(z, chunk, P, placed, spec.terms, any(needs))
         else:
             tokens = process_chunk(z, chunk, rows, spec.terms, any(needs), triton)
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if any(needs):
-            gradients.add(z, tokens.row, order, spec.logit_scale)
+            gradients.add(z, tokens.row, places, spec.logit_scale)
     return as_sums(sums, stats, cost is not None, total), gradients.finish()
 
 
@@ -242,34 +140,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec, teacher: 
         )
 
 
-def make_spec(
-    objective: Objective,
-    cost: CostEmbedding | LiveCost | None,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    memory_mb: float | None = None,
-    kernels: str = "auto",
-) -> Spec:
-    """Check the options and bundle them. Raises UserError naming the option that is off."""
-    if softcap is not None and softcap <= 0:
-        raise UserError(f"softcap must be above 0 (given: {softcap:g})")
-    if z_loss < 0:
-        raise UserError(f"z_loss must not be negative (given: {z_loss:g})")
-    if not 0 <= label_smoothing < 1:
-        raise UserError(f"label_smoothing must lie in [0, 1) (given: {label_smoothing:g})")
-    if memory_mb is not None and memory_mb <= 0:
-        raise UserError(f"memory_mb must be above 0 (given: {memory_mb:g})")
-    if kernels not in ("auto", "torch", "triton"):
-        raise UserError(f"kernels must be auto, torch or triton (given: {kernels})")
-    terms = Terms(objective, softcap, z_loss, label_smoothing)
-    return Spec(terms, cost, logit_scale, memory_mb, kernels)
-
-
 @torch.compiler.disable
-def _apply(
+def apply_fused(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -277,6 +149,7 @@ def _apply(
     spec: Spec,
     teacher: Teacher | None,
 ) -> LossSums:
+    """The loss through a head of any module; hidden [..., H], labels [...]."""
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -286,7 +159,8 @@ def _apply(
     inputs = (hidden, weight, bias)
     recording = torch.is_grad_enabled()
     needs = tuple(recording and x is not None and x.requires_grad for x in inputs)
-    return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher))
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round the costs' products
+        return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher))
 
 
 def fused_linear_loss(
@@ -313,35 +187,4 @@ def fused_linear_loss(
         memory_mb        budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere
     """
     spec = make_spec(objective, cost, **options)
-    return _apply(hidden, weight, bias, labels, spec, teacher)
-
-
-class FusedHead(nn.Linear):
-    """An output head that computes the loss itself when it is given labels.
-
-    Made from an existing Linear by `fuse_head`. The weight is used inside the module's own forward, so
-    everything that gathers parameters around modules (ZeRO-3, FSDP) treats it like any other.
-    """
-
-    spec: Spec
-
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, labels: Tensor | None = None, teacher: Teacher | None = None
-    ) -> Tensor | LossSums:
-        """Logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
-        if labels is None:
-            return super().forward(hidden)
-        return _apply(hidden, self.weight, self.bias, labels, self.spec, teacher)
-
-
-def fuse_head(
-    head: nn.Linear, objective: Objective, cost: CostEmbedding | LiveCost | None = None, **options: Any
-) -> None:
-    """Turn `head` into a FusedHead in place; parameters and their names stay.
-
-    `options` as in `fused_linear_loss`. Calling it again changes the objective.
-    """
-    if type(head) not in (nn.Linear, FusedHead):
-        raise UserError(f"fuse_head needs a torch.nn.Linear (got {type(head).__name__})")
-    head.__class__ = FusedHead
-    head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]
+    return apply_fused(hidden, weight, bias, labels, spec, teacher)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.loss.kernels_torch import statistics_dtype
+from pipeline.loss.rowwise import statistics_dtype
 
 BLOCK = 1024  # rows of the head at a time in half precision: the product stays in the cache
 

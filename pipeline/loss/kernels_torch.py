@@ -1,179 +1,17 @@
-"""Element-wise part of the fused loss: a chunk of logits becomes losses and its own gradient, in place.
-
-One row z [V] with target y. Everything is computed from the *other* tokens, so that nothing cancels
-when the target is predicted almost surely:
-
-    p'_i = softmax of z without y         L' = log sum_{i != y} exp z_i        g = L' - z_y
-    m    = softplus(g)                    p_y = sigmoid(-g)                    1 - p_y = sigmoid(g)
-    D'   = sum_i p'_i c_i                 D   = (1 - p_y) D'
-
-and the gradient row omega (p (A + B c) - K onehot) is written as r * G with r per token and
-
-    G_i = p'_i (1 + beta c_i)   for i != y,      G_y = -(1 + beta D'),      beta = B / A,
-    r   = omega A (1 - p_y),
-
-because K = A + B D. The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-loss,
-label smoothing or soft-capping join in, the row is completed in place and r = 1.
-
-Reading the row and writing it are device-specific (`_Group` here in PyTorch, `triton_kernels.py`); what
-lies between, a few numbers per token, is `solve`.
-"""
+"""The row passes in PyTorch: logits in, p' (softmax without the target) in between, gradients out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.loss.cost_rows import Costs, Rows
-from pipeline.loss.objectives import Objective
+from pipeline.loss.cost_rows import Costs
+from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
 
 L2_BYTES = 512 * 1024  # rows of one pass; half of a typical L2 cache
-GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars
-GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What the loss of one token consists of."""
-
-    objective: Objective
-    softcap: float | None = None  # logits become cap * tanh(logits / cap)
-    z_loss: float = 0.0  # weight of (log sum exp z)^2
-    label_smoothing: float = 0.0  # share of the target's mass spread over the whole vocabulary
-
-
-class Tokens(NamedTuple):
-    """Per-token results of a chunk, each [n] in the statistics' dtype."""
-
-    loss: Tensor
-    nll: Tensor
-    demd: Tensor
-    row: Tensor  # r: what the rows of the gradient G still have to be multiplied with
-
-
-class Statistics(NamedTuple):
-    """What one pass over its row says about a token, each [n]."""
-
-    gap: Tensor  # g = L' - z_y
-    d_rest: Tensor  # D'; zeros without costs
-    z_y: Tensor  # the target's logit, shifted and capped as the row is
-    offset: Tensor  # true (capped) logit less z
-    z_mean: Tensor | None  # mean of the row, for label smoothing
-
-
-class RowUpdate(NamedTuple):
-    """How p' becomes G:  G_i = scale p'_i (1 + beta c_i) - uniform  for i != y, and G_y = target."""
-
-    beta: Tensor | None  # [n]; None: 0
-    scale: Tensor | None  # [n]; None: 1
-    uniform: float
-    target: Tensor  # [n]
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 whatever the model's dtype, except float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def solve(terms: Terms, stats: Statistics, vocab_size: int, in_full: bool) -> tuple[Tokens, RowUpdate]:
-    """Losses of n tokens and the update of their rows.
-
-    `in_full` asks for the whole gradient in G (r = 1): needed where the row is not merely scaled
-    afterwards (soft cap), or where G must stay within a narrow range (float16).
-    """
-    gap, smoothing, z_loss = stats.gap, terms.label_smoothing, terms.z_loss
-    others, p_y, m = torch.sigmoid(gap), torch.sigmoid(-gap), F.softplus(gap)
-    D = others * stats.d_rest
-    loss, A, B, _, omega = terms.objective.coefficients(m, D, p_y)
-    if not (in_full or smoothing or z_loss):
-        A, beta = _ratio(A, B)
-        target = -torch.ones_like(m) if beta is None else -(1 + beta * stats.d_rest)
-        return Tokens(loss, m, D, omega * A * others), RowUpdate(beta, None, 0.0, target)
-
-    lse = stats.z_y + m
-    if stats.z_mean is not None:
-        loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
-    lse = lse + stats.offset
-    loss = loss + z_loss * lse.square()
-    omega = omega * (1 - smoothing)
-    extra = smoothing + 2 * z_loss * lse  # times p_i, for every i
-    uniform = smoothing / vocab_size
-    target = extra * p_y - omega * others * A - uniform
-    if B is not None:
-        target = target - omega * B * D
-    a, beta = _ratio(omega * A + extra, None if B is None else omega * B)
-    update = RowUpdate(beta, a * others, uniform, target)
-    return Tokens(loss, m, D, torch.ones_like(m)), update
-
-
-class Chunk(NamedTuple):
-    """What is known of a chunk of n tokens besides its logits; all on one device."""
-
-    start: int  # place of its first token in the sorted batch
-    labels: Tensor  # [n]
-    target_logit: Tensor  # [n] true logit of the target, bias included, statistics' dtype
-    shift: Tensor | None  # [n] what was subtracted from the row's logits; None: nothing
-    bias: Tensor | None  # [V] not yet added to the logits
-
-    def rows(self, start: int, stop: int) -> Chunk:
-        """Tokens [start, stop) of it."""
-        part = slice(start, stop)
-        shift = None if self.shift is None else self.shift[part]
-        target = self.target_logit[part]
-        return Chunk(self.start + start, self.labels[part], target, shift, self.bias)
-
-
-def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
-    """Tokens handled together: on a CPU as many as stay in the cache."""
-    if device.type != "cpu":
-        return min(most, GROUP_TOKENS)
-    return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
-
-
-def process_chunk(
-    logits: Tensor, chunk: Chunk, costs: Rows | None, terms: Terms, gradient: bool, triton: bool
-) -> Tokens:
-    """Losses of a chunk of logits [n, V]; with `gradient`, overwrite the logits by G."""
-    n, V = logits.shape
-    dtype = statistics_dtype(logits.dtype)
-    step = group_size(V, logits.dtype, logits.device, n)
-    in_full = terms.softcap is not None or logits.dtype == torch.float16
-    scratch = None
-    if logits.dtype != dtype and not triton:
-        scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
-    parts = []
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        block, part = logits[start:stop], chunk.rows(start, stop)
-        rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
-        group: RowPass
-        if triton:
-            from pipeline.loss.kernels_triton import TritonGroup
-
-            group = TritonGroup(block, part, rows, terms)
-        else:
-            wide = block if scratch is None else scratch[: stop - start]
-            group = _Group(wide, block, part, rows, terms)
-        tokens, update = solve(terms, group.statistics(), V, in_full)
-        if gradient:
-            group.write(update)
-        parts.append(tokens)
-    return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-class RowPass(Protocol):
-    """Some rows of logits: read once, then overwritten."""
-
-    def statistics(self) -> Statistics: ...
-
-    def write(self, update: RowUpdate) -> None: ...
-
-
-class _Group:
+class TorchRows:
     """Rows in PyTorch; on a CPU a few that fit in the cache: z in, p' in between, G out."""
 
     def __init__(self, z: Tensor, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
@@ -253,12 +91,3 @@ class _Group:
         each = zip(self.z.unbind(), costs.which.tolist(), beta.tolist(), strict=True)
         for p, i, b in each:
             p.addcmul_(p, costs.rows[i], value=b)
-
-
-def _ratio(a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(a, b / a), with a zero moved just far enough that the quotient, and b / a * a, stay finite."""
-    if b is None:
-        return a, None
-    least = (b.abs() * 1e-30).clamp(min=1e-30)
-    a = torch.where(a.abs() < least, torch.copysign(least, a), a)
-    return a, b / a

@@ -1,7 +1,7 @@
 """The element-wise part of the fused loss in Triton: two passes over each row of logits, one writing.
 
-The same results as `kernels._Group`, without its temporaries: logits are read as they come out of the
-matrix product, costs as they are stored, and everything in between stays in registers in float32.
+The same results as `kernels_torch.TorchRows`, without its temporaries: logits are read as they come out of
+the matrix product, costs as they are stored, and everything in between stays in registers in float32.
 One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.loss.cost_rows import Costs
-from pipeline.loss.kernels_torch import Chunk, RowUpdate, Statistics, Terms
+from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8
@@ -114,7 +114,7 @@ def gradient_kernel(
         tl.store(logits + row * stride + columns, g.to(logits.dtype.element_ty), mask=inside)
 
 
-class TritonGroup:
+class TritonRows:
     """Some rows of logits [n, V], handled by the kernels above."""
 
     def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:

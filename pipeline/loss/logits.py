@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from pipeline.loss.chunks import process_chunk, walk_over
 from pipeline.loss.cost import CostEmbedding, LiveCost
-from pipeline.loss.fused import LossSums, Spec, as_sums, make_spec, plan_walk
-from pipeline.loss.kernels_torch import Chunk, process_chunk, statistics_dtype
 from pipeline.loss.objectives import Objective
+from pipeline.loss.rowwise import Chunk, statistics_dtype
+from pipeline.loss.spec import LossSums, Spec, as_sums, make_spec
 
 
 def logits_loss(
@@ -38,7 +39,7 @@ def logits_loss(
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")
     if isinstance(cost, LiveCost) or objective.dense:
-        raise UserError("the live head and demd_dense need the fused head (pipeline.fused)")
+        raise UserError("the live head and demd_dense need the fused head (fuse_head)")
     if cost is None and objective.needs_cost:
         raise UserError(f"objective {objective.name} needs a cost embedding")
     if cost is not None and cost.vocab_size != V:
@@ -49,7 +50,8 @@ def logits_loss(
 
 @torch.compiler.disable
 def _apply(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tuple[Tensor, ...]:
-    return _LogitsLoss.apply(logits, labels, spec, gradient)
+    with torch.autocast(logits.device.type, enabled=False):  # it would round the costs' products
+        return _LogitsLoss.apply(logits, labels, spec, gradient)
 
 
 class _LogitsLoss(torch.autograd.Function):
@@ -71,17 +73,17 @@ def _compute(logits: Tensor, labels: Tensor, spec: Spec, gradient: bool) -> tupl
     """The sums, and d loss / d logits if `gradient`."""
     V, device, stats = logits.shape[1], logits.device, statistics_dtype(logits.dtype)
     assert not isinstance(spec.cost, LiveCost)
-    plan, n, triton, rows = plan_walk(spec, spec.cost, labels, V, logits)
-    total = len(plan.order)
+    order, n, triton, rows = walk_over(spec, spec.cost, labels, V, logits)
+    total = len(order.places)
     d_logits = torch.zeros_like(logits) if gradient else None
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for start in range(0, total, n):
         stop = min(start + n, total)
-        order, y = plan.order[start:stop], plan.labels[start:stop]
-        z = logits[order]
+        places, y = order.places[start:stop], order.labels[start:stop]
+        z = logits[places]
         target = z.gather(1, y[:, None])[:, 0].to(stats)
         tokens = process_chunk(z, Chunk(start, y, target, None, None), rows, spec.terms, gradient, triton)
         sums += torch.stack((tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum()))
         if d_logits is not None:
-            d_logits[order] = z.mul_(tokens.row[:, None].to(z.dtype))
+            d_logits[places] = z.mul_(tokens.row[:, None].to(z.dtype))
     return as_sums(sums, stats, spec.cost is not None, total), d_logits

@@ -186,6 +186,7 @@ def get_objective(name: str, **params: float | None) -> Objective:
     known = inspect.signature(make).parameters
     for key in params:
         if key not in known:
-            raise UserError(f"unknown parameter {key!r} of objective {name}; {nearest(key, known)}")
+            hint = nearest(key, known) if known else "it has no parameters"
+            raise UserError(f"unknown parameter {key!r} of objective {name}; {hint}")
     bound = tuple((key, params.get(key, known[key].default)) for key in known)
     return Objective(name, needs_cost, make(**params), bound, dense=name == "demd_dense")

@@ -18,9 +18,16 @@ from data_prep.shards import MANIFEST, TokenDataset
 from pipeline import resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import rehearse, unwrap
-from pipeline.loss.cost import TENSOR_FILES, load_cost
+from pipeline.loss.cost_source import FILES, load_cost
 from pipeline.loss.objectives import Objective
-from pipeline.model import add_lora, attention, check_fits, model_config, training_objective
+from pipeline.model import (
+    add_lora,
+    attention,
+    check_fits,
+    model_config,
+    training_objective,
+    usable_attention,
+)
 from pipeline.planning.ds_file import check_host, deepspeed_config
 
 
@@ -49,13 +56,13 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     if here:
         check_host(ds_config)
     objective = training_objective(config)
-    implementation = attention(config.model.attn_implementation)
     held_out = bool(config.data.validation or config.data.validation_fraction)
     data, validation = _data(config, "train", here), _data(config, "validation", here and held_out)
     hf_config = model_config(config.model, online=here)
     for part in (data, validation):
         if part is not None:
             check_fits(hf_config, config.model, part.manifest)
+    implementation = usable_attention(config.model, hf_config) if here else attention(config.model)
     steps = _steps(config, data)
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
@@ -121,6 +128,6 @@ def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
         if path is None:
             return  # the head of weights that the run itself is going to write
         source = path
-    is_file = Path(source).suffix in TENSOR_FILES
+    is_file = Path(source).suffix in FILES
     if source != "live" and (here or is_file or Path(source).exists()):
         load_cost(source, vocab_size, revision=config.model.revision if source == path else None)

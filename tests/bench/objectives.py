@@ -23,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.loss.chunks import order_tokens
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.cost_rows import open_rows
-from pipeline.loss.fused import fuse_head, fused_linear_loss, plan_tokens
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.head import fuse_head
 from pipeline.loss.objectives import get_objective
 from tests.bench import common
 
@@ -103,11 +105,11 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
 
 def fill(cost: CostEmbedding, labels: Tensor) -> None:
     """Let the cache see a batch of labels without computing any loss."""
-    plan = plan_tokens(labels, cost.vocab_size, by_label=True)
-    assert plan.targets is not None
-    rows = open_rows(cost, plan.targets, torch.float32, 64, 64, as_stored=True)
-    for start in range(0, len(plan.order), 64):
-        rows.group(start, min(start + 64, len(plan.order)))
+    order = order_tokens(labels, cost.vocab_size, by_label=True)
+    assert order.targets is not None
+    rows = open_rows(cost, order.targets, torch.float32, 64, 64, as_stored=True)
+    for start in range(0, len(order.places), 64):
+        rows.group(start, min(start + 64, len(order.places)))
 
 
 class Setting:

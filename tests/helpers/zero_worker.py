@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from pipeline.engine import start_world
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import LossSums, fuse_head, fused_linear_loss
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.head import fuse_head
 from pipeline.loss.objectives import OBJECTIVES, get_objective
+from pipeline.loss.spec import LossSums
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}  # a tiny eps would amplify rounding

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import LIVE, CostEmbedding, load_cost
+from pipeline.loss.cost import LIVE, CostEmbedding
 from pipeline.loss.cost_cache import WINDOW_CPU
+from pipeline.loss.cost_source import load_cost
 from pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
@@ -48,9 +49,9 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
     used = used.cached(megabytes)
     for seed in range(6):
         run(h, w, batch(seed, vocab=vocab), used)
-    assert used.table is not None
-    assert used.table.capacity == min(rows, vocab)
-    assert used.table.used <= used.table.capacity
+    assert used.cache is not None
+    assert used.cache.capacity == min(rows, vocab)
+    assert used.cache.used <= used.cache.capacity
     labels = batch(99, vocab=vocab)
     exact = run(h, w, labels, CostEmbedding.from_weight(E))
     got, again = run(h, w, labels, used), run(h, w, labels, fresh)
@@ -70,7 +71,7 @@ def test_cache_prefers_frequent_targets() -> None:
             fused_linear_loss(h, w, torch.arange(40) % 10 + first, make("emo"), cost)
 
     see(0, 2)
-    table = cost.table
+    table = cost.cache
     assert table is not None
     assert table.capacity == 10
     assert (table.slot[:10] >= 0).all()
@@ -176,7 +177,7 @@ def test_refuses_what_is_no_cost_embedding(tmp_path: Path) -> None:
         ("two.safetensors", r"exactly one matrix \[V, H\] \(it holds 2\)"),
         ("two.pt", "exactly one matrix"),
         ("one.pt", "12 rows but the model's vocabulary has 13"),
-        ("nowhere", "no model directory or hub id"),
+        ("nowhere", "not a causal LM.s directory or hub id"),
         ("empty", "holds none of the head's tensors"),
     ):
         with pytest.raises(UserError, match=message) as caught:

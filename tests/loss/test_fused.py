@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import FusedHead, LossSums, fuse_head, fused_linear_loss
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.head import FusedHead, fuse_head
+from pipeline.loss.spec import LossSums
 from tests.helpers.loss_reference import reference, relative_error
 from tests.loss.test_objectives import ONE_TARGET, make
 

@@ -1,92 +1,46 @@
-"""The fused forward of real architectures, what does not fit is refused, and adapters."""
+"""What is loaded is what was saved, what does not fit is refused, attention, adapters."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from common.errors import UserError
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from pipeline.config import ModelConfig
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.objectives import get_objective
-from pipeline.model import Losses, add_lora, attention, check_fits, fuse_model, measuring, model_config
-
-SMALL = {
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "gpt2": {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "opt": {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "word_embed_proj_dim": 16,  # like OPT-350M: the head is narrower than the body
-    },
-    "gemma2": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "final_logit_softcapping": 3.0,
-    },
-    "cohere": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "logit_scale": 0.25,
-    },
-    "granite": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "logits_scaling": 4.0,
-    },
-}
+from pipeline.config import ModelConfig, RunConfig
+from pipeline.loss import CostEmbedding, fuse_model, get_objective
+from pipeline.model import (
+    Losses,
+    add_lora,
+    attention,
+    check_fits,
+    load_losses,
+    load_pretrained,
+    measuring,
+    model_config,
+    usable_attention,
+)
+from tests.helpers.families import family
 
 
-def small(model_type: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, vocab_size=61, max_position_embeddings=64, **SMALL[model_type])
-    attn = "eager" if model_type == "gemma2" else "sdpa"  # soft-capped attention has no SDPA form
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
-
-
-@pytest.mark.parametrize("model_type", SMALL)
-def test_the_fused_forward_equals_the_models_own_loss(model_type: str) -> None:
-    model = small(model_type)
-    ids = torch.randint(0, 61, (3, 20))
-    expected = model(input_ids=ids, labels=ids)
-    names = [n for n, _ in model.named_parameters()]
-    fuse_model(model, Losses(get_objective("mle"), None, None))
-    labels = torch.cat([ids[:, 1:], torch.full((3, 1), -100)], dim=1)
-    positions = torch.arange(20).expand(3, -1)
-    sums = model(input_ids=ids, labels=labels, position_ids=positions)
-    assert int(sums.tokens) == 3 * 19
-    assert sums.loss.item() / 57 == pytest.approx(expected.loss.item(), rel=1e-5)
-    assert [n for n, _ in model.named_parameters()] == names
-    torch.testing.assert_close(model(input_ids=ids).logits, expected.logits)
+def small(model_type: str, **changes: Any) -> PreTrainedModel:
+    return family(model_type, **changes)
 
 
 def test_measuring_reports_demd_for_mle_and_leaves_training_as_it_was() -> None:
     model = small("llama")
     cost = CostEmbedding.from_weight(model.lm_head.weight.detach().clone())
     losses = Losses(get_objective("mle"), None, cost)
-    fuse_model(model, losses)
+    fuse_model(model, losses.objective, losses.cost)
     ids = torch.randint(0, 61, (2, 8))
     assert model(input_ids=ids, labels=ids).demd.isnan()
     with measuring(model, losses):
@@ -104,18 +58,193 @@ def test_adapters_leave_the_head_alone() -> None:
     trainable = [n for n, p in wrapped.named_parameters() if p.requires_grad]
     assert trainable
     assert all(".lora_" in n and "lm_head" not in n for n in trainable)
-    fuse_model(model, Losses(get_objective("mle"), None, None))
+    fuse_model(model, get_objective("mle"))
     ids = torch.randint(0, 61, (1, 8))
     wrapped(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is None for n, p in wrapped.named_parameters() if not p.requires_grad)
 
 
-def test_attention_auto_says_sdpa_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+Change = Callable[[dict[str, Tensor]], Any]  # of the tensors of a checkpoint
+MASK = {"transformer.h.0.attn.bias": torch.ones(4), "transformer.h.0.attn.masked_bias": torch.ones(1)}
+
+
+def choice(**keys: Any) -> ModelConfig:
+    return ModelConfig(**({"architecture": {"model_type": "llama"}} | keys))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def without_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+
+
+def test_attention_auto_says_sdpa_without_a_gpu(caplog: pytest.LogCaptureFixture, without_gpu: None) -> None:
     with caplog.at_level("INFO"):
-        assert attention("auto") == "sdpa"
+        assert attention(choice()) == "sdpa"
     assert "sdpa (no GPU)" in caplog.text
+
+
+def test_attention_that_cannot_run_is_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, without_gpu: None
+) -> None:
+    """flash-attn asked for where it cannot run is a mistake; `auto` takes what host and family have."""
+    # defects D1
+    llama, xglm = family("llama").config, family("xglm").config
+    flash = choice(attn_implementation="flash_attention_2")
+    with pytest.raises(UserError, match=r"flash_attention_2 cannot be used: no GPU; set .*=sdpa or auto"):
+        usable_attention(flash, llama)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"half precision only, and model.dtype is float32"):
+        usable_attention(flash.model_copy(update={"dtype": "float32"}), llama)
+    with pytest.raises(UserError, match="flash-attn cannot be imported"):
+        usable_attention(flash, llama)
+    assert usable_attention(choice(dtype="float32"), llama) == "sdpa"
+    with caplog.at_level("INFO"):
+        assert usable_attention(choice(), xglm) == "eager"
+    assert "attention: eager (xglm models have no sdpa)" in caplog.text
+    assert usable_attention(choice(attn_implementation="eager"), llama) == "eager"
+    with pytest.raises(UserError, match=r"=sdpa cannot be used with xglm models .*set .*=auto") as caught:
+        usable_attention(choice(attn_implementation="sdpa"), xglm)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj", "v_prj"], "v_prj names no layer of LlamaForCausalLM; did you mean v_proj"),
+        (["c_attn"], "c_attn names no layer"),
+        (".*q_prj", "q_prj names no layer"),
+        ("all_linear", "names no layer"),
+        ("(", "is not a regular expression"),
+    ],
+)
+def test_adapters_on_layers_that_do_not_exist(targets: str | list[str], message: str) -> None:
+    # defects D1
+    model = family("llama")
+    names = [n for n, _ in model.named_parameters()]
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        add_lora(model, choice(lora={"r": 2, "targets": targets}))
+    assert "\n" not in str(caught.value)
+    assert [n for n, _ in model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ".*self_attn.[qv]_proj", ["self_attn.q_proj"]])
+def test_adapters_where_they_are_wanted(targets: str | list[str]) -> None:
+    wrapped = add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}))
+    assert any("q_proj.lora_A" in n for n, _ in wrapped.named_parameters())
+
+
+def saved(
+    directory: Path, change: Callable[[dict[str, Tensor]], Any], name: str = "llama", **keys: Any
+) -> str:
+    """A checkpoint whose tensors `change` has been at."""
+    family(name, **keys).save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return str(directory)
+
+
+def run_config(path: str, directory: Path, **model: Any) -> RunConfig:
+    data = {"dir": directory, "tokenizer": "x", "sources": [{"files": "x"}]}
+    tree = {"run_dir": directory, "data": data, "model": {"path": path, "dtype": "float32"} | model}
+    return RunConfig(**tree, train={"steps": 1})  # type: ignore[arg-type]
+
+
+def set_nan(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks model.layers.1.mlp.up_proj.weight:"),
+        (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight:"),
+        (lambda t: [t.pop(k) for k in list(t) if "layers.1" in k], "lacks model.layers.1"),
+        (lambda t: t.update(score=torch.ones(2, 32)), "holds what this kind of model has not: score"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(31)}),
+            "has another shape for model.norm.weight",
+        ),
+        (set_nan, "holds values in model.layers.1.mlp.up_proj.weight that are not"),
+        (
+            lambda t: t["lm_head.weight"].view(-1)[5:6].fill_(-torch.inf),
+            "holds values in lm_head.weight that are",
+        ),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model(change: Change, message: str, tmp_path: Path) -> None:
+    # defects A4
+    path = saved(tmp_path, change)
+    with pytest.raises(UserError, match=re.escape(f"model.path={path} {message}")) as caught:
+        load_pretrained(run_config(path, tmp_path), "sdpa")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "extra"),
+    [
+        ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+        ("llama", {"tie_word_embeddings": True}, {}),
+        (
+            "gpt2",
+            {},
+            {"transformer.h.0.attn.bias": torch.ones(4), "transformer.h.0.attn.masked_bias": torch.ones(1)},
+        ),
+        ("gpt_neox", {}, {"gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}),
+        ("opt", {}, {}),
+    ],
+)
+def test_ties_and_buffers_that_old_checkpoints_carry_are_no_mistake(
+    name: str, keys: dict[str, Any], extra: dict[str, Tensor], tmp_path: Path
+) -> None:
+    # defects A4
+    path = saved(tmp_path, lambda tensors: tensors.update(extra), name, **keys)
+    loaded = load_pretrained(run_config(path, tmp_path), "sdpa")
+    torch.testing.assert_close(dict(loaded.named_parameters()), dict(family(name, **keys).named_parameters()))
+
+
+def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
+    # defects A4
+    from transformers import LlamaForSequenceClassification, T5Config, T5ForConditionalGeneration
+
+    config = family("llama").config
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    family("llama").model.save_pretrained(tmp_path / "body")
+    t5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    (tmp_path / "torn").mkdir()
+    family("llama").save_pretrained(tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"12345")
+    for name, message in (
+        ("classifier", "lacks lm_head.weight"),
+        ("body", "lacks lm_head.weight"),
+        ("t5", "cannot be loaded"),
+        ("torn", "cannot be loaded"),
+    ):
+        path = str(tmp_path / name)
+        with pytest.raises(UserError, match=f"model.path={path} {message}") as caught:
+            load_pretrained(run_config(path, tmp_path), "sdpa")
+        assert "\n" not in str(caught.value)
+
+
+def test_the_revision_of_the_model_is_that_of_its_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # defects A7
+    asked: list[tuple[str, str | None]] = []
+
+    def load(source: str, vocab_size: int, revision: str | None = None, **_: Any) -> CostEmbedding:
+        asked.append((source, revision))
+        return CostEmbedding(torch.ones(vocab_size, 2))
+
+    monkeypatch.setattr("pipeline.model.load_cost", load)
+    config = run_config("owner/name", tmp_path, revision="abc")
+    load_losses(config, 61)
+    other = config.objective.model_copy(update={"cost": "other/model"})
+    load_losses(config.model_copy(update={"objective": other}), 61)
+    assert asked == [("owner/name", "abc"), ("other/model", None)]
 
 
 def manifest(**changes: object) -> SimpleNamespace:

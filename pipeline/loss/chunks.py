@@ -1,0 +1,130 @@
+"""How a batch is gone through: tokens sorted by target, in chunks of logits, in groups that share a pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from common.labels import IGNORE
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.cost_rows import CostRows, Targets, open_rows
+from pipeline.loss.kernels_torch import TorchRows
+from pipeline.loss.rowwise import Chunk, RowPass, Terms, Tokens, solve, statistics_dtype
+from pipeline.loss.spec import Spec
+
+CHUNK_MB = 512  # of logits alive at a time, unless asked otherwise
+CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
+GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars, on a CPU
+GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive
+
+
+def use_triton(spec: Spec, hidden: Tensor) -> bool:
+    """Whether the element-wise part runs in Triton. Raises UserError where `kernels=triton` cannot run."""
+    if spec.kernels == "torch" or hidden.dtype == torch.float64:
+        return False
+    installed = importlib.util.find_spec("triton") is not None
+    if spec.kernels == "auto":
+        return hidden.is_cuda and installed
+    if not installed:
+        raise UserError("kernels=triton, but triton is not installed; install it or set kernels=torch")
+    if not (hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise UserError("kernels=triton needs a GPU (or TRITON_INTERPRET=1, for tests); set kernels=auto")
+    return True
+
+
+class Order(NamedTuple):
+    """The valid tokens of a batch, sorted by label where a cost embedding is used."""
+
+    places: Tensor  # [T] positions in the flat batch
+    labels: Tensor  # [T]
+    targets: Targets | None
+
+
+def order_tokens(labels: Tensor, vocab_size: int, by_label: bool) -> Order:
+    """The order in which tokens with `labels` [N] are taken. Raises UserError for a label without a row."""
+    places = (labels != IGNORE).nonzero()[:, 0]
+    chosen = labels[places]
+    if len(chosen):
+        low, high = torch.stack(chosen.aminmax()).tolist()
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
+    if not by_label:
+        return Order(places, chosen, None)
+    chosen, by = torch.sort(chosen, stable=True)
+    ids, which = torch.unique_consecutive(chosen, return_inverse=True)
+    return Order(places[by], chosen, Targets(ids, which))
+
+
+def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
+    """Tokens per chunk that keep its logits within the memory budget."""
+    budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
+    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
+    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
+
+
+class Walk(NamedTuple):
+    """How a batch is gone through, whether its logits exist already or not."""
+
+    order: Order
+    size: int  # tokens per chunk
+    triton: bool
+    rows: CostRows | None  # where a cost embedding is used with one target per token
+
+
+def walk_over(spec: Spec, cost: CostEmbedding | None, labels: Tensor, vocab_size: int, like: Tensor) -> Walk:
+    """The walk over `labels`, whose logits will have the dtype and device of `like`."""
+    dtype, device = like.dtype, like.device
+    order = order_tokens(labels, vocab_size, by_label=cost is not None and not spec.terms.objective.dense)
+    total = len(order.places)
+    size = min(chunk_rows(spec, dtype, vocab_size, device), max(total, 1))
+    triton = use_triton(spec, like)
+    rows: CostRows | None = None
+    if cost is not None and order.targets is not None and total:
+        group = group_size(vocab_size, dtype, device, size)
+        placed = cost.placed(device, dtype)
+        rows = open_rows(placed, order.targets, statistics_dtype(dtype), group, size, as_stored=triton)
+    return Walk(order, size, triton, rows)
+
+
+def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
+    """Tokens handled together: on a CPU as many as stay in the cache."""
+    if device.type != "cpu":
+        return min(most, GROUP_TOKENS)
+    return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
+
+
+def process_chunk(
+    logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms, gradient: bool, triton: bool
+) -> Tokens:
+    """Losses of a chunk of logits [n, V]; with `gradient`, overwrite the logits by G."""
+    n, V = logits.shape
+    dtype = statistics_dtype(logits.dtype)
+    step = group_size(V, logits.dtype, logits.device, n)
+    in_full = terms.softcap is not None or logits.dtype == torch.float16
+    scratch = None
+    if logits.dtype != dtype and not triton:
+        scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
+    parts = []
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        block, part = logits[start:stop], chunk.rows(start, stop)
+        rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
+        group: RowPass
+        if triton:
+            from pipeline.loss.kernels_triton import TritonRows
+
+            group = TritonRows(block, part, rows, terms)
+        else:
+            wide = block if scratch is None else scratch[: stop - start]
+            group = TorchRows(wide, block, part, rows, terms)
+        tokens, update = solve(terms, group.statistics(), V, in_full)
+        if gradient:
+            group.write(update)
+        parts.append(tokens)
+    return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -1,0 +1,163 @@
+"""Where cost embeddings come from: the output head in a checkpoint, read alone, or a file with one matrix."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError, one_line
+from pipeline.loss.cost import CostEmbedding
+
+OLD_HEAD_NAMES = ("embed_out.weight",)  # what checkpoints call a head that transformers renames
+FILES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def load_cost(
+    source: str,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    cache_mb: float = 0.0,
+    revision: str | None = None,
+) -> CostEmbedding:
+    """The cost embedding of a pre-trained model, without loading that model.
+
+    `source` is a model directory or hub id, of which only the output head's tensor is read (the
+    input embedding where the two are tied), or a .safetensors / .pt file holding one matrix. `revision`
+    is a commit of the hub model. Raises UserError, naming the file, when it is missing, damaged, ambiguous,
+    or made for another vocabulary.
+    """
+    path = Path(source)
+    if path.suffix in FILES and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"cost embedding file {source} does not exist")
+        weight = _only_matrix(path)
+    else:
+        weight = _head_of_model(source, revision)
+    if weight.shape[0] != vocab_size:
+        raise UserError(
+            f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
+            f"{vocab_size}; both must share one vocabulary"
+        )
+    if not weight.is_floating_point():
+        raise UserError(f"cost embedding {source} holds {weight.dtype}, not floating-point numbers")
+    try:
+        cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    cost.fingerprint = _digest(weight)
+    return cost
+
+
+def _digest(weight: Tensor) -> str:
+    """sha256 of a tensor as stored; normalised rows differ in their last bits from processor to processor."""
+    content = weight.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
+
+
+def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a file: those of `names` that it holds, or all matrices.
+
+    Raises UserError naming the file when it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                held = list(file.keys())
+                if names is None:
+                    names = [name for name in held if len(file.get_slice(name).get_shape()) == 2]
+                return {name: file.get_tensor(name) for name in names if name in held}
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise UserError(f"cost embedding file {path} cannot be read: {one_line(error, 160)}") from None
+    if isinstance(content, Tensor):
+        content = {"": content}
+    if not isinstance(content, dict):
+        raise UserError(f"cost embedding file {path} holds a {type(content).__name__}, not tensors")
+    if names is None:
+        return {k: v for k, v in content.items() if isinstance(v, Tensor) and v.dim() == 2}
+    return {name: content[name].clone() for name in names if name in content}
+
+
+def _only_matrix(path: Path) -> Tensor:
+    """The one two-dimensional tensor in a file."""
+    found = _read(path)
+    if len(found) != 1:
+        raise UserError(
+            f"cost embedding file {path} must hold exactly one matrix [V, H] (it holds {len(found)}); "
+            "give a model directory to use that model's output head"
+        )
+    return next(iter(found.values()))
+
+
+def _head_of_model(source: str, revision: str | None) -> Tensor:
+    """The output head's tensor of a causal LM checkpoint, read alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        line = one_line(error, 200)
+        raise UserError(f"cost embedding {source} is not a causal LM's directory or hub id: {line}") from None
+    head = model.get_output_embeddings()
+    if getattr(head, "weight", None) is None:
+        raise UserError(f"cost embedding {source}: {type(model).__name__} has no output head to read")
+    names = _head_names(model)
+    for name in (*names, *OLD_HEAD_NAMES):
+        tensor = _read_tensor(source, revision, name)
+        if tensor is None:
+            continue
+        if tensor.shape != head.weight.shape:
+            raise UserError(
+                f"cost embedding {source}: {name} has shape {list(tensor.shape)}, "
+                f"but its config.json says {list(head.weight.shape)}"
+            )
+        return tensor
+    raise UserError(f"model {source} holds none of the head's tensors ({', '.join(names)})")
+
+
+def _head_names(model: Any) -> list[str]:
+    """Names a checkpoint may use for the head: its own first, then the one it is tied to."""
+    head = model.get_output_embeddings()
+    tied = model.get_input_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    names = [f"{n}.weight" for module in (head, tied) for n, m in model.named_modules() if m is module]
+    prefix = f"{model.base_model_prefix}."
+    # checkpoints of a bare base model lack the prefix
+    return names + [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+
+def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
+    """Tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = _checkpoint_file(source, revision, f"{stem}.index.json")
+        shard: str | None = stem
+        if index is not None:
+            try:
+                shard = json.loads(index.read_text())["weight_map"].get(name)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"cost embedding {source}: {index.name} is damaged") from None
+            if shard is not None and _checkpoint_file(source, revision, shard) is None:
+                raise UserError(f"cost embedding {source}: {index.name} names {shard}, which is missing")
+        path = _checkpoint_file(source, revision, shard) if shard else None
+        if path is not None:
+            found = _read(path, [name])
+            if found:
+                return found[name]
+    return None
+
+
+def _checkpoint_file(source: str, revision: str | None, name: str) -> Path | None:
+    """A file of a local or hub checkpoint, fetched alone; None if there is none of that name."""
+    from transformers.utils import cached_file
+
+    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None

@@ -1,0 +1,248 @@
+"""The fused loss inside a model: an output head that takes labels, and a causal LM's forward that ends in it.
+
+`fuse_head` turns a Linear into a FusedHead; `fuse_model` does that to a Hugging Face causal LM and gives it
+`FusedCausalLM`'s forward, or a caller's variant of it. `probe.py` checks the result against the model itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.labels import IGNORE
+from pipeline.loss.cost import CostEmbedding, LiveCost
+from pipeline.loss.dense import Teacher
+from pipeline.loss.fused import apply_fused
+from pipeline.loss.objectives import Objective
+from pipeline.loss.spec import LossSums, Spec, make_spec
+
+# How configurations call what their model does to its logits. `probe.py` finds out where a name misleads.
+DIVISORS = ("logits_scaling",)
+FACTORS = ("logit_scale", "lm_head_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+MULTIPLIES_BY_DIVISOR = ("hyperclovax",)  # model types that mean a factor where the others mean a divisor
+
+LOGITS_ONLY = ("num_items_in_batch", "logits_to_keep", "return_dict")  # for a forward that makes logits
+
+
+class FusedHead(nn.Linear):
+    """An output head that computes the loss itself when it is given labels.
+
+    Made from an existing Linear by `fuse_head`. The weight is used inside the module's own forward, so
+    everything that gathers parameters around modules (ZeRO-3, FSDP) treats it like any other.
+    """
+
+    spec: Spec
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None, teacher: Teacher | None = None
+    ) -> Tensor | LossSums:
+        """Logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
+        if labels is None:
+            return super().forward(hidden)
+        return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher)
+
+
+def fuse_head(
+    head: nn.Linear, objective: Objective, cost: CostEmbedding | LiveCost | None = None, **options: Any
+) -> None:
+    """Turn `head` into a FusedHead in place; parameters and their names stay.
+
+    `options` as in `fused_linear_loss`. Calling it again changes the objective. Raises UserError for a module
+    whose forward is not that of a Linear.
+    """
+    ordinary = type(head)
+    if not isinstance(head, FusedHead):
+        if not isinstance(head, nn.Linear) or ordinary.forward is not nn.Linear.forward:
+            raise UserError(f"fuse_head needs a torch.nn.Linear (got {ordinary.__name__})")
+        # a subclass, such as FSDP's, keeps its own behaviour
+        head.__class__ = FusedHead if ordinary is nn.Linear else type("FusedHead", (FusedHead, ordinary), {})
+    head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]
+
+
+def head_options(config: Any) -> dict[str, float]:
+    """`logit_scale` and `softcap` of the model that a Hugging Face `config` describes; only those it has."""
+    text = config.get_text_config()
+    options: dict[str, float] = {}
+    for name in DIVISORS:
+        if value := _number(text, name):
+            options["logit_scale"] = value if text.model_type in MULTIPLIES_BY_DIVISOR else 1.0 / value
+    for name in FACTORS:
+        if value := _number(text, name):
+            options["logit_scale"] = value
+    for name in CAPS:
+        if value := _number(text, name):
+            options["softcap"] = value
+    return options
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, (int, float)) and value else None
+
+
+def shift_left(labels: Tensor) -> Tensor:
+    """Labels [..., T] aligned with inputs -> labels aligned with predictions: position i predicts i + 1."""
+    return torch.cat((labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), IGNORE)), dim=-1)
+
+
+class FusedCausalLM:
+    """Mixed in before a causal LM's class by `fuse_model`: with labels, its forward ends in the loss."""
+
+    # How documents that share a row are kept apart: the model does it by `positions` that restart, or needs a
+    # `mask`; `refused`: it can do neither. Found out by `probe.py`.
+    packing = "positions"
+    shifted_labels = "labels"  # the argument that takes labels already shifted
+    order: tuple[str, ...]  # names of the model's positional arguments
+    takes: frozenset[str] | None  # names that the body accepts; None: any
+    takes_positions: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
+        """LossSums against `labels` [b, L], already shifted; without labels the model's ordinary forward."""
+        inputs = self.named(args, kwargs)
+        labels = inputs.pop("labels", None)
+        if labels is None:
+            return super().forward(**inputs)  # type: ignore[misc]
+        return self.fused_sums(labels, inputs)
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments of a call of the model by name."""
+        return dict(zip(self.order, args, strict=False)) | kwargs
+
+    def fused_sums(self, labels: Tensor, inputs: dict[str, Any]) -> LossSums:
+        """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
+
+        inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which
+        are kept apart; a padding mask beside them is not needed and not used.
+        """
+        inputs = {k: v for k, v in inputs.items() if v is not None and k not in LOGITS_ONLY}
+        positions = inputs.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape == labels.shape:
+            labels = self._keep_apart(positions, labels, inputs)
+        if not self.takes_positions:
+            inputs.pop("position_ids", None)
+        if self.takes is not None:
+            inputs = {k: v for k, v in inputs.items() if k in self.takes}
+        model: Any = self
+        hidden = model.base_model(**{"use_cache": False, **inputs})[0]
+        head = model.get_output_embeddings()
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(head.weight.dtype)  # some families keep their residuals in float32
+        return head(hidden, labels)
+
+    def _keep_apart(self, positions: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Complete `inputs` so that no document sees another; the labels in the form that fits them."""
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            if mask.dim() != 2 or not _restart(positions):
+                return labels
+            _check_padding(mask, positions)
+            del inputs["attention_mask"]  # with it, transformers would not look at the positions
+        if self.packing == "refused" and _restart(positions):
+            raise UserError(refusal(self))
+        if self.packing == "mask":
+            inputs["attention_mask"] = document_mask(positions, _mask_dtype(self))
+        model: Any = self
+        if model.config._attn_implementation == "flash_attention_2" and "input_ids" in inputs:
+            # flash-attn finds the documents from position ids only in one flattened row
+            inputs |= {k: inputs[k].reshape(1, -1) for k in ("input_ids", "position_ids")}
+            return labels.reshape(1, -1)
+        return labels
+
+
+def refusal(model: Any) -> str:
+    """Why packed rows cannot train `model`, in one line."""
+    return (
+        f"{type(model).__name__} lets documents that share a row see each other, with "
+        f"attn_implementation={model.config._attn_implementation}: it ignores restarting positions and "
+        "cannot be given a mask that separates them; train it on rows of one document each, or choose a "
+        "model family that keeps them apart (LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma)"
+    )
+
+
+def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added to attention scores, [b, 1, L, L]: 0 for earlier tokens of the same document, else the lowest."""
+    document = torch.nn.functional.pad(_starts(positions), (1, 0)).cumsum(dim=1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    mask = torch.full(same.shape, torch.finfo(dtype).min, dtype=dtype, device=same.device)
+    return mask.masked_fill_(same.tril(), 0.0)
+
+
+def _starts(positions: Tensor) -> Tensor:
+    """Whether tokens 1 to L - 1 start a document, [b, L - 1]."""
+    return positions.diff(dim=1) != 1
+
+
+def _restart(positions: Tensor) -> bool:
+    return bool(_starts(positions).any())
+
+
+def _check_padding(mask: Tensor, positions: Tensor) -> None:
+    """Padding after a document is never seen; padding before one must be kept from it by its position."""
+    begins = mask[:, 1:].bool() & ~mask[:, :-1].bool()
+    if bool((begins & ~_starts(positions)).any()):
+        raise UserError(
+            "attention_mask and position_ids contradict each other: a document follows padding although its "
+            "positions continue; pad on the right, or let position_ids restart where a document starts"
+        )
+
+
+def _mask_dtype(model: Any) -> torch.dtype:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def fuse_model(
+    model: Any,
+    objective: Objective,
+    cost: CostEmbedding | LiveCost | None = None,
+    *,
+    forward: type[FusedCausalLM] = FusedCausalLM,
+    **options: Any,
+) -> None:
+    """Make a Hugging Face causal LM end in the fused head when it is given labels; in place.
+
+    Parameters, their names, saved files and the signature of its forward stay. Logit scale and soft cap come
+    from its configuration; `options` as in `fused_linear_loss`. `forward` may be a subclass that takes labels
+    or gives results in another form. Calling it again changes all that. Raises UserError for a model without
+    a Linear head of its own.
+    """
+    # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
+    ordinary: Any = vars(type(model)).get("ordinary", type(model))
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UserError(f"{ordinary.__name__} has no linear output head to fuse")
+    if model.base_model is model:
+        raise UserError(f"{ordinary.__name__} has no body apart from its head: its loss cannot be fused")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        warnings.warn(
+            "config.output_router_logits is set, but the fused loss does not include the router's "
+            "auxiliary loss",
+            stacklevel=2,
+        )
+    fuse_head(head, objective, cost, **head_options(model.config) | options)
+    signature = inspect.signature(ordinary.forward)
+    accepted = inspect.signature(model.base_model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+
+    @functools.wraps(ordinary.forward)  # Trainer reads the signature to choose a data set's columns
+    def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward.forward(self, *args, **kwargs)
+
+    facts = {
+        "__module__": ordinary.__module__,
+        "__doc__": ordinary.__doc__,
+        "forward": with_signature,
+        "ordinary": ordinary,
+        "order": tuple(signature.parameters)[1:],
+        "takes": None if anything else frozenset(accepted),
+        "takes_positions": "position_ids" in accepted,
+    }
+    # the same name: transformers writes it into the configuration of what it saves
+    model.__class__ = type(ordinary.__name__, (forward, ordinary), facts)

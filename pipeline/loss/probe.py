@@ -1,0 +1,202 @@
+"""Start-up probe: a fused model against itself, on a few tokens, before hours are spent on it.
+
+Two claims are checked on the very path that training takes, with the very weights:
+
+head     The fused loss is that of the model's own logits. Families scale, cap, mask or shift them in ways
+         that no list of names covers. Labels are the least and the most likely tokens: there an error shows.
+packing  A document in a packed row is computed as if it were alone: nothing changes when the document
+         before it does, and its hidden states are those of a row of its own. Rounding is told from a leak
+         by what moves in the first document when the second changes: in a causal model, rounding alone.
+
+All of it is a handful of forward passes without gradient on rows of at most 24 tokens. Every rank does the
+same, so parameters may be partitioned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.errors import UserError, one_line
+from pipeline.loss.head import refusal
+from pipeline.loss.objectives import get_objective
+
+log = logging.getLogger(__name__)
+
+LENGTH = 12  # tokens of a document
+ROUNDING = 4.0  # a leak is more than so many times what rounding moves
+HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # share of the logits' range; True: half precision
+ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # share of the hidden states' norm
+WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+
+
+class Seen(NamedTuple):
+    """What went into the head and came out of it."""
+
+    hidden: Tensor
+    result: Any
+
+
+class Probe:
+    """A fused model, and the callable through which training reaches it."""
+
+    def __init__(
+        self, model: Any, forward: Callable[..., Any], collective: bool, device: torch.device | None
+    ) -> None:
+        self.model, self.forward, self.collective = model, forward, collective
+        self.head = model.get_output_embeddings()
+        self.device = device or self.head.weight.device
+        text = model.config.get_text_config()
+        self.name = model.ordinary.__name__
+        context = getattr(text, "max_position_embeddings", None) or 2 * LENGTH
+        self.length = min(LENGTH, context // 2)
+        generator = torch.Generator().manual_seed(0)
+        count = 4 * self.length
+        draw = torch.randperm(text.vocab_size, generator=generator)
+        self.documents = draw.repeat(-(-count // len(draw)))[:count].view(4, -1).to(self.device)
+        self.windowed = any(isinstance(getattr(text, name, None), int) for name in WINDOWS)
+        self.half = False
+
+    def run(
+        self, ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Any, Seen]:
+        """What the model returns for rows of `ids`, and what its head saw meanwhile."""
+        seen: list[Seen] = []
+        hook = self.head.register_forward_hook(lambda _, args, out: seen.append(Seen(args[0], out)))
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        inputs[self.model.shifted_labels] = labels
+        if labels is None and "use_cache" in self.model.order:
+            inputs["use_cache"] = False
+        try:
+            result = self.forward(**{k: v for k, v in inputs.items() if v is not None})
+        finally:
+            hook.remove()
+        if not seen:
+            raise UserError(
+                f"{self.name} does not call its output head in its forward: its loss cannot be fused"
+            )
+        hidden, out = seen[-1]
+        return result, Seen(hidden.reshape(*ids.shape, -1).float(), out)
+
+    def worst(self, *numbers: float) -> list[float]:
+        """The largest of each number over all ranks, so that they decide alike; NaN counts as infinite."""
+        values = torch.tensor(numbers, dtype=torch.float64).nan_to_num(nan=torch.inf).to(self.device)
+        if self.collective and dist.is_initialized():
+            values = values.float()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values.tolist()
+
+    def check_head(self) -> None:
+        """Raises UserError when the fused loss is not that of the model's own logits."""
+        result, seen = self.run(self.documents)
+        own = result["logits"] if isinstance(result, dict) else result[0]
+        self.half = own.dtype.itemsize == 2 or seen.result.dtype.itemsize == 2
+        z = own.float()
+        spread = (z.amax(-1) - z.amin(-1)).sum()
+        errors = []
+        for labels in (z.argmin(-1), z.argmax(-1)):
+            want = (z.logsumexp(-1) - z.gather(-1, labels[..., None])[..., 0]).sum()
+            got = self.run(self.documents, labels)[1].result.nll
+            errors.append(float((got - want).abs() / spread))
+        broken = float(not bool(torch.isfinite(seen.hidden).all()))
+        columns = float(own.shape[-1] != self.head.out_features)
+        broken, columns, *errors = self.worst(broken, columns, *errors)
+        if broken:
+            raise UserError(f"{self.name} computes values that are not finite: its weights are damaged")
+        if columns or max(errors) > HEAD_TOLERANCE[self.half]:
+            raise UserError(
+                f"{self.name} does something to its logits that the fused head does not know (their losses "
+                f"differ by {max(errors):.2g} of the logits' range), so the fused loss is wrong; choose "
+                "another model family, or train from logits with pipeline.hf.loss_function"
+            )
+
+    def packs(self) -> bool:
+        """Whether a packed document is computed as if it were alone, in the model's present `packing`."""
+        n, (x, other_x, y, other_y) = self.length, self.documents
+        rows = torch.stack([torch.cat(pair) for pair in ((x, y), (other_x, y), (x, other_y))])
+        positions = torch.arange(n, device=self.device).repeat(2).expand(len(rows), -1)
+        try:
+            packed = self.run(rows, rows, positions)[1].hidden
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            if self.collective and dist.is_initialized():
+                dist.barrier()  # fails where the reason is a rank that is gone
+            log.debug("%s with packing by %s: %s", self.name, self.model.packing, one_line(error))
+            return False
+        alone = self.run(self.documents, self.documents)[1].hidden[2]
+        leak = float((packed[0, n:] - packed[1, n:]).abs().max())
+        rounding = float((packed[0, :n] - packed[2, :n]).abs().max())
+        apart = float((packed[0, n:] - alone).norm() / alone.norm())
+        least = 1e-6 * float(packed.abs().max())
+        leak, rounding, apart = self.worst(leak, rounding, apart)
+        self.check_causal(rounding, float(packed.abs().max()))
+        return leak <= ROUNDING * rounding + least and apart <= ALONE_TOLERANCE[self.half]
+
+    def check_causal(self, moved: float, size: float) -> None:
+        """Raises UserError when a later token changes an earlier one."""
+        if moved > ALONE_TOLERANCE[self.half] * size:
+            raise UserError(
+                f"{self.name} is not causal: a token sees those after it; it cannot be trained to predict"
+            )
+
+
+def probe_model(
+    model: Any,
+    forward: Callable[..., Any] | None = None,
+    *,
+    packed: bool = True,
+    collective: bool = False,
+    device: torch.device | None = None,
+) -> str:
+    """Check that training `model`, fused by `fuse_model`, optimises what the model computes.
+
+    forward: what training calls (an engine, a wrapped model), by default the model. device: of its inputs, by
+    default the head's. Sets the model's `packing`, how it keeps documents in a row apart, and returns it:
+    `positions`, `mask` or `refused`. With `packed`, rows hold several documents and `refused` is an error.
+    With `collective`, all ranks call and agree. Raises UserError for a family whose logits the fused head
+    does not know, whose values are not finite, or that lets packed documents see each other.
+    """
+    run = forward or model
+    root = run if isinstance(run, nn.Module) else model
+    with torch.no_grad(), _quiet(root, model), torch.compiler.set_stance("force_eager"):
+        probe = Probe(model, run, collective, device)
+        probe.check_head()
+        model.packing = "positions"
+        separate = probe.packs()
+        flash = model.config._attn_implementation.startswith("flash")
+        if not separate and not probe.windowed and not flash:
+            model.packing = "mask"
+            separate = probe.packs()
+    if not separate:
+        model.packing = "refused"
+        if packed:
+            raise UserError(refusal(model))
+    if model.packing == "mask":
+        log.info("%s ignores restarting positions: documents in a row are separated by a mask", probe.name)
+    return model.packing
+
+
+@contextlib.contextmanager
+def _quiet(root: nn.Module, model: Any) -> Iterator[None]:
+    """Without dropout, and with a head that computes the likelihood alone."""
+    modes = [(module, module.training) for module in root.modules()]
+    head = model.get_output_embeddings()
+    spec = head.spec
+    terms = replace(spec.terms, objective=get_objective("mle"), z_loss=0.0, label_smoothing=0.0)
+    for module, _ in modes:
+        module.training = False
+    head.spec = replace(spec, terms=terms, cost=None)
+    try:
+        yield
+    finally:
+        head.spec = spec
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,117 @@
+"""Tiny random models of many families, as different in their masks, positions and heads as families are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 61
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+GROUPED = BASE | {"num_key_value_heads": 2, "head_dim": 16}
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": BASE,
+    "gpt2": OLD | {"bos_token_id": 1, "eos_token_id": 2},
+    "opt": BASE | {"ffn_dim": 48, "word_embed_proj_dim": 16},  # like OPT-350M: the head is narrower
+    "gpt_neox": BASE,
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 4,
+        "max_position_embeddings": 64,
+    },
+    "gptj": OLD | {"rotary_dim": 8},
+    "falcon": BASE,
+    "falcon-alibi": BASE | {"alibi": True},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+    "xglm": {
+        "d_model": 32,
+        "num_layers": 2,
+        "attention_heads": 2,
+        "ffn_dim": 48,
+        "max_position_embeddings": 64,
+    },
+    "biogpt": BASE,
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 4,
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 1,
+    },
+    "rwkv": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "attention_hidden_size": 32,
+        "context_length": 64,
+    },
+    "jamba": BASE
+    | {
+        "num_key_value_heads": 2,
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_d_state": 4,
+        "pad_token_id": 0,
+    },
+    "bamba": BASE | MAMBA2 | {"num_key_value_heads": 2, "attn_layer_indices": [1]},
+    "falcon_h1": BASE | MAMBA2 | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
+    "recurrent_gemma": BASE
+    | {"num_key_value_heads": 1, "head_dim": 16, "logits_soft_cap": 2.0, "attention_window_size": 8},
+    "mistral": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "gemma2": GROUPED | {"final_logit_softcapping": 3.0, "sliding_window": 4},
+    "gemma3_text": GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0},
+    "qwen2": BASE | {"num_key_value_heads": 2},
+    "qwen3": GROUPED,
+    "mixtral": BASE | {"num_key_value_heads": 2, "num_local_experts": 2},
+    "phi": BASE,  # its head has a bias
+    "phi3": BASE | {"pad_token_id": 0},
+    "stablelm": BASE | {"num_key_value_heads": 2},
+    "starcoder2": BASE | {"num_key_value_heads": 2},
+    "granite": BASE | {"logits_scaling": 4.0},
+    "hyperclovax": BASE | {"logits_scaling": 4.0},  # the same name, but a factor
+    "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states: the same
+    "cohere": BASE | {"logit_scale": 0.25},
+    "nanochat": BASE,
+    "olmo2": BASE,
+    "xlstm": {
+        "hidden_size": 32,
+        "num_blocks": 2,
+        "num_heads": 2,
+        "chunk_size": 8,
+        "qk_dim_factor": 1.0,
+        "output_logit_soft_cap": 3.0,
+    },
+    "bert": BASE,  # not causal
+}
+EAGER = ("gemma2",)  # soft-capped attention has no SDPA form
+
+
+def family(name: str, attn: str | None = None, **changes: Any) -> Any:
+    """A tiny model of family `name` in evaluation mode; weights large enough for attention to matter."""
+    settings = {"vocab_size": VOCAB} | FAMILIES[name] | changes
+    config = AutoConfig.for_model(name.split("-")[0], **settings)
+    torch.manual_seed(0)
+    attn = attn or ("eager" if name in EAGER else None)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    return model

@@ -1,0 +1,283 @@
+"""Families of models: what the start-up probe finds, and that what it admits trains right when packed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import UserError
+from pipeline.loss import fuse_model, get_objective, head_options, probe_model
+from tests.helpers.families import FAMILIES, VOCAB, family
+from tests.helpers.loss_reference import relative_error
+
+MASKED = {"opt", "falcon", "mpt", "xglm", "biogpt"}
+REFUSED = {"falcon-alibi", "bloom", "mamba", "mamba2", "rwkv", "jamba", "bamba", "falcon_h1"}
+NOT_HERE = {"bert", "recurrent_gemma", "xlstm"}  # in tests of their own
+FOUND = {
+    name: "mask" if name in MASKED else "refused" if name in REFUSED else "positions"
+    for name in FAMILIES
+    if name not in NOT_HERE
+}
+DOCUMENTS = [5, 9, 1, 7]  # tokens
+
+
+def fused(name: str, **changes: Any) -> Any:
+    model = family(name, **changes)
+    fuse_model(model, get_objective("mle"))
+    return model
+
+
+def packed_row() -> tuple[Tensor, Tensor, Tensor]:
+    """A row of documents as the trainer gets it: ids, shifted labels, positions, each [1, L]."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(VOCAB, (n,), generator=generator) for n in DOCUMENTS]
+    labels = [torch.cat([d[1:], torch.tensor([-100])]) for d in documents]
+    positions = [torch.arange(n) for n in DOCUMENTS]
+    return tuple(torch.cat(parts)[None] for parts in (documents, labels, positions))  # type: ignore[return-value]
+
+
+def own_loss(model: Any, ids: Tensor) -> Tensor:
+    """Summed next-token loss of one document [n], by the model's ordinary forward and PyTorch alone."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return F.cross_entropy(logits, ids[1:], reduction="sum")
+
+
+def gradients(model: nn.Module, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("name", "found"), FOUND.items())
+def test_packed_rows_train_like_single_documents_or_not_at_all(name: str, found: str) -> None:
+    """The fused loss and every gradient of a packed row are those of its documents alone.
+
+    The documents go through the model's ordinary forward, the row through the one that training calls.
+    """
+    # defects A1, A2
+    model = fused(name)
+    assert probe_model(model, packed=False) == found
+    ids, labels, positions = packed_row()
+    if found == "refused":
+        with pytest.raises(UserError, match="lets documents that share a row see each other"):
+            model(input_ids=ids, labels=labels, position_ids=positions)
+        with pytest.raises(UserError, match="see each other"):
+            probe_model(model, packed=True)
+        ids, labels, positions = ids[:, :5], labels[:, :5], positions[:, :5]  # one document per row is fine
+    sums = model(input_ids=ids, labels=labels, position_ids=positions)
+    got = gradients(model, sums.loss)
+    # one forward per document, as a one-token document has no target
+    parts = torch.split(ids[0], DOCUMENTS if found != "refused" else 5)
+    want_loss = torch.stack([own_loss(model, part) for part in parts if len(part) > 1]).sum()
+    want = gradients(model, want_loss)
+    assert relative_error(sums.loss.detach(), want_loss.detach()) <= 1e-5
+    assert relative_error(got, want) <= 2e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mpt", "gemma2"])
+def test_in_bfloat16(name: str) -> None:
+    """Rounding alone is not taken for a leak or another head, nor does it hide one."""
+    # defects A1
+    model = fused(name).to(torch.bfloat16)
+    assert probe_model(model) == FOUND[name]
+    if FOUND[name] == "mask":
+        model.packing = "positions"
+        ids, labels, positions = packed_row()
+        leaking = model(input_ids=ids, labels=labels, position_ids=positions).nll
+        model.packing = "mask"
+        assert abs(leaking - model(input_ids=ids, labels=labels, position_ids=positions).nll) > 0.02
+
+
+def test_learned_positions_with_an_offset_restart() -> None:
+    """OPT adds 2 to its positions; a document in the middle of a row gets those of its own start."""
+    # defects A1
+    model = fused("opt")
+    probe_model(model)
+    seen: list[Tensor] = []
+    table = model.model.decoder.embed_positions
+    table.register_forward_hook(lambda _, args, out: seen.append(out))
+    ids, labels, positions = packed_row()
+    model(input_ids=ids, labels=labels, position_ids=positions)
+    want = torch.cat([table.weight[2 : 2 + n] for n in DOCUMENTS])
+    torch.testing.assert_close(seen[0][0], want)
+
+
+def test_the_mask_does_not_replace_a_sliding_window() -> None:
+    """A mask of documents given to a model with windows would open them: such a family is refused."""
+    # defects A1
+    model = fused("mistral")
+
+    def ignores_positions(*_: Any, **kwargs: Any) -> Any:
+        kwargs.pop("position_ids", None)
+        return body(**kwargs)
+
+    body = model.model.forward
+    model.model.forward = ignores_positions
+    assert probe_model(model, packed=False) == "refused"
+
+
+class Skewed(nn.Module):
+    """What a family may do to its logits, for a LLaMA."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, z: Tensor) -> Tensor:
+        match self.change:
+            case "scale":
+                return z * 0.9
+            case "cap":
+                return 3 * torch.tanh(z / 3)
+            case "mask":
+                return z.index_fill(-1, torch.tensor([7, 9]), torch.finfo(z.dtype).min)
+            case "minus infinity":
+                return z.index_fill(-1, torch.tensor([7]), -torch.inf)
+            case "bias":
+                return z + torch.linspace(-1, 1, VOCAB)
+            case "fewer":
+                return z[..., :-3]
+        return z
+
+
+@pytest.mark.parametrize("change", ["scale", "cap", "mask", "minus infinity", "bias", "fewer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_treated_in_an_unknown_way_are_refused(change: str, dtype: torch.dtype) -> None:
+    # defects A2
+    model = family("llama")
+    ordinary = type(model)
+    skew = Skewed(change)
+
+    class Peculiar(ordinary):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = skew(out.logits)
+            return out
+
+    model.__class__ = Peculiar
+    model.to(dtype)
+    fuse_model(model, get_objective("mle"))
+    with pytest.raises(UserError, match="does something to its logits that") as e:
+        probe_model(model)
+    assert "\n" not in str(e.value)
+    skew.change = "nothing"
+    assert probe_model(model) == "positions"
+
+
+def test_a_fresh_model_with_small_logits_is_checked_as_sharply() -> None:
+    """Near-uniform predictions have almost the same likelihood whatever the scale; the range has not."""
+    # defects A2
+    model = family("granite")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.1)
+    fuse_model(model, get_objective("mle"))
+    probe_model(model)
+    head = model.get_output_embeddings()
+    fuse_model(model, get_objective("mle"), logit_scale=0.2)
+    assert head.spec.logit_scale == 0.2
+    with pytest.raises(UserError, match="does something to its logits"):
+        probe_model(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padded_tied_and_biased_heads(tied: bool) -> None:
+    """A vocabulary padded to a multiple of 64 is the model's own; so are tied heads and a head's bias."""
+    # defects A2
+    model = family("llama", tie_word_embeddings=tied)
+    model.resize_token_embeddings(64, pad_to_multiple_of=64)
+    model.lm_head.bias = nn.Parameter(torch.randn(64))
+    fuse_model(model, get_objective("mle"))
+    assert probe_model(model) == "positions"
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        (("granite", {"logits_scaling": 4.0}), {"logit_scale": 0.25}),
+        (("hyperclovax", {"logits_scaling": 4.0}), {"logit_scale": 4.0}),
+        (("cohere", {"logit_scale": 0.5}), {"logit_scale": 0.5}),
+        (("gemma2", {"final_logit_softcapping": 3.0}), {"softcap": 3.0}),
+        (("gemma2", {"final_logit_softcapping": None}), {}),
+        (("recurrent_gemma", {"logits_soft_cap": 2.0}), {"softcap": 2.0}),
+        (("xlstm", {"output_logit_soft_cap": 5.0}), {"softcap": 5.0}),
+        (("falcon_h1", {"lm_head_multiplier": 0.5}), {"logit_scale": 0.5}),
+        (("mpt", {"logit_scale": "inv_sqrt_d_model"}), {}),
+        (("llama", {}), {}),
+    ],
+)
+def test_head_options(settings: tuple[str, dict[str, Any]], want: dict[str, float]) -> None:
+    # defects A2
+    from transformers import AutoConfig
+
+    name, keys = settings
+    assert head_options(AutoConfig.for_model(name, **keys)) == want
+
+
+def test_what_is_not_causal_or_not_finite_is_refused() -> None:
+    # defects A2, A4
+    with pytest.raises(UserError):
+        probe_model(fused("bert"))
+    model = fused("llama")
+
+    def sees_all(*args: Any, **kwargs: Any) -> Any:
+        size = kwargs["input_ids"].shape[1]
+        return body(*args, **(kwargs | {"attention_mask": torch.zeros(1, 1, size, size)}))
+
+    body = model.model.forward
+    model.model.forward = sees_all
+    with pytest.raises(UserError, match="is not causal: a token sees those after it"):
+        probe_model(model)
+    model = fused("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    with pytest.raises(UserError, match="values that are not finite"):
+        probe_model(model)
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    model = fused("llama", attention_dropout=0.5)
+    fuse_model(model, get_objective("mle"), z_loss=0.1)
+    model.train()
+    model.model.layers[0].eval()
+    spec, modes = model.lm_head.spec, [m.training for m in model.modules()]
+    state = torch.random.get_rng_state()
+    probe_model(model)
+    assert model.lm_head.spec is spec
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_heads_that_cannot_be_fused() -> None:
+    # defects A2
+    model = family("llama")
+    model.lm_head = nn.Sequential(nn.Linear(32, VOCAB))
+    with pytest.raises(UserError, match="has no linear output head to fuse"):
+        fuse_model(model, get_objective("mle"))
+    model = family("mixtral", output_router_logits=True)
+    with pytest.warns(UserWarning, match=re.escape("router's auxiliary loss")):
+        fuse_model(model, get_objective("mle"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fuse_model(family("mixtral"), get_objective("mle"))
+
+
+def test_fusing_twice_and_positional_arguments() -> None:
+    """The second call counts; arguments by position mean what the model's own signature says."""
+    # defects A3
+    model = fused("llama")
+    kind = type(model).__mro__
+    fuse_model(model, get_objective("demd"), cost=None)
+    assert len(type(model).__mro__) == len(kind)
+    fuse_model(model, get_objective("mle"))
+    ids = torch.randint(VOCAB, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    want = family("llama")(ids, mask).logits
+    torch.testing.assert_close(model(ids, mask).logits, want)
