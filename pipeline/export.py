@@ -149,14 +149,30 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
                 f"the trained model could not be exported: its configuration cannot be written and read "
                 f"back ({one_line(error, 200)}); correct model.path or model.architecture"
             ) from None
+    tensors = list(exported_tensors(model))
+    _refuse_tied(base, tensors)
     expected = {n: tuple(p.shape) for n, p in plain.named_parameters()}
-    found = {tensor.name: _merged_shape(tensor) for tensor in exported_tensors(model)}
+    found = {tensor.name: _merged_shape(tensor) for tensor in tensors}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise UserError(
                 f"the trained model could not be exported: {name} would be {_shape(found.get(name))} "
                 f"where {type(plain).__name__} has {_shape(expected.get(name))}; "
                 "set model.lora.targets to other layers, or use another model"
+            )
+
+
+def _refuse_tied(base: PreTrainedModel, tensors: list[Exported]) -> None:
+    """Adapters on one of two layers that share a weight cannot be merged: the other would change as well."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
+    for tensor in tensors:
+        sharing = names[id(tensor.base)]
+        if tensor.adapters and len(sharing) > 1:
+            raise UserError(
+                f"model.lora.targets: {' and '.join(sharing)} are one tensor, and adapters on one of the "
+                "layers cannot be exported; leave it out of the targets"
             )
 
 

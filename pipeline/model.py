@@ -7,7 +7,6 @@ whose forward without labels is the ordinary one, so that generation and export 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -21,7 +20,13 @@ import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from common.errors import UserError, nearest, one_line
 from data_prep.shards import Manifest
@@ -136,29 +141,23 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
             f"model.attn_implementation=flash_attention_2 cannot be used: {missing}; "
             "set model.attn_implementation=sdpa or auto"
         )
-    others = [name for name in ("sdpa", "eager") if name != first]
-    for name in (first, *others):
-        reason = _refused_by_family(config, name)
-        if reason is None:
-            if name != first:
-                log.info("attention: %s (%s models have no %s)", name, config.model_type, first)
-            return name
-        if model.attn_implementation != "auto":
-            raise UserError(
-                f"model.attn_implementation={name} cannot be used with {config.model_type} models "
-                f"({reason}); set model.attn_implementation=auto"
-            )
-    raise UserError(f"no attention implementation works for {config.model_type} models: {reason}")
+    if _has(config, first):
+        return first
+    if model.attn_implementation != "auto":
+        raise UserError(
+            f"model.attn_implementation={first}: {config.model_type} models have no such attention; "
+            "set model.attn_implementation=auto"
+        )
+    found = "sdpa" if _has(config, "sdpa") else "eager"
+    log.info("attention: %s (%s models have no %s)", found, config.model_type, first)
+    return found
 
 
-def _refused_by_family(config: PretrainedConfig, attn: str) -> str | None:
-    """Why a model of `config` cannot be built with `attn`, or None; costs no memory."""
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn)
-    except (ValueError, ImportError) as error:
-        return one_line(error, 120)
-    return None
+def _has(config: PretrainedConfig, attn: str) -> bool:
+    """Whether the family that `config` belongs to can compute attention in this way."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    flags = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
+    return attn == "eager" or family is None or bool(getattr(family, flags[attn]))
 
 
 Cost = CostEmbedding | LiveCost | None

@@ -14,7 +14,8 @@ from common.errors import UserError
 from common.recipe import marked
 from pipeline import checkpoint, resume
 from pipeline.config import FREE, RunConfig, dump_config, load_config
-from pipeline.loss.cost import LiveCost, load_cost
+from pipeline.loss.cost import LiveCost
+from pipeline.loss.cost_source import load_cost
 from pipeline.ranks import end_world
 from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
 from tests.conftest import REPO
