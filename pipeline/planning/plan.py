@@ -28,6 +28,7 @@ from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
 
 BYTES_PER_TOKEN = 4.0  # of English text in a vocabulary of 32,000 to 50,000
+PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
 PACKED = 3.0  # bytes of text per byte of a compressed file
 
 
@@ -220,13 +221,16 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
     table.add_section()
     table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
     table.add_row("memory per GPU", sum_line({n: v / GIB for n, v in found.peak.items()}, 1, "GiB"))
-    table.add_row("fits", _fit(sizes, setup, room, cluster))
+    table.add_row("fits", fit(sizes, setup, room, cluster))
     time = footprint.step_time(sizes, setup, gpu, cluster.network_gb)
     tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
     table.add_row("step", sum_line(time._asdict(), 2, "s"))
     utilised = footprint.utilisation(sizes, setup, time.total, gpu)
     table.add_row("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {utilised:.0%}")
-    if length.steps is not None:
+    if length.steps is None:
+        hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
+        table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
+    else:
         hours = length.steps * time.total / 3600
         about = "about " if length.estimated else ""
         note = "; the number of steps is an estimate" if length.estimated else ""
@@ -241,7 +245,7 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
     return found.total <= room
 
 
-def _fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
+def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
     """Whether the run fits, in words; `yes` only if it also does when the estimate is too low."""
     needed, error = footprint.memory(sizes, setup).total, footprint.MEMORY_ERROR
     certain = room / (1 + error)
