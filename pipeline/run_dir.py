@@ -1,6 +1,7 @@
 """What stands in a run directory, by name, and how it is read. Standard library only: anybody may import it.
 
 config.yaml      the resolved configuration
+data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step
 heartbeat.json   renewed while the run lives
 initial/         the first weights of a new model
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.yaml"
+DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
 HEARTBEAT = "heartbeat.json"  # one that is minutes old means that the run hangs
 PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev

@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import UserError
-from data_prep.shards import TokenDataset
+from data_prep.shards import TokenDataset, open_prepared
 from pipeline import engine, resume
-from pipeline.batches import BatchOrder, micro_batches, rank_rows
+from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
 from pipeline.config import Batch, RunConfig, load_config, lr_at, solve_batch, total_steps
 from pipeline.engine import Engine, compiling
 from pipeline.export import ExportError, export_model
@@ -55,9 +55,7 @@ log = logging.getLogger(__name__)
 
 def train(config: RunConfig, world: World) -> bool:
     """Train, or go on training, the run of `config`. True when it is finished, false when stopped."""
-    data = TokenDataset(config.data.dir / "train")
-    held_out = config.data.dir / "validation"
-    validation = TokenDataset(held_out) if held_out.is_dir() else None
+    data, validation = open_prepared(config.data)
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, data.manifest)
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
@@ -71,6 +69,7 @@ def train(config: RunConfig, world: World) -> bool:
             resume.claim_run_dir(config, data.fingerprint)
             if config.model.path is None:
                 write_initial_weights(config)
+    check_content(config.run_dir, [data] if validation is None else [data, validation], world)
     if (config.run_dir / EXPORT).is_dir():
         log.info("%s is finished: its export stands in export/", config.run_dir)
         return True

@@ -15,7 +15,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common.errors import UserError
-from data_prep.shards import TokenDataset
+from data_prep.shards import is_prepared, open_prepared
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.engine import deepspeed_config, zero_stage
 from pipeline.loss.objectives import Objective, get_objective
@@ -209,12 +209,15 @@ def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> list[
 
 
 def _step_count(config: RunConfig) -> int | None:
-    if config.train.steps is not None:
-        return config.train.steps
-    try:
-        return total_steps(config.train, len(TokenDataset(config.data.dir / "train")))
-    except UserError:
+    """Steps of the run; None when they depend on data that are not prepared yet."""
+    if config.train.steps is None and not is_prepared(config.data):
         return None
+    return total_steps(config.train, _rows(config) if is_prepared(config.data) else 0)
+
+
+def _rows(config: RunConfig) -> int:
+    """Training rows. Raises UserError when the data are not those that the recipe describes."""
+    return len(open_prepared(config.data)[0])
 
 
 def _steps(config: RunConfig) -> str:
@@ -223,5 +226,4 @@ def _steps(config: RunConfig) -> str:
         return f"{config.train.epochs} epochs; their steps are known once the data are prepared"
     if config.train.steps is not None:
         return f"{count:,}"
-    rows = len(TokenDataset(config.data.dir / "train"))
-    return f"{count:,} ({rows:,} rows, {config.train.epochs} epochs)"
+    return f"{count:,} ({_rows(config):,} rows, {config.train.epochs} epochs)"

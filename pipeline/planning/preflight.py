@@ -27,7 +27,7 @@ from rich.table import Table
 
 from common.errors import UserError
 from common.provenance import library_versions
-from data_prep.shards import TokenDataset
+from data_prep.shards import open_prepared
 from pipeline import engine
 from pipeline.config import RunConfig, solve_batch
 from pipeline.planning.plan import model_sizes
@@ -70,7 +70,7 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
     """What a rank can see alone. One rank per host looks, except for the data that every rank reads."""
     host = socket.gethostname()
     try:
-        data = TokenDataset(config.data.dir / "train")
+        data, _ = open_prepared(config.data)
         solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
         yield Finding(host, "data", f"{len(data):,} rows in {config.data.dir}")
     except UserError as error:
