@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.recipe import parse_arguments
 from data_prep.config import load_data_config
 
+# A file or directory that is not there or not allowed is a mistake; other system errors may pass.
+MISTAKES = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 2 a mistake in the input or damaged data, 130 interrupted."""
+    """Run a command.
+
+    Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
+    """
     args = parse_arguments(_parser(), argv)
     try:
         commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
@@ -23,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        again = "" if error.errno in MISTAKES else "; run the same command again to continue"
+        print(f"error: {one_line(error)}{again}", file=sys.stderr)
+        return 2 if error.errno in MISTAKES else 1
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

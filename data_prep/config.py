@@ -145,10 +145,20 @@ class Difference(NamedTuple):
 def differences(prepared: Mapping[str, Any], config: DataConfig, reports: bool = True) -> list[Difference]:
     """Where the `settings` of prepared data differ from those of a configuration."""
     ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
-    was = dict(_flat({k: v for k, v in prepared.items() if k not in ignored}, "data"))
-    now = dict(_flat(settings(config, reports), "data"))
-    keys = dict.fromkeys((*now, *was))
-    return [Difference(k, was.get(k), now.get(k)) for k in keys if was.get(k) != now.get(k)]
+    was = {key: value for key, value in prepared.items() if key not in ignored}
+    return list(_differences("data", was, settings(config, reports)))
+
+
+def _differences(key: str, was: Any, now: Any) -> Iterator[Difference]:
+    """Where two trees of JSON values differ; lists of different length differ as a whole."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for inner in dict.fromkeys((*now, *was)):
+            yield from _differences(f"{key}.{inner}", was.get(inner), now.get(inner))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for at, pair in enumerate(zip(was, now, strict=True)):
+            yield from _differences(f"{key}.{at}", *pair)
+    elif was != now:
+        yield Difference(key, was, now)
 
 
 def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataConfig) -> None:
@@ -175,22 +185,13 @@ def described(found: list[Difference]) -> str:
 def _undo(found: list[Difference]) -> str:
     """How to set the keys back, where overrides can."""
     keys = [one.key.removeprefix("data.") for one in found]
-    if len(found) > 3 or not all(key in DataConfig.model_fields for key in keys):
+    lists = any(isinstance(one.was, list) for one in found)
+    if lists or len(found) > 3 or not all(key in DataConfig.model_fields for key in keys):
         return ""
     return f", or set {' '.join(f'{one.key}={_value(one.was)}' for one in found)}"
 
 
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Values below `value` with their keys; lists are as long as they are."""
-    items = (
-        enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else None
-    )
-    if items is None or not value:
-        yield path, value
-        return
-    for key, inner in items:
-        yield from _flat(inner, f"{path}.{key}")
-
-
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} entries"
     return value if isinstance(value, str) else json.dumps(value)

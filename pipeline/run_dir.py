@@ -1,6 +1,7 @@
 """What a run directory contains, by name, and how it is read. Standard library only: anybody may import it.
 
 config.yaml      the resolved configuration
+data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step
 heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
 lock.000001      which launch owns the directory (the highest number counts)
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.yaml"
+DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
 HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
 LOCK = "lock"

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.errors import UserError
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
-from pipeline.batches import BatchOrder, micro_batches, rank_rows
+from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
 from pipeline.config import RunConfig, lr_at
 from pipeline.engine import Engine, compiling
 from pipeline.export import export_model
@@ -104,6 +104,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
     data, batch, steps = ready.data, ready.batch, ready.steps
     assert data is not None and steps is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
+    check_content(config.run_dir, [d for d in (data, ready.validation) if d is not None], world)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     vocab_size = ready.hf_config.vocab_size
     losses = agreed(lambda: load_losses(config, vocab_size))

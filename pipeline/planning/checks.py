@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.errors import UserError, one_line
-from data_prep.shards import MANIFEST, TokenDataset
+from data_prep.shards import TokenDataset, is_prepared, open_prepared
 from pipeline import resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import rehearse, unwrap
@@ -56,8 +56,7 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     if here:
         check_host(ds_config)
     objective = training_objective(config)
-    held_out = bool(config.data.validation or config.data.validation_fraction)
-    data, validation = _data(config, "train", here), _data(config, "validation", here and held_out)
+    data, validation = _data(config, here)
     hf_config = model_config(config.model, online=here)
     for part in (data, validation):
         if part is not None:
@@ -89,15 +88,14 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
         raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
 
 
-def _data(config: RunConfig, split: str, required: bool) -> TokenDataset | None:
-    """A split of the prepared data; None when it is not there and need not be."""
-    directory = config.data.dir / split
-    if not required and not (directory / MANIFEST).is_file():
-        return None
-    data = TokenDataset(directory)
-    if split == "train" and not data.valid.sum():
-        raise UserError(f"{directory} holds nothing to learn from ({len(data)} rows); check data.sources")
-    return data
+def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, TokenDataset | None]:
+    """Training and validation data; None where they are not there and need not be."""
+    if not required and not is_prepared(config.data):
+        return None, None
+    data, validation = open_prepared(config.data)
+    if not data.valid.sum():
+        raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
+    return data, validation
 
 
 def _steps(config: RunConfig, data: TokenDataset | None) -> int | None:
