@@ -35,6 +35,7 @@ class RunLock:
         self.run_dir = run_dir
         self._lease = Lease(run_dir, LOCK, STALE, BEAT) if active else None
         self._step, self._doing, self._since = 0, "loading", time.time()
+        self.lost = False  # whether another launch took over, as of the last beat
         self._writing = threading.Lock()  # the main thread writes as well
 
     def take(self) -> None:
@@ -74,7 +75,7 @@ class RunLock:
 
     @property
     def problem(self) -> str | None:
-        """Why this launch must not write any more, or None."""
+        """Why this launch must not write any more, or None; looks at the directory."""
         if self._lease is None or self._lease.held():
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
@@ -104,10 +105,11 @@ class RunLock:
             self._lease.release()
 
     def _beat(self) -> None:
-        with (
-            self._writing,
-            contextlib.suppress(OSError, UserError),
-        ):  # what must be written will report it
+        self.lost = self.lost or self.problem is not None
+        if self.lost:
+            return
+        # Where the disk is full, what must be written reports it.
+        with self._writing, contextlib.suppress(OSError, UserError):
             beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             write_text(self.run_dir / HEARTBEAT, json.dumps(beat))

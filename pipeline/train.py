@@ -146,7 +146,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             valid=int(data.valid[rows].sum()),
             lr=lr,
             seed=engine.step_seed(config.train.seed, step),
-            stop=any((stop.reason, saver.problem, lock.problem)),
+            stop=any((stop.reason, saver.problem, lock.lost)),
         )
         step, tokens = step + 1, tokens + sums.tokens
         if step == first + 1:

@@ -88,6 +88,10 @@ def test_who_was_superseded_learns_of_it(tmp_path: Path) -> None:
     first.take()
     assert first.problem is None
     (tmp_path / "lock.000002").write_text("{}")
+    deadline = time.monotonic() + 10
+    while not first.lost:  # the loop looks at this flag only
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert "another launch took over" in (first.problem or "")
 
 
