@@ -167,7 +167,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _copy(directory: Path, target: str) -> None:
-    """Copy a checkpoint to another place, its marker last. A failure is told and does not end the run."""
+    """Copy a checkpoint to another place, its marker last. A failure is logged and does not end the run."""
     try:
         system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
         for name in [*list_files(directory), COMPLETE]:

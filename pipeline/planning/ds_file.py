@@ -101,7 +101,7 @@ def _read(path: Path, given: Path) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError where a key stands twice, of which JSON would keep the last."""
+    """Raises ValueError for a key given twice, of which JSON would keep the last."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
