@@ -1,13 +1,19 @@
-"""Files that are whole or not there, whatever happens to the process that writes them."""
+"""Files that are whole or not there whatever happens to their writer, directories that a tool may clear
+because it made them, and hashes that are computed again only when a file was touched.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import fnmatch
+import hashlib
+import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +21,7 @@ from common.errors import UserError
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TICK = 0.05  # seconds; file systems count time in steps that are shorter
 
 
 @contextlib.contextmanager
@@ -94,15 +101,142 @@ def remove_abandoned(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`; calls `waiting` once if another process holds it.
+def locked(path: Path, waiting: Callable[[], None], shared: bool = False) -> Iterator[None]:
+    """Hold the lock file `path`; calls `waiting`, which may raise, once if another process holds it.
 
-    The system releases it when its holder dies.
+    Shared holders exclude only those who are not. The system releases the lock when its holder dies.
     """
-    with path.open("wb") as file:
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, kind)
         yield
+
+
+def claim(directory: Path, marker: str, note: str) -> None:
+    """Make `directory` one that its tool may clear: it is new or empty and gets a `marker` file, or has one.
+
+    Raises UserError when it holds anything else, is no directory, or cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if (directory / marker).is_file():
+            return
+        beginning = f".{marker}.*{PART}"  # of another process that does the same
+        found = sorted(p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, beginning))
+        if not found:
+            write_once(directory / marker, note)
+        elif not (directory / marker).is_file():  # another process may have begun since
+            raise UserError(
+                f"{directory} is not empty ({found[0]} is there) and not marked by {marker} as made here; "
+                "set another directory"
+            )
+    except OSError as error:
+        where = error.filename or directory
+        raise UserError(
+            f"{directory} cannot be used: {where}: {error.strerror}; set another directory"
+        ) from None
+
+
+def foreign(directory: Path, made: Sequence[str]) -> Iterator[Path]:
+    """Files and links below `directory` that match none of the patterns `made`, such as `train/*.arrow`."""
+    for path in _files(directory):
+        if not _matches(path.relative_to(directory), made):
+            yield path
+
+
+def remove_made(directory: Path, made: Sequence[str]) -> None:
+    """Delete the files that match one of the patterns `made`, and directories that this leaves empty."""
+    parents = set()
+    for path in list(_files(directory)):
+        if _matches(path.relative_to(directory), made):
+            path.unlink(missing_ok=True)
+            parents |= {p for p in path.parents if directory in p.parents}
+    for parent in sorted(parents, reverse=True):
+        with contextlib.suppress(OSError):
+            parent.rmdir()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """All files and links below a directory; links are not followed."""
+    for folder, names, files in os.walk(directory):
+        links = [name for name in names if (Path(folder) / name).is_symlink()]
+        yield from (Path(folder) / name for name in sorted(files + links))
+
+
+def _matches(path: Path, patterns: Iterable[str]) -> bool:
+    """Whether a relative path matches a pattern part by part; a star stays within its part."""
+    for pattern in patterns:
+        parts = pattern.split("/")
+        if len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts)):
+            return True
+    return False
+
+
+Signature = tuple[int, ...]  # changes whenever a file's content may have changed
+
+
+def signature(path: Path) -> Signature:
+    """Size, times and inode of a file. No program can set the time of change, so an edit always shows."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Hashes:
+    """Hashes of files, remembered in a file of their own while the files' signatures stay as they are.
+
+    Losing the memory only costs time: a file that is missing or damaged is an empty memory.
+    """
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self._known: dict[str, tuple[Signature, str]] = {}
+        self._new: dict[str, tuple[Signature, str]] = {}
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            tree = json.loads(memory.read_text())
+            self._known = {name: (tuple(seen), str(digest)) for name, (seen, digest) in tree.items()}
+
+    def sha256(self, path: Path) -> str:
+        """Hash of a file, from memory if the file was not touched since."""
+        seen = signature(path)
+        name = str(path.absolute())
+        known = self._new.get(name) or self._known.get(name)
+        if known is not None and known[0] == seen:
+            return known[1]
+        digest = sha256(path)
+        self.remember(path, seen, digest)
+        return digest
+
+    def remember(self, path: Path, seen: Signature, digest: str) -> None:
+        """Note the hash of what the file held when it had the signature `seen`."""
+        self._new[str(path.absolute())] = seen, digest
+
+    def new(self) -> dict[str, tuple[Signature, str]]:
+        """What was learned since the memory was read."""
+        return dict(self._new)
+
+    def save(self, others: Iterable[dict[str, tuple[Signature, str]]] = ()) -> None:
+        """Write what was learned, here and by `others`, to the memory, where that is possible.
+
+        Files so young that a change would not show in their times, or changed meanwhile, are left out.
+        """
+        learned = {name: entry for one in (self._new, *others) for name, entry in one.items()}
+        if not learned:
+            return
+        time.sleep(TICK)
+        now = time.time_ns() - int(TICK * 1e9)
+        for name, (seen, digest) in learned.items():
+            with contextlib.suppress(OSError):
+                if signature(Path(name)) == seen and max(seen[1:3]) <= now:
+                    self._known[name] = seen, digest
+        with contextlib.suppress(OSError, UserError):
+            write_text(self.memory, json.dumps(self._known, indent=1, sort_keys=True) + "\n")

@@ -1,54 +1,206 @@
 """Recipes: YAML files of strict sections, completed by `extends` and `key=value` overrides.
 
-A recipe is one file for the whole run: `data_prep` reads its `data` section, `pipeline` all of it. Every
+A recipe is one file for a whole run: `data_prep` reads its `data` section, `pipeline` all of it. Every
 section is a frozen pydantic model that refuses unknown keys.
+
+Whatever the file holds, reading it ends in bounded time, in a tree or in a UserError.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.errors import UserError, nearest
+from common.errors import UserError, nearest, one_line
+
+KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
+FILE_BYTES = 128 << 10  # of a recipe at most
+NODES, DEPTH = 20_000, 32  # of a YAML document at most, its aliases written out
+LARGEST = 2**53  # numbers beyond it are mistakes: floats can no longer count there
+_MARK = "mark"  # where a field keeps its mark
 
 
 class Section(BaseModel):
-    """A part of a recipe: immutable, and strict about its keys."""
+    """A part of a recipe: immutable, and strict about its keys and numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, tree: Any) -> Any:
+        """Python takes `true` for 1; a recipe does not."""
+        for key, field in cls.model_fields.items() if isinstance(tree, dict) else ():
+            types = list(_parts(field.annotation))
+            if bool in types or not (int in types or float in types):
+                continue
+            value = tree.get(key)
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            found = next((one for one in (value, *inner) if isinstance(one, bool)), None)
+            if found is not None:
+                raise ValueError(f"{key} must hold numbers, not {str(found).lower()}")
+        return tree
 
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def read_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
+def mark(name: str, default: Any = ..., **limits: Any) -> Any:
+    """A field that says something about itself, for `marked` to find: `keep: int = mark("free", 2, gt=0)`.
+
+    default and limits are those of pydantic's Field; without a default the field is required.
+    """
+    return Field(default, json_schema_extra={_MARK: name}, **limits)
+
+
+def mark_of(cls: type[Section], key: str) -> str | None:
+    """What the field `key` of a section says about itself."""
+    extra = cls.model_fields[key].json_schema_extra
+    return str(extra[_MARK]) if isinstance(extra, dict) and _MARK in extra else None
+
+
+def marked(cls: type[Section], name: str) -> set[str]:
+    """Keys below `cls` that are declared with `mark(name, ...)`, as in `train.log_every`.
+
+    A marked section stands for all that it holds. Sections in lists are not searched.
+    """
+    found: set[str] = set()
+    for key, field in cls.model_fields.items():
+        listed = any(get_origin(part) is list for part in _parts(field.annotation))
+        section = None if listed else _section(field.annotation)
+        if mark_of(cls, key) == name:
+            found.add(key)
+        elif section is not None:
+            found |= {f"{key}.{inner}" for inner in marked(section, name)}
+    return found
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def read_recipe(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too).
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
 
-    Raises UserError when a file is missing or not a mapping, or an override has no `=`.
+    Raises UserError when a file cannot be read or understood, a key is given twice, a top-level key is
+    unknown, recipes extend each other in a circle, or an override has no `=`.
     """
-    tree = _read_tree(path)
+    tree = _read_tree(path, ())
     for override in overrides:
         _override(tree, override)
+    for key in tree:
+        if key not in KEYS:
+            raise UserError(f"recipe {path}: unknown key {key}; {nearest(str(key), KEYS)}")
     return tree
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for those that come along")
+def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """The tree of a recipe laid on those that it extends; `before`: the recipes that led here."""
+    if path.resolve() in before:
+        circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
+        raise UserError(f"recipes extend each other in a circle: {circle}")
     try:
-        tree = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+        tree = _load_yaml(_text(path))
+    except ValueError as error:
+        raise UserError(f"recipe {path} cannot be read: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"recipe {path} must be a mapping of sections")
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(_read_tree(path.parent / str(base)), tree)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"recipe {path}: extends must be the name of one file, not {_shown(base)}")
+    return _merge(_read_tree(path.parent / base, (*before, path.resolve())), tree)
+
+
+def _text(path: Path) -> str:
+    """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
+    if not path.exists():
+        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for examples")
+    if not path.is_file():
+        raise UserError(f"recipe {path} is not a file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
+    if len(content) > FILE_BYTES:
+        raise ValueError(f"it has more than {FILE_BYTES >> 10} KiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
+
+
+def _load_yaml(text: str) -> Any:
+    """A YAML value. Raises ValueError, whatever is wrong with the text."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"not YAML: {error.problem}{where}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {one_line(error)}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # the constructors of odd tags raise what they come across
+        raise ValueError(f"not YAML: {one_line(error)}") from None
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuse documents whose aliases, written out, would be endless or huge, and keys given twice."""
+    sizes: dict[int, int] = {}
+    open_: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if id(node) in open_:
+            raise ValueError(f"an alias stands inside what it names, line {node.start_mark.line + 1}")
+        if depth > DEPTH:
+            raise ValueError("it is nested too deeply")
+        if id(node) not in sizes:
+            open_.add(id(node))
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
+            open_.discard(id(node))
+        if sizes[id(node)] > NODES:
+            raise ValueError(f"it holds more than {NODES:,} values")
+        return sizes[id(node)]
+
+    size(root, 0)
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Nodes below a node. Raises ValueError when a mapping has a key twice."""
+    if isinstance(node, yaml.SequenceNode):
+        yield from node.value
+    elif isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name is not None and name in seen:
+                raise ValueError(f"the key {_shown(name)} is given twice, line {key.start_mark.line + 1}")
+            seen.add(name)
+            yield key
+            yield value
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -61,24 +213,28 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in the tree; sections on the way are copied, as an alias may share them."""
     key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"override {override!r} must read key.sub=value, for example train.lr=2e-5")
-    node = tree
     *parents, leaf = key.split(".")
+    if not equals or not all((*parents, leaf)):
+        raise UserError(f"override {_shown(override)} must read key.sub=value, for example train.lr=2e-5")
+    node = tree
     for parent in parents:
         child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise UserError(f"override {override!r}: {parent} is a value, not a section")
-        node = child
-    node[leaf] = _scalar(value)
+        if child is not None and not isinstance(child, dict):
+            what = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
+            raise UserError(f"override {_shown(override)}: {parent} is {what}")
+        node[parent] = dict(child or {})
+        node = node[parent]
+    try:
+        node[leaf] = _scalar(value)
+    except ValueError as error:
+        raise UserError(f"override {_shown(override)}: the value is {one_line(error)}") from None
 
 
 def _scalar(text: str) -> Any:
     """Parse an override's value as YAML, and as a float where YAML 1.1 would not (2e-5)."""
-    value = yaml.safe_load(text)
+    value = _load_yaml(text)
     if isinstance(value, str):
         try:
             return float(value)
@@ -90,7 +246,7 @@ def _scalar(text: str) -> Any:
 def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
     """Validate `tree` as `cls`. Raises UserError naming the first bad key and the nearest known one."""
     try:
-        return cls.model_validate(tree)
+        section = cls.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
@@ -98,19 +254,56 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
             known = _known_keys(cls, first["loc"][:-1])
             raise UserError(f"unknown key {path}; {nearest(str(first['loc'][-1]), known)}") from None
         message = first["msg"].removeprefix("Value error, ")
-        given = "" if isinstance(first["input"], dict) else f" (given: {first['input']!r})"
+        if first["type"] == "model_type":
+            message = "must be a section of key: value lines"
+        given = "" if isinstance(first["input"], dict) else f" (given: {_shown(first['input'])})"
         raise UserError(f"{path or cls.__name__}: {message}{given}") from None
+    for path, value in _leaves(section, where):
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{path}: {_shown(value)} is far too large")
+    return section
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every value below `value` and its key."""
+    items: Any = ()
+    if isinstance(value, Section):
+        items = ((key, getattr(value, key)) for key in type(value).model_fields)
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield path, value
+    for key, inner in items:
+        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut short; Python refuses to print very long numbers."""
+    try:
+        return one_line(repr(value), 80)
+    except ValueError:
+        return "a very long number"
 
 
 def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section that stands at `loc` below `cls`."""
-    current: type[Section] = cls
+    """The keys of the section at `loc` below `cls`."""
+    current = cls
     for part in loc:
-        if isinstance(part, int):
-            continue
-        annotation = current.model_fields[part].annotation if part in current.model_fields else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, Section)]
-        if nested:
-            current = nested[0]
+        field = current.model_fields.get(part) if isinstance(part, str) else None
+        current = (_section(field.annotation) if field is not None else None) or current
     return list(current.model_fields)
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, alone, optional or in a list."""
+    found = (part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, Section))
+    return next(found, None)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """A type and those that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from common.errors import UserError
+from common.errors import UserError, one_line
+from common.recipe import parse_arguments
 from data_prep.config import load_data_config
+
+# A file or directory that is not there or not allowed is a mistake; other system errors may pass.
+MISTAKES = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 2 a mistake in the input or damaged data, 130 interrupted."""
-    args = _parser().parse_args(argv)
+    """Run a command.
+
+    Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
+    """
+    args = parse_arguments(_parser(), argv)
     try:
         commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
         commands[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        again = "" if error.errno in MISTAKES else "; run the same command again to continue"
+        print(f"error: {one_line(error)}{again}", file=sys.stderr)
+        return 2 if error.errno in MISTAKES else 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -31,7 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="make the shards of a recipe; run it again to go on")
+    prepare = commands.add_parser(
+        "prepare", help="make the shards of a recipe; run it again to make what is missing"
+    )
     prepare.add_argument("recipe", type=Path)
     prepare.add_argument("overrides", nargs="*", metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")

@@ -1,26 +1,46 @@
-"""The `data` section of a recipe."""
+"""The `data` section of a recipe, and whether data were prepared with it.
+
+Fields say themselves what they change. Unmarked: the rows, that is the bytes of the shards. Marked `place`:
+nothing, only where things are. Marked with one of REPORTS: what is said about the rows, or refused. Marked
+with a key of USED: that, where the rest of the section makes use of the field.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from common.errors import UserError
-from common.recipe import Section, parse_section, read_recipe
+from common.errors import UserError, one_line
+from common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe
+from data_prep.templates import VERSIONS
+
+REPORTS = ("report", "contamination")
+USED: dict[str, Callable[[Any], bool]] = {
+    "hub": lambda source: source.hub is not None,
+    "embedded": lambda source: source.embedded is not None,
+    "instruct": lambda config: config.kind == "instruct",
+    "near": lambda config: config.dedup == "near",
+    "contamination": lambda config: config.contamination is not None,
+}
+
+
+SPLITS = ("train", "validation")
 
 
 class Source(Section):
     """Where rows come from. Exactly one of `hub`, `files` and `embedded`."""
 
     hub: str | None = None  # hub id, "owner/name"
-    config: str | None = None  # the hub data set's configuration
-    revision: str | None = None  # commit of the hub data set
-    split: str = "train"  # split of the hub data set, slices allowed
+    config: str | None = mark("hub", None)  # the hub data set's configuration
+    revision: str | None = mark("hub", None)  # commit of the hub data set
+    split: str = mark("hub", "train")  # split of the hub data set, slices allowed
     files: str | None = None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
     embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
-    seed: int = 0  # embedded only: which corpus
+    seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
     # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`.
     # `auto`: wikitext or lines for text files, the form that a row's columns show for the others.
@@ -42,8 +62,8 @@ class Source(Section):
 class DataConfig(Section):
     """What to tokenise, how, and where the shards are."""
 
-    dir: Path  # the prepared data: tokenizer/, train/, validation/
-    root: Path = Path()  # local files of the sources are relative to this
+    dir: Path = mark("place")  # the prepared data: tokenizer/, train/, validation/; a directory of its own
+    root: Path = mark("place", Path())  # local files of the sources are relative to this
     kind: Literal["text", "instruct"] = "text"
     tokenizer: str | None = None  # hub id, directory, or .model (relative to root if it exists there); or
     train_tokenizer: int | None = Field(None, gt=0)  # pieces of a sentencepiece model trained on the sources
@@ -51,18 +71,22 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1)
     validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    block: int = Field(256, gt=1)  # tokens per row
-    shards: int = Field(4, gt=0)  # files per split; the unit of parallel work
-    template: Literal["alpaca", "chat"] = "alpaca"  # instruct only
-    overlong: Literal["drop", "truncate", "split"] = "truncate"  # instruct: examples longer than block
+    block: int = Field(256, gt=1, le=1 << 20)  # tokens per row
+    shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
+    template: Literal["alpaca", "chat"] = mark("instruct", "alpaca")  # how examples are written as text
+    overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")  # examples above block
     limit_rows: int | None = Field(None, gt=0)  # training rows (documents, lines, examples), all sources
     limit_tokens: int | None = Field(None, gt=0)  # training tokens, all sources
-    strict: bool = True  # a broken line or missing column is an error, not a counted rejection
+    strict: bool = mark(
+        "report", True
+    )  # a broken line or missing column is an error, not a counted rejection
     max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
     dedup: Literal["none", "exact", "near"] = "exact"  # near: MinHash over 5-word shingles as well
-    near_threshold: float = Field(0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
-    contamination: str | None = None  # directory under root: <task>/test.jsonl are looked for in the text
-    contamination_ngram: int = Field(8, ge=3)  # words in a row that count as an overlap
+    near_threshold: float = mark("near", 0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
+    contamination: str | None = mark(
+        "report", None
+    )  # directory under root: <task>/test.jsonl are looked for in the text
+    contamination_ngram: int = mark("contamination", 8, ge=3)  # words in a row that count as an overlap
     seed: int = 0  # of weighted subsampling and of the split
 
     @model_validator(mode="after")
@@ -73,10 +97,101 @@ class DataConfig(Section):
             raise ValueError("give validation or validation_fraction, not both")
         return self
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The data sets that are prepared."""
+        return SPLITS if self.validation or self.validation_fraction else SPLITS[:1]
+
 
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     """The `data` section of a recipe."""
     tree = read_recipe(path, overrides)
     if "data" not in tree:
-        raise UserError(f"recipe {path} has no data section")
+        raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
     return parse_section(DataConfig, tree["data"], "data")
+
+
+def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
+    """What decides the prepared data, as JSON values; fields without effect are null.
+
+    With `reports` all that decides what `prepare` does, without only what changes the rows.
+    """
+    tree = _decisive(config, reports)
+    return tree | {"template_version": VERSIONS[config.template] if config.kind == "instruct" else None}
+
+
+def _decisive(section: Section, reports: bool) -> dict[str, Any]:
+    tree = {}
+    for key in type(section).model_fields:
+        name, value = mark_of(type(section), key), getattr(section, key)
+        if name == "place" or (name in REPORTS and not reports):
+            continue
+        if name in USED and not USED[name](section):
+            value = None
+        elif isinstance(value, list):
+            value = [_decisive(one, reports) if isinstance(one, Section) else one for one in value]
+        tree[key] = value
+    return tree
+
+
+class Difference(NamedTuple):
+    """A setting with which data were prepared, and what it is now."""
+
+    key: str  # data.sources.0.files
+    was: Any
+    now: Any
+
+
+def differences(prepared: Mapping[str, Any], config: DataConfig, reports: bool = True) -> list[Difference]:
+    """Where the `settings` of prepared data differ from those of a configuration."""
+    ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
+    was = {key: value for key, value in prepared.items() if key not in ignored}
+    return list(_differences("data", was, settings(config, reports)))
+
+
+def _differences(key: str, was: Any, now: Any) -> Iterator[Difference]:
+    """Where two trees of JSON values differ; lists of different length differ as a whole."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for inner in dict.fromkeys((*now, *was)):
+            yield from _differences(f"{key}.{inner}", was.get(inner), now.get(inner))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for at, pair in enumerate(zip(was, now, strict=True)):
+            yield from _differences(f"{key}.{at}", *pair)
+    elif was != now:
+        yield Difference(key, was, now)
+
+
+def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataConfig) -> None:
+    """Raise UserError when the rows in `directory` are not those that the recipe describes.
+
+    prepared: the settings in its manifest. Fields that change no row may differ.
+    """
+    found = differences(prepared, config, reports=False)
+    if found:
+        raise UserError(
+            f"{directory} was {described(found)}; run prepare again with --force or another data.dir"
+            f"{_undo(found)}"
+        )
+
+
+def described(found: list[Difference]) -> str:
+    """Differences for a message."""
+    first, *others = found
+    more = f" (also {', '.join(one.key for one in others)} differ)" if others else ""
+    was, now = (_value(value) for value in (first.was, first.now))
+    return one_line(f"prepared with {first.key}={was}, the recipe says {now}{more}")
+
+
+def _undo(found: list[Difference]) -> str:
+    """How to set the keys back, where overrides can."""
+    keys = [one.key.removeprefix("data.") for one in found]
+    lists = any(isinstance(one.was, list) for one in found)
+    if lists or len(found) > 3 or not all(key in DataConfig.model_fields for key in keys):
+        return ""
+    return f", or set {' '.join(f'{one.key}={_value(one.was)}' for one in found)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} entries"
+    return value if isinstance(value, str) else json.dumps(value)

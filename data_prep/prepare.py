@@ -1,56 +1,93 @@
 """`prepare`: a recipe's data section -> tokenizer, shards and manifests. Runs again without harm.
 
 First one job makes what all jobs share, while the others wait:
+    data_prep.json      the mark of a directory that was made here: nothing is removed without it
     tokenizer/          saved, or trained
     grams.npz           of the tasks' test rows, if data.contamination is set
     settings.json       all that decides the content; later jobs must have the same
     plan.npz            which rows each shard takes; written last
-Then every job makes, if it is not there yet:
+Then every job makes, if it is not there or not as it was made:
     train/, validation/ its shards, each with a note that it is whole
     manifest.json       of each split whose shards are all whole; whichever job finishes last
+    hashes.json         of sources and shards, so that the next job need not compute them
 A job that dies leaves nothing that is believed; it is simply started again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.errors import UserError
-from common.files import full_disk, locked, remove_abandoned, write_once, write_text
+from common.files import (
+    Hashes,
+    claim,
+    foreign,
+    full_disk,
+    locked,
+    remove_made,
+    signature,
+    write_once,
+    write_text,
+)
 from data_prep import contamination
-from data_prep.config import DataConfig
+from data_prep.config import DataConfig, settings
 from data_prep.encode import Encoded, EncodeSettings, encode_part, set_up
 from data_prep.parallel import Workers
 from data_prep.rows import plain_text, take
-from data_prep.scan import SPLITS, Part, Plan, make_plan
+from data_prep.scan import Part, Plan, make_plan
 from data_prep.shards import (
     FORMAT,
     MANIFEST,
     Manifest,
+    ShardInfo,
     content_fingerprint,
     manifest_text,
     shard_name,
     token_dtype,
 )
-from data_prep.sources import Input, open_inputs
-from data_prep.templates import VERSIONS
+from data_prep.sources import Input
 from data_prep.tokenizer import TokenizerFacts, save_tokenizer, train_sentencepiece
-from data_prep.write import overlap_path, read_note, write_shard
+from data_prep.verify import (
+    Missing,
+    check_inputs,
+    check_settings,
+    check_tokenizer,
+    file_of,
+    load_plan,
+    missing_shards,
+    planned_inputs,
+)
+from data_prep.write import (
+    CLEARED,
+    GRAMS,
+    HASHES,
+    IN_USE,
+    LOCK,
+    MANIFESTS,
+    MARKER,
+    NEW,
+    NOTE,
+    OVERLAP,
+    PLAN,
+    SETTINGS,
+    TOKENIZER,
+    UNFINISHED,
+    overlap_path,
+    read_note,
+    write_shard,
+)
 
 TOOL = f"data_prep {FORMAT}"
-SETTINGS, PLAN, GRAMS, TOKENIZER, LOCK = "settings.json", "plan.npz", "grams.npz", "tokenizer", ".lock"
-OVERLAP = "contamination.json"  # in each split
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -63,29 +100,73 @@ def prepare(
 
     shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
     """
-    directory = config.dir
     if force and shard[1] > 1:
         raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / LOCK, lambda: say("another job is planning; waiting for it")):
-        if force or not (directory / PLAN).is_file():
-            _clear(directory)
-            _begin(config, workers, say)
-        plan = Plan.load(directory / PLAN)
-    _compare(config, plan)
-    if all((directory / split / MANIFEST).is_file() for split in _splits(config)):
-        say(f"{directory} is already prepared; nothing to do")
-        return
-    inputs = open_inputs(config)
-    settings = _settings(config, plan)
-    if not finish:
-        _shards(config, plan, inputs, settings, shard, workers, say)
-    _finish(config, plan, settings, finish, say)
+    claim(config.dir, MARKER, NOTE)
+    with contextlib.ExitStack() as held:
+        held.enter_context(full_disk(config.dir))
+        with locked(config.dir / LOCK, lambda: say("another job is planning; waiting for it")):
+            if force or not (config.dir / PLAN).is_file():
+                with locked(config.dir / IN_USE, lambda: _refuse_in_use(config)):
+                    _begin(config, force, workers, say)
+            held.enter_context(locked(config.dir / IN_USE, lambda: None, shared=True))
+        plan = load_plan(config)
+        hashes = Hashes(config.dir / HASHES)
+        inputs = check_inputs(config, plan, hashes)
+        check_tokenizer(config, plan)
+        todo = [] if finish else missing_shards(config, hashes, shard, say)
+        if not todo and all(_as_expected(config, plan, split) for split in config.splits):
+            say(f"{config.dir} is already prepared; nothing to do")
+        else:
+            if not todo and not finish:
+                say(f"all shards of job {shard[0]}/{shard[1]} are there")
+            _shards(config, plan, inputs, todo, workers, hashes, say)
+            _finish(config, plan, finish, say)
+        hashes.save()
 
 
-def _begin(config: DataConfig, workers: int, say: Say) -> None:
-    """Settings, tokenizer and grams, and last the plan: once it is there, all of them are."""
-    inputs = open_inputs(config)
+def _refuse_in_use(config: DataConfig) -> None:
+    raise UserError(f"another job is working in {config.dir}; wait for it, or set another data.dir")
+
+
+def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
+    """Settings, tokenizer and grams, and last the plan: once it is there, all of them are.
+
+    What an earlier preparation left is cleared when all of them are made and nothing can fail any more.
+    """
+    if not force and (config.dir / SETTINGS).is_file():
+        check_settings(config)
+    if not force and any((config.dir / name).is_file() for name in MANIFESTS):
+        raise UserError(f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force")
+    other = next(foreign(config.dir, (*CLEARED, *UNFINISHED, MARKER, LOCK, IN_USE)), None)
+    if other is not None:
+        raise UserError(f"{other} was not made by prepare; move it away, or set another data.dir")
+    new = config.dir / NEW
+    try:
+        remove_made(config.dir, UNFINISHED)  # of a job that died
+        new.mkdir(exist_ok=True)
+        hashes = _make_shared(config, new, workers, say)
+        (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
+        remove_made(config.dir, MANIFESTS)
+        remove_made(config.dir, CLEARED)
+        for name in (TOKENIZER, GRAMS, SETTINGS, PLAN):
+            if (new / name).exists():
+                (new / name).replace(config.dir / name)
+        hashes.save()
+    finally:
+        remove_made(config.dir, UNFINISHED)
+        with contextlib.suppress(OSError):
+            new.rmdir()
+
+
+def _make_shared(config: DataConfig, place: Path, workers: int, say: Say) -> Hashes:
+    """What all jobs share, into `place`; the hashes of the sources."""
+    inputs = planned_inputs(config)
+    before = {one.name: signature(path) for one in inputs if (path := file_of(config, one)) is not None}
+    facts = None if config.tokenizer is None else _save_tokenizer(config, config.tokenizer, place / TOKENIZER)
+    if config.contamination is not None:
+        grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+        contamination.save(grams, place / GRAMS)
     say(f"reading {len(inputs)} inputs")
     for one in inputs:
         if one.source.hub and not one.source.revision:
@@ -95,62 +176,39 @@ def _begin(config: DataConfig, workers: int, say: Say) -> None:
     rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
     say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
     say(f"rejected: {rejected or 'none'}")
-    with full_disk(config.dir):
-        plan.summary["tokenizer"] = _save_tokenizer(config, plan, inputs, say)._asdict()
-    if config.contamination is not None:
-        grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
-        contamination.save(grams, config.dir / GRAMS)
-    write_text(config.dir / SETTINGS, json.dumps(_decisive(config), indent=1, sort_keys=True) + "\n")
-    plan.save(config.dir / PLAN)
+    if facts is None:
+        facts = _train_tokenizer(config, plan, inputs, place / TOKENIZER, say)
+    plan.summary["tokenizer"] = facts._asdict()
+    tree = settings(config) | {"format": FORMAT}
+    write_text(place / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
+    plan.save(place / PLAN)
+    hashes = Hashes(config.dir / HASHES)
+    for source in plan.summary["sources"]:
+        if "sha256" in source and source["name"] in before:
+            hashes.remember(config.root / source["name"], before[source["name"]], source["sha256"])
+    return hashes
 
 
 def _nothing() -> None:
     """Planning workers need no setting up."""
 
 
-def _compare(config: DataConfig, plan: Plan) -> None:
-    """Refuse to go on with other settings or other files than what is there was planned with.
-
-    Files that are gone are not missed here.
-    """
-    found, wanted = json.loads((config.dir / SETTINGS).read_text()), _decisive(config)
-    if found != wanted:
-        keys = [k for k in sorted(found | wanted) if found.get(k) != wanted.get(k)]
-        differs = "; ".join(f"{k} was {_short(found.get(k))}, now {_short(wanted.get(k))}" for k in keys)
-        raise UserError(
-            f"{config.dir} was prepared with other settings ({differs}); "
-            "set another data.dir, or prepare with --force"
-        )
-    for source in plan.summary["sources"]:
-        path = config.root / source["name"]
-        if "bytes" in source and path.is_file() and path.stat().st_size != source["bytes"]:
-            raise UserError(
-                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was planned it had "
-                f"{source['bytes']:,}; prepare with --force"
-            )
+def _save_tokenizer(config: DataConfig, tokenizer: str, place: Path) -> TokenizerFacts:
+    local = config.root / tokenizer
+    return save_tokenizer(local if local.exists() else tokenizer, config.tokenizer_revision, place)
 
 
-def _decisive(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide what the data hold, and where the tokenizer is from."""
-    tree = config.model_dump(mode="json", exclude={"dir", "root"})
-    template = VERSIONS[config.template] if config.kind == "instruct" else None
-    return tree | {"format": FORMAT, "template": template}
+def _train_tokenizer(
+    config: DataConfig, plan: Plan, inputs: list[Input], place: Path, say: Say
+) -> TokenizerFacts:
+    assert config.train_tokenizer is not None
+    say(f"training a tokenizer of {config.train_tokenizer} pieces")
+    model = place / "tokenizer.model"
+    train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
+    return save_tokenizer(model, None, place)
 
 
-def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> TokenizerFacts:
-    place = config.dir / TOKENIZER
-    if config.train_tokenizer is not None:
-        say(f"training a tokenizer of {config.train_tokenizer} pieces")
-        model = config.dir / TOKENIZER / "tokenizer.model"
-        train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
-        return save_tokenizer(model, None, place)
-    assert config.tokenizer is not None
-    local = config.root / config.tokenizer
-    source = local if local.exists() else config.tokenizer
-    return save_tokenizer(source, config.tokenizer_revision, place)
-
-
-def _settings(config: DataConfig, plan: Plan) -> EncodeSettings:
+def _encode_settings(config: DataConfig, plan: Plan) -> EncodeSettings:
     """What workers need to encode."""
     return EncodeSettings(
         config.dir / TOKENIZER,
@@ -173,25 +231,18 @@ def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iter
 def _shards(
     config: DataConfig,
     plan: Plan,
-    inputs: list[Input],
-    settings: EncodeSettings,
-    shard: tuple[int, int],
+    inputs: list[Input] | str,
+    todo: list[Missing],
     workers: int,
+    hashes: Hashes,
     say: Say,
 ) -> None:
-    """Make those of this job's shards that are not there."""
-    index, jobs = shard
-    todo = []
-    for number, split in enumerate(_splits(config)):
-        directory = config.dir / split
-        directory.mkdir(exist_ok=True)
-        remove_abandoned(directory)
-        for one in range(index, config.shards, jobs):
-            if read_note(directory, one, config.shards) is None:
-                todo.append((directory, one, number * config.shards + one))
+    """Make shards; `inputs` may be the reason why there are none."""
     if not todo:
-        say(f"all shards of job {index}/{jobs} are there")
         return
+    if isinstance(inputs, str):
+        raise UserError(f"{len(todo)} shards must be made again, but {inputs}")
+    settings = _encode_settings(config, plan)
     dtype = token_dtype(settings.tokenizer.vocab_size)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
@@ -204,6 +255,8 @@ def _shards(
             info = write_shard(directory, one, config, dtype, stream.of(planned))
             stream.leave(planned)
             seconds = time.perf_counter() - began
+            path = directory / info.file
+            hashes.remember(path, signature(path), info.sha256)
             say(
                 f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
                 f"{info.tokens / seconds:,.0f} tokens/s"
@@ -250,9 +303,9 @@ class _Shards:
             pass
 
 
-def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: bool, say: Say) -> None:
+def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
     """Write the manifest of every split whose shards are all there; exactly one job does."""
-    for split in _splits(config):
+    for split in config.splits:
         directory = config.dir / split
         infos = [read_note(directory, i, config.shards) for i in range(config.shards)]
         missing = [i for i, info in enumerate(infos) if info is None]
@@ -264,12 +317,28 @@ def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: 
             continue
         if config.contamination is not None:
             _report_overlap(config, directory, say)
-        manifest = _manifest(config, plan, settings, split, [i for i in infos if i is not None])
-        if write_once(directory / MANIFEST, manifest_text(manifest)):
+        manifest = _manifest(config, plan, split, [i for i in infos if i is not None])
+        file, text = directory / MANIFEST, manifest_text(manifest)
+        if write_once(file, text):
             say(
                 f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
                 f"{manifest.waste:.2%} padding"
             )
+        elif file.read_bytes() != text.encode():
+            write_text(file, text)
+            say(f"{file} was not that of its shards; written again")
+
+
+def _as_expected(config: DataConfig, plan: Plan, split: str) -> bool:
+    """Whether a split is complete and its manifest is what its shards' notes give."""
+    directory = config.dir / split
+    infos = [info for i in range(config.shards) if (info := read_note(directory, i, config.shards))]
+    if len(infos) < config.shards or not (directory / MANIFEST).is_file():
+        return False
+    if config.contamination is not None and not (directory / OVERLAP).is_file():
+        return False
+    text = manifest_text(_manifest(config, plan, split, infos))
+    return (directory / MANIFEST).read_bytes() == text.encode()
 
 
 def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
@@ -284,10 +353,8 @@ def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
     say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {tasks}")
 
 
-def _manifest(
-    config: DataConfig, plan: Plan, settings: EncodeSettings, split: str, infos: list[Any]
-) -> Manifest:
-    decisive, facts = _decisive(config), settings.tokenizer
+def _manifest(config: DataConfig, plan: Plan, split: str, infos: list[ShardInfo]) -> Manifest:
+    decisive, facts = settings(config), TokenizerFacts(**plan.summary["tokenizer"])
     counts: Counter[str] = Counter()
     for info in infos:
         counts.update(info.counts)
@@ -310,7 +377,7 @@ def _manifest(
         tokenizer_fingerprint=facts.fingerprint,
         bos_id=facts.bos_id,
         eos_id=facts.eos_id,
-        template=decisive["template"],
+        template=decisive["template_version"],
         fingerprint=content_fingerprint(config.kind, config.block, facts.fingerprint, infos),
         config=decisive,
         sources=plan.summary["sources"],
@@ -320,21 +387,3 @@ def _manifest(
         waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
         shards=infos,
     )
-
-
-def _splits(config: DataConfig) -> list[str]:
-    return list(SPLITS) if config.validation or config.validation_fraction else [SPLITS[0]]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _clear(directory: Path) -> None:
-    """Remove what an earlier preparation made, and only that; first the plan, which vouches for the rest."""
-    for name in (PLAN, SETTINGS, GRAMS):
-        (directory / name).unlink(missing_ok=True)
-    for name in (*SPLITS, TOKENIZER):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    remove_abandoned(directory)

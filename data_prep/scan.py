@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import write_atomically
 from data_prep import dedup
-from data_prep.config import DataConfig
+from data_prep.config import SPLITS, DataConfig
 from data_prep.parallel import Workers
 from data_prep.rows import (
     REASONS,
@@ -34,8 +34,6 @@ from data_prep.rows import (
 )
 from data_prep.selection import CODE, Choice, Looks, choose
 from data_prep.sources import PIECE, Input, Piece, Place, TextInput, open_text
-
-SPLITS = ("train", "validation")
 
 
 class Looked(NamedTuple):

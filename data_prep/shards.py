@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from common.errors import UserError, one_line
+from common.files import Hashes
 from common.labels import IGNORE
 from common.recipe import Section
+from data_prep.config import SPLITS, DataConfig, check_prepared
 
-FORMAT = 1  # raised whenever the same configuration would give other bytes
+FORMAT = 2  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
@@ -69,6 +72,7 @@ class Manifest(Section):
     segments: int
     waste: float  # share of the rows' block * rows places that is padding
     shards: list[ShardInfo]
+    digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
 
 
 def shard_name(index: int, count: int) -> str:
@@ -90,32 +94,46 @@ def schema(kind: str, dtype: np.dtype) -> pa.Schema:
     return pa.schema([*columns, ("valid", pa.uint32())])
 
 
+AGAIN = "run: python -m data_prep prepare RECIPE"
+
+
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a data set. Raises UserError when it is missing or unreadable."""
-    file = directory / MANIFEST
-    if not file.is_file():
-        state = "is not complete" if directory.is_dir() else "does not exist"
-        raise UserError(f"prepared data {directory} {state}; run: python -m data_prep prepare RECIPE")
-    try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{file} is not a manifest of this version ({place}: {first['msg']}); "
-            "run: python -m data_prep prepare RECIPE --force"
-        ) from None
-    if manifest.format != FORMAT:
-        raise UserError(
-            f"{file} has format {manifest.format}, this version reads {FORMAT}; "
-            "run: python -m data_prep prepare RECIPE --force"
-        )
+    """The manifest of a data set. Raises UserError when it is missing, unreadable or was edited."""
+    manifest = parse_manifest(directory)
+    if manifest.digest != manifest_digest(manifest):
+        raise UserError(f"{directory / MANIFEST} was edited after it was written; {AGAIN}")
     return manifest
 
 
+def parse_manifest(directory: Path) -> Manifest:
+    """Like `read_manifest`, without looking whether it was edited."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        state = "is not complete" if directory.is_dir() else "does not exist"
+        raise UserError(f"prepared data {directory} {state}; {AGAIN}")
+    try:
+        manifest = Manifest.model_validate_json(file.read_bytes())
+    except (ValidationError, OSError) as error:
+        reason = one_line(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        raise UserError(f"{file} is not a manifest of this version ({reason}); {AGAIN}") from None
+    if manifest.format != FORMAT:
+        raise UserError(f"{file} has format {manifest.format}, this version reads {FORMAT}; {AGAIN} --force")
+    return manifest
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """sha256 of all that a manifest says, its own digest left out."""
+    tree = manifest.model_dump(mode="json", exclude={"digest"})
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as the bytes that are written."""
-    return json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    """The manifest as the text that is written, with its digest."""
+    tree = manifest.model_dump(mode="json") | {"digest": manifest_digest(manifest)}
+    return json.dumps(tree, indent=1, sort_keys=True) + "\n"
 
 
 def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:
@@ -162,7 +180,8 @@ def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 class TokenDataset:
     """The rows of a prepared data set, as training reads them.
 
-    Raises UserError, with the command to run, when the directory is missing or incomplete.
+    Raises UserError, with the command to run, when the directory is missing or incomplete, its manifest was
+    edited, or a file has another size than the manifest says. `faults` looks at the content too.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -175,20 +194,27 @@ class TokenDataset:
             size = path.stat().st_size if path.is_file() else -1
             if size != info.bytes:
                 what = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
-                raise UserError(f"{path} {what}; run: python -m data_prep prepare RECIPE --force")
+                raise UserError(f"{path} {what}; {AGAIN}")
             try:
                 self._shards.append(Shard(path, self.manifest.kind))
-            except (pa.ArrowInvalid, OSError, KeyError) as error:
-                reason = one_line(error)
-                raise UserError(
-                    f"{path} is damaged ({reason}); run: python -m data_prep prepare RECIPE --force"
-                ) from None
+            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+                raise UserError(f"{path} is damaged ({one_line(error)}); {AGAIN}") from None
         self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
         self._read = 0
         self.valid = np.concatenate([shard.valid for shard in self._shards])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
+        """Shards whose content is not what the manifest says; of several readers each looks at a part."""
+        for info in self.manifest.shards[part::parts]:
+            path = self.directory / info.file
+            try:
+                if hashes.sha256(path) != info.sha256:
+                    yield f"{path} was changed after it was prepared; {AGAIN}"
+            except OSError as error:
+                yield f"{path} cannot be read ({error.strerror}); {AGAIN}"
 
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Rows as int64 arrays [b, block]: input_ids, labels, position_ids.
@@ -222,6 +248,22 @@ class TokenDataset:
         """Tokens in a row, padding not counted."""
         return len(self._row(row)[0])
 
+    def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
+        """The first of `rows` that cannot be what was prepared, and why; None when all can be."""
+        for row in rows:
+            tokens, segments, *spans = self._row(int(row))
+            why = None
+            if len(tokens) > self.manifest.block or segments.sum(dtype=np.int64) != len(tokens):
+                why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
+            elif len(tokens) and int(tokens.max()) >= vocab_size:
+                why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
+            elif spans and (len(spans[0]) % 2 or (len(spans[0]) and int(spans[0].max()) > len(tokens))):
+                why = "supervised spans beyond its end"
+            if why is not None:
+                ((file, at),) = self.provenance(np.array([row]))
+                return f"{self.directory / file}, row {at}, is damaged: {why}"
+        return None
+
     def segment_lengths(self) -> np.ndarray:
         """Lengths of all segments of all rows, int64."""
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
@@ -245,3 +287,21 @@ class TokenDataset:
             for one in self._shards:
                 one.forget()
         return self._shards[shard].row(at)
+
+
+def is_prepared(config: DataConfig) -> bool:
+    """Whether the training data of a recipe's data section are there, sound or not."""
+    return (config.dir / SPLITS[0] / MANIFEST).is_file()
+
+
+def open_prepared(config: DataConfig) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training data of a recipe's data section, and the validation data if it has any.
+
+    Raises UserError when they are not there, are not whole, or were prepared with other settings.
+    """
+    found = {}
+    for split in config.splits:
+        manifest = read_manifest(config.dir / split)
+        check_prepared(config.dir, manifest.config, config)
+        found[split] = TokenDataset(config.dir / split)
+    return found[SPLITS[0]], found.get(SPLITS[1])

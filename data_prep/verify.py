@@ -1,18 +1,26 @@
-"""`verify`: does a prepared data set still hold what its manifest says? Everything is computed again."""
+"""Is a prepared directory what was made, and made from what the sources are now?
+
+Before every job `prepare` checks what is cheap: settings, names, sizes, and hashes of files that were touched
+since they were last hashed. `verify` computes everything again and believes nothing.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from common.errors import UserError
-from data_prep.scan import SPLITS
+from common.errors import UserError, one_line
+from common.files import Hashes, remove_abandoned, sha256
+from data_prep.config import SPLITS, DataConfig, described, differences
+from data_prep.scan import Plan
 from data_prep.shards import (
+    FORMAT,
     IGNORE,
     MANIFEST,
     Manifest,
@@ -20,19 +28,158 @@ from data_prep.shards import (
     ShardInfo,
     TokenDataset,
     content_fingerprint,
+    manifest_digest,
+    parse_manifest,
     read_manifest,
+    shard_name,
 )
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
+from data_prep.sources import Input, open_inputs
+from data_prep.tokenizer import TokenizerFacts, tokenizer_facts
+from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note
 
 ROWS = 256  # rows looked at together
+AGAIN = "run prepare with --force"
+
+
+class Missing(NamedTuple):
+    """A shard that this job has to make."""
+
+    directory: Path
+    number: int
+    planned: int  # counted through both splits
+
+
+def planned_inputs(config: DataConfig) -> list[Input]:
+    """The inputs. Raises UserError when something that is read lies where prepared data are written."""
+    inputs = open_inputs(config)
+    read = [config.root / name for name in (config.tokenizer, config.contamination) if name is not None]
+    own = config.dir.resolve()
+    for path in (*filter(None, (file_of(config, one) for one in inputs)), *read):
+        if path.exists() and (own in path.resolve().parents or own == path.resolve()):
+            raise UserError(f"{path} lies in data.dir={config.dir}, which is for prepared data; set another")
+    return inputs
+
+
+def file_of(config: DataConfig, one: Input) -> Path | None:
+    """The file that an input reads, if it is one."""
+    return None if one.source.files is None else config.root / one.name
+
+
+def load_plan(config: DataConfig) -> Plan:
+    """The plan, whose settings must be those of the recipe."""
+    check_settings(config)
+    try:
+        return Plan.load(config.dir / PLAN)
+    except Exception as error:  # numpy and zipfile raise many classes for a damaged file
+        raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
+
+
+def check_settings(config: DataConfig) -> None:
+    """Refuse to continue with other settings than what is there was planned with."""
+    file = config.dir / SETTINGS
+    try:
+        found = json.loads(file.read_text())
+        version = found.pop("format")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{file} is missing or damaged ({one_line(error)}); {AGAIN}") from None
+    if version != FORMAT:
+        raise UserError(f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}")
+    changed = differences(found, config)
+    if changed:
+        raise UserError(f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}")
+
+
+def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
+    """The inputs, which must be those that were planned; or which is gone, if its data are there."""
+    planned = [source["name"] for source in plan.summary["sources"]]
+    complete = all((config.dir / split / MANIFEST).is_file() for split in config.splits)
+    try:
+        inputs = planned_inputs(config)
+    except UserError as error:
+        if complete and "no file matches" in str(error):
+            return str(error)
+        raise
+    names = [one.name for one in inputs]
+    for name in Counter(names) - Counter(planned):
+        raise UserError(f"{name} was not there when {config.dir} was planned; take it away, or {AGAIN}")
+    gone = next(iter(Counter(planned) - Counter(names)), None)
+    if gone is not None and not complete:
+        raise UserError(f"{gone} is gone since {config.dir} was planned; put it back, or {AGAIN}")
+    for source in plan.summary["sources"]:
+        path = config.root / source["name"]
+        if "sha256" in source and path.is_file():
+            size = path.stat().st_size
+            if size != source["bytes"]:
+                raise UserError(
+                    f"{path} has {size:,} bytes, when {config.dir} was planned it had {source['bytes']:,}; "
+                    f"{AGAIN}"
+                )
+            if hashes.sha256(path) != source["sha256"]:
+                raise UserError(f"{path} changed since it was planned; {AGAIN}")
+    return inputs if gone is None else f"{gone} is gone since {config.dir} was planned"
+
+
+def check_tokenizer(config: DataConfig, plan: Plan) -> None:
+    """The saved tokenizer, and a local one that it was made from, are those that were planned with."""
+    planned = TokenizerFacts(**plan.summary["tokenizer"])
+    places = [config.dir / TOKENIZER]
+    if config.tokenizer is not None and (config.root / config.tokenizer).exists():
+        places.append(config.root / config.tokenizer)
+    for place in places:
+        try:
+            same = tokenizer_facts(place) == planned
+        except Exception:  # a broken file; `tokenizers` raises plain Exception
+            same = False
+        if not same:
+            raise UserError(
+                f"{place} is missing, damaged or not the tokenizer that {config.dir} was planned with; "
+                f"{AGAIN}"
+            )
+
+
+def missing_shards(
+    config: DataConfig, hashes: Hashes, shard: tuple[int, int], say: Callable[[str], None]
+) -> list[Missing]:
+    """Those of this job's shards that are not there, or not as they were made."""
+    index, jobs = shard
+    missing = []
+    for number, split in enumerate(config.splits):
+        directory = config.dir / split
+        directory.mkdir(exist_ok=True)
+        remove_abandoned(directory)
+        try:
+            listed = {info.file: info for info in read_manifest(directory).shards}
+        except UserError:
+            listed = {}
+        for one in range(index, config.shards, jobs):
+            info = read_note(directory, one, config.shards)
+            path = directory / shard_name(one, config.shards)
+            if info is not None:
+                known = listed.get(path.name, info) == info
+                if not known or hashes.sha256(path) != info.sha256:
+                    say(f"{path} was changed since it was made; making it again")
+                    info = None
+                elif config.contamination is not None:
+                    info = info if overlap_path(directory, one, config.shards).is_file() else None
+            if info is None:
+                missing.append(Missing(directory, one, number * config.shards + one))
+    return missing
 
 
 def data_sets(directory: Path) -> list[Path]:
-    """The data sets of a prepared directory, or the data set that the directory is."""
+    """The data sets that should be in a prepared directory, or the data set that the directory is."""
     if (directory / MANIFEST).is_file():
         return [directory]
-    found = [directory / split for split in SPLITS if (directory / split).is_dir()]
-    return found or [directory]
+    there = [directory / split for split in SPLITS if (directory / split).is_dir()]
+    made: dict[str, Any] = {}
+    for place in there:
+        try:
+            made = made or parse_manifest(place).config
+        except UserError:
+            continue
+    if made.get("validation") or made.get("validation_fraction"):
+        return [directory / split for split in SPLITS]
+    return there or [directory]
 
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
@@ -40,12 +187,12 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
     right, faults = [], []
     for place in data_sets(directory):
         try:
-            manifest = read_manifest(place)
+            manifest = parse_manifest(place)
         except UserError as error:
             faults.append(str(error))
             continue
         own = [*_shard_faults(place, manifest), *_total_faults(place, manifest)]
-        own += _tokenizer_faults(place, manifest)
+        own += [*_origin_faults(place, manifest), *_tokenizer_faults(place, manifest)]
         if not own:
             own += _row_faults(place)
         faults += own
@@ -56,11 +203,13 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
 
 def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
     """Files: there, whole, unchanged, readable; and no others."""
-    named = {info.file for info in manifest.shards}
-    for extra in sorted(p.name for p in place.glob("*.arrow") if p.name not in named):
+    names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
+    if [info.file for info in manifest.shards] != names:
+        yield f"{place / MANIFEST} does not list its shards in order"
+    for extra in sorted(p.name for p in place.glob("*.arrow") if p.name not in names):
         yield f"{place / extra} is not in the manifest"
-    for info in manifest.shards:
-        path = place / info.file
+    for number, info in enumerate(manifest.shards):
+        path = place / names[number]
         if not path.is_file():
             yield f"{path} is missing"
             continue
@@ -68,15 +217,17 @@ def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
         if size != info.bytes:
             yield f"{path} has {size:,} bytes instead of {info.bytes:,}"
             continue
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256(path)
         if found != info.sha256:
             yield f"{path} was changed: sha256 {found[:12]}... instead of {info.sha256[:12]}..."
             continue
+        note = read_note(place, number, len(names))
+        if note is not None and note != info:
+            yield f"{path}: its note does not say what {place / MANIFEST} says"
         try:
             yield from _content_faults(path, Shard(path, manifest.kind), info, manifest)
-        except (pa.ArrowInvalid, KeyError) as error:
-            yield f"{path} is no shard: {' '.join(str(error).split())}"
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            yield f"{path} is not a shard: {one_line(error)}"
 
 
 def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
@@ -105,29 +256,73 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
 
 
 def _total_faults(place: Path, manifest: Manifest) -> Iterator[str]:
-    """Sums and the fingerprint."""
+    """Sums, the fingerprint, and the digest that covers all of the manifest."""
+    file = place / MANIFEST
     for name in ("rows", "tokens", "valid_tokens", "segments", "documents"):
         total = sum(getattr(info, name) for info in manifest.shards)
         if total != getattr(manifest, name):
-            yield f"{place / MANIFEST} says {getattr(manifest, name):,} {name}, its shards {total:,}"
+            yield f"{file} says {getattr(manifest, name):,} {name}, its shards {total:,}"
+    counts: Counter[str] = Counter()
+    for info in manifest.shards:
+        counts.update(info.counts)
+    if dict(counts) != manifest.counts:
+        yield f"{file} has counts that are not the sums of its shards' counts"
+    waste = round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6)
+    if waste != manifest.waste:
+        yield f"{file} says {manifest.waste:.2%} padding, its rows have {waste:.2%}"
     if manifest.fingerprint != content_fingerprint(
         manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards
     ):
-        yield f"{place / MANIFEST} was edited: its fingerprint is not that of its shards"
+        yield f"{file} was edited: its fingerprint is not that of its shards"
+    if manifest.digest != manifest_digest(manifest):
+        yield f"{file} was edited: its digest is not that of its content"
+
+
+def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
+    """What the manifest says of settings and sources is what the directory's plan and the other split say."""
+    file, made = place / MANIFEST, manifest.config
+    expected = {
+        "split": place.name if place.name in SPLITS else manifest.split,
+        "kind": made.get("kind"),
+        "block": made.get("block"),
+        "template": made.get("template_version"),
+    }
+    for name, value in expected.items():
+        if getattr(manifest, name) != value:
+            yield f"{file} says {name} {getattr(manifest, name)}, it was made with {value}"
+    if len(manifest.shards) != made.get("shards"):
+        yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
+    try:
+        tree = json.loads((place.parent / SETTINGS).read_text())
+        summary = Plan.load(place.parent / PLAN).summary
+    except FileNotFoundError:  # a data set may be copied without them
+        return
+    except Exception as error:  # numpy and zipfile raise many classes for a damaged file
+        yield f"{place.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
+        return
+    if tree != made | {"format": FORMAT}:
+        yield f"{file} was not made with the settings in {place.parent / SETTINGS}"
+    for name in ("sources", "rejected"):
+        if getattr(manifest, name) != summary[name]:
+            yield f"{file} says other {name} than {place.parent / PLAN}"
 
 
 def _tokenizer_faults(place: Path, manifest: Manifest) -> Iterator[str]:
     """The tokenizer beside the data set is the one that made it."""
-    saved = place.parent / "tokenizer"
-    try:
-        tokenizer = load_tokenizer(saved) if saved.is_dir() else None
-    except UserError as error:
-        yield str(error)
-        return
-    if tokenizer is None:
+    saved = place.parent / TOKENIZER
+    if not saved.is_dir():
         yield f"{saved} is missing"
-    elif tokenizer_fingerprint(tokenizer) != manifest.tokenizer_fingerprint:
+        return
+    try:
+        found = tokenizer_facts(saved)
+    except Exception as error:  # a broken file; `tokenizers` raises plain Exception
+        yield f"{saved} cannot be read: {one_line(error)}"
+        return
+    if found.fingerprint != manifest.tokenizer_fingerprint:
         yield f"{saved} is not the tokenizer that made {place}"
+    for name in ("vocab_size", "bos_id", "eos_id"):
+        if getattr(found, name) != getattr(manifest, name):
+            yield f"{place / MANIFEST} says {name} {getattr(manifest, name)}, {saved} {getattr(found, name)}"
 
 
 def _row_faults(place: Path) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Writing a shard: packed rows into an Arrow stream, and a note beside it that says it is whole."""
+"""The names in a prepared directory, and writing a shard: packed rows into an Arrow stream, and a note beside
+it that says it is whole.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,23 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from common.files import part_file, write_text
-from data_prep.config import DataConfig
+from common.files import PART, part_file, write_text
+from data_prep.config import SPLITS, DataConfig
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, Rows, packed_rows
-from data_prep.shards import ShardInfo, schema, shard_name
+from data_prep.shards import MANIFEST, ShardInfo, schema, shard_name
+from data_prep.tokenizer import FILES
 
+MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.npz", "grams.npz"
+TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
+NEW = ".new"  # what a planning job has made so far
+LOCK, IN_USE = ".lock", ".in-use"  # held while planning; held by every job as long as it runs
+NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
+SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
+UNFINISHED = tuple(f"{NEW}/{name}" for name in (*SHARED, f".*{PART}"))
+OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
+MANIFESTS = tuple(f"{split}/{MANIFEST}" for split in SPLITS)
+CLEARED = (*SHARED, HASHES, f".*{PART}", *(f"{split}/{name}" for split in SPLITS for name in OF_SPLIT))
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 
 

@@ -1,4 +1,4 @@
-"""Global, rank-free batch order.
+"""The rows that a run trains on: that they are what was prepared, and their global, rank-free order.
 
 Step s of a run consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of the
 rows per epoch, one epoch after the other. Nothing of it depends on the number of ranks, the micro-batch or
@@ -8,8 +8,32 @@ the accumulation, so the topology may change at any restart and the data order d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+
+from common.errors import UserError
+from common.files import Hashes
+from data_prep.shards import TokenDataset
+from pipeline.ranks import World, gather_objects
+from pipeline.run_dir import DATA_HASHES
+
+
+def check_content(run_dir: Path, sets: list[TokenDataset], world: World) -> None:
+    """Raise UserError on all ranks when a shard is not what was prepared; all ranks must call.
+
+    Every rank hashes its share of the shards at a run's first start, and later those that were touched
+    since: the run directory remembers which were found right.
+    """
+    hashes = Hashes(run_dir / DATA_HASHES)
+    faults = [fault for data in sets for fault in data.faults(hashes, world.rank, world.ranks)]
+    every = gather_objects((faults, hashes.new()))
+    found = [fault for theirs, _ in every for fault in theirs]
+    if found:
+        more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
+        raise UserError(found[0] + more)
+    if world.is_main:
+        hashes.save(new for _, new in every)
 
 
 class BatchOrder:

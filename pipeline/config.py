@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, model_validator
 
 from common.errors import UserError
-from common.recipe import Section, parse_section, read_recipe
+from common.recipe import Section, mark, parse_section, read_recipe
 from data_prep.config import DataConfig
+
+FREE = "free"  # marks fields that may change when a run resumes: none of them changes what is learned
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 
 
 class LoraConfig(Section):
@@ -37,8 +40,8 @@ class ModelConfig(Section):
     revision: str | None = None  # commit of the hub model
     architecture: dict[str, Any] | None = None  # Hugging Face configuration keys, with model_type
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; optimizer: float32
-    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
-    activation_checkpointing: bool = False
+    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
+    activation_checkpointing: bool = mark(FREE, False)
     compile: bool = False  # torch.compile, for GPUs under ZeRO-1 or 2; the first step then takes a minute
     lora: LoraConfig | None = None
 
@@ -55,7 +58,7 @@ class ObjectiveConfig(Section):
     """What is minimised; see pipeline/loss/objectives.py for the names and their parameters."""
 
     name: str = "emo"
-    params: dict[str, float] = {}  # the objective's own parameters, e.g. {cap: 3}
+    params: dict[str, float] = {}  # the objective's own parameters, e.g. {ratio_cap: 3}
     # The cost embedding: `pretrained` (the head of model.path as it was before training), `live` (the
     # head as it trains), or a model directory, hub id or tensor file. Unused by objectives without costs.
     cost: str = "pretrained"
@@ -71,47 +74,55 @@ class TrainConfig(Section):
     epochs: float | None = Field(None, gt=0)  # passes over the data; or
     steps: int | None = Field(None, gt=0)  # optimizer steps
     batch: int = Field(16, gt=0)  # rows per optimizer step, over all ranks
-    micro_batch: int = Field(4, gt=0)  # rows per forward pass and rank
+    micro_batch: int = mark(FREE, 4, gt=0)  # rows per forward pass and rank
     lr: float = Field(2e-5, gt=0)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.03, ge=0, lt=1)  # share of the steps
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     clip: float = Field(1.0, ge=0)  # gradient norm; 0 = no clipping
-    seed: int = 42  # data order, dropout, and the weights of a new model
-    log_every: int = Field(10, gt=0)  # steps
-    eval_every: int = Field(0, ge=0)  # steps between validation passes; 0 = only at the end
-    eval_rows: int = Field(512, gt=0)  # at most so many validation rows
-    save_every: int = Field(0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
-    keep_last: int = Field(2, gt=0)  # complete checkpoints that stay; besides
-    keep_every: int = Field(0, ge=0)  # those of every so many steps; 0 = none
-    # Checkpoints are written while training goes on, from a copy in host memory (14 bytes a parameter, over
-    # all ranks); false: training waits.
-    async_save: bool = True
-    copy_to: str | None = None  # every checkpoint also goes there: s3://..., gs://..., a directory (fsspec)
-    export_checkpoints: bool = False  # each checkpoint also holds an export, for scheduled evaluation
-    tensorboard: bool = True
-    wandb: str | None = None  # project of Weights & Biases that gets the metrics
-    profile: tuple[int, int] | None = None  # first and last step that torch.profiler records
-    timeout_minutes: float = Field(10, gt=0)  # a step in which a rank waits longer for another has failed
-    max_minutes: float | None = Field(None, gt=0)  # then save and stop, as at any stop request
-    max_skipped: int = Field(5, gt=0)  # steps in a row without finite gradient before the run ends
-    spike_factor: float = Field(0.0, ge=0)  # a loss this many times the usual one is a spike; 0 = off
-    spike_stops: bool = False  # a spike ends the run instead of being noted
+    seed: int = Field(42, ge=0)  # data order, dropout, and the weights of a new model
+    log_every: int = mark(FREE, 10, gt=0)  # steps
+    eval_every: int = mark(FREE, 0, ge=0)  # steps between validation passes; 0 = only at the end
+    eval_rows: int = mark(FREE, 512, gt=0)  # at most so many validation rows
+    save_every: int = mark(FREE, 0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
+    keep_last: int = mark(FREE, 2, gt=0)  # newest complete checkpoints that are kept; besides them
+    keep_every: int = mark(FREE, 0, ge=0)  # those of every so many steps; 0 = none
+    # Checkpoints are written while training continues, from a copy in host memory (14 bytes a parameter,
+    # over all ranks); false: training waits.
+    async_save: bool = mark(FREE, True)
+    copy_to: str | None = mark(
+        FREE, None
+    )  # every checkpoint also goes there: s3://..., gs://..., a directory (fsspec)
+    export_checkpoints: bool = mark(
+        FREE, False
+    )  # each checkpoint also holds an export, for scheduled evaluation
+    tensorboard: bool = mark(FREE, True)
+    wandb: str | None = mark(FREE, None)  # project of Weights & Biases that gets the metrics
+    profile: tuple[int, int] | None = mark(FREE, None)  # first and last step that torch.profiler records
+    timeout_minutes: float = mark(
+        FREE, 10, gt=0, le=1e5
+    )  # a step in which a rank waits longer for another has failed
+    max_minutes: float | None = mark(FREE, None, gt=0)  # then save and stop, as at any stop request
+    max_skipped: int = mark(FREE, 5, gt=0)  # steps in a row without finite gradient before the run ends
+    spike_factor: float = mark(FREE, 0.0, ge=0)  # a loss this many times the usual one is a spike; 0 = off
+    spike_stops: bool = mark(FREE, False)  # a spike ends the run instead of being noted
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
+    def _consistent(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
+        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
+            raise ValueError("profile names the first and last step to record, from 1")
         return self
 
 
 class RunConfig(Section):
     """A whole run: `data` for data_prep, the rest for the trainer."""
 
-    run_dir: Path
-    data: DataConfig
+    run_dir: Path = mark(FREE)
+    data: DataConfig = mark(FREE)  # its content is compared by fingerprint
     model: ModelConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig

@@ -1,4 +1,4 @@
-"""The only file that knows DeepSpeed: start, initialise, step, save, load.
+"""DeepSpeed's engine: start, initialise, step, save, load.
 
 Gradients are those of  sum of token losses / valid tokens of the global batch,  whatever the number of ranks,
 the micro-batch or the accumulation: each micro-batch's loss is a sum, and the divisor is known beforehand.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -25,7 +24,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -33,24 +31,11 @@ from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
 
 from common.errors import UserError
-from common.provenance import REPOSITORY
-from pipeline.config import Batch, RunConfig
+from pipeline.planning.ds_file import zero_stage
 from pipeline.ranks import PATIENCE, World
 from pipeline.stop import die_with_parent
 
 log = logging.getLogger(__name__)
-
-# What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
-OWNED_BY_RECIPE = {
-    "train_batch_size": "train.batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "gradient_accumulation_steps": "train.batch and train.micro_batch",
-    "optimizer": "train.lr, train.betas, train.eps, train.weight_decay",
-    "scheduler": "train.schedule and train.warmup_ratio",
-    "gradient_clipping": "train.clip",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-}
 
 
 class Sums(NamedTuple):
@@ -101,78 +86,22 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """The DeepSpeed configuration: the file that the recipe names, completed from the recipe.
-
-    Raises UserError when the file is missing, is no JSON, or sets what the recipe owns.
-    """
-    path = config.deepspeed if config.deepspeed.exists() else REPOSITORY / config.deepspeed
-    if not path.is_file():
-        raise UserError(f"deepspeed={config.deepspeed} does not exist; see ds_configs/")
-    try:
-        tree = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"deepspeed={path} is not JSON: {error}") from None
-    for key, instead in OWNED_BY_RECIPE.items():
-        if key in tree:
-            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
-    on_cpu = get_accelerator().device_name() == "cpu"
-    zero = tree.get("zero_optimization", {})
-    if zero.get("offload_optimizer", {}).get("device") == "nvme":
-        raise UserError(
-            f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
-            "goes on; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
-        )
-    if config.model.compile and zero_stage(tree) == 3:
-        raise UserError(
-            "model.compile=true does not help under ZeRO-3, whose hooks stand between all layers; "
-            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
-        )
-    if on_cpu:
-        zero["overlap_comm"] = False  # gloo has no streams to overlap on
-        for part in ("offload_optimizer", "offload_param"):
-            zero.get(part, {}).pop("pin_memory", None)
-    train = config.train
-    adam: dict[str, Any] = {
-        "lr": train.lr,
-        "betas": list(train.betas),
-        "eps": train.eps,
-        "weight_decay": train.weight_decay,
-    }
-    if on_cpu and "offload_optimizer" not in zero:
-        adam["torch_adam"] = True  # the fused one is a CUDA kernel
-    tree.update(
-        train_batch_size=batch.batch,
-        train_micro_batch_size_per_gpu=batch.micro,
-        gradient_accumulation_steps=batch.accumulation,
-        optimizer={"type": "AdamW", "params": adam},
-        gradient_clipping=train.clip,
-        bf16={"enabled": config.model.dtype == "bfloat16"},
-        steps_per_print=10**9,
-    )
-    return tree
-
-
-def zero_stage(ds_config: dict[str, Any]) -> int:
-    """The ZeRO stage of a DeepSpeed configuration."""
-    return int(ds_config.get("zero_optimization", {}).get("stage", 0))
-
-
-def check_host(ds_config: dict[str, Any]) -> None:
-    """Raises UserError when weights are to be on NVMe and this host lacks what DeepSpeed needs for that."""
-    offload = ds_config.get("zero_optimization", {}).get("offload_param", {})
-    if offload.get("device") != "nvme":
-        return
-    if not AsyncIOBuilder().is_compatible():
-        raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
-    place = offload.get("nvme_path") or "(not given)"
-    if not os.access(place, os.W_OK):
-        raise UserError(f"nvme_path {place} is not a writable directory; set it to one")
-
-
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
     """While the returned object lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
+
+    One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decaying = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]
+    fixed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    if not weight_decay or not decaying or not fixed:
+        return [{"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
+    return [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
 
 
 class Engine:
@@ -183,8 +112,9 @@ class Engine:
     ) -> None:
         self.world = world
         self.stage = zero_stage(ds_config)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config)
+        groups = parameter_groups(model, ds_config["optimizer"]["params"]["weight_decay"])
+        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
+        self.groups = [len(group["params"]) for group in groups]  # part of a checkpoint's layout
         if compiled:
             self.ds.compile()
         self.files = Snapshots(self.ds._config)

@@ -27,13 +27,21 @@ ENOUGH = 10  # of them before anything is called a spike
 class Guard:
     """Watches the steps of one rank; all ranks see the same sums and decide alike."""
 
-    def __init__(self, run_dir: Path, train: TrainConfig, writes: bool) -> None:
+    def __init__(
+        self, run_dir: Path, train: TrainConfig, writes: bool, state: dict[str, Any] | None = None
+    ) -> None:
+        """state: what `state` returned when the checkpoint was saved from which the run resumes."""
         self.path = run_dir / BAD_BATCHES
         self.train = train
         self.writes = writes
         self.skipped = 0  # in this process
-        self._in_a_row = 0
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        state = state or {}
+        self._in_a_row = int(state.get("in_a_row", 0))
+        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=WINDOW)
+
+    def state(self) -> dict[str, Any]:
+        """What later steps are judged by, so that a resumed run judges alike."""
+        return {"in_a_row": self._in_a_row, "recent": list(self._recent)}
 
     def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:
         """Judge step `step` (from 1). A line for the user if something is wrong, else None.
@@ -59,7 +67,7 @@ class Guard:
             if self.train.spike_stops:
                 raise UserError(
                     f"the loss jumped to {nll:.3g} at step {step} (usual: {usual:.3g}); its rows are listed "
-                    f"in {self.path}; lower train.lr, or set train.spike_stops=false to go on"
+                    f"in {self.path}; lower train.lr, or set train.spike_stops=false to continue"
                 )
             return f"step {step}: the loss jumped to {nll:.3g} (usual: {usual:.3g})"
         return None

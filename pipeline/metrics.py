@@ -1,13 +1,13 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard, W&B, a heartbeat, and lines for a human."""
+"""What a run reports while it trains: metrics.jsonl, TensorBoard, W&B, and lines for a human."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import socket
+import secrets
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,57 @@ import torch
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
-from common.files import write_text
+from common.files import write_once, write_text
 from pipeline.config import RunConfig
 from pipeline.engine import Sums
-from pipeline.run_dir import HEARTBEAT, METRICS, PROFILE, read_metrics
+from pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
-BEAT = 5.0  # seconds between heartbeats
+
+@dataclass
+class Window:
+    """Sums over the steps since the last record. A checkpoint carries them, so that a resumed run logs what
+    an undisturbed one does."""
+
+    steps: int = 0
+    skipped: int = 0
+    tokens: int = 0  # supervised, of all steps
+    applied_tokens: int = 0  # of the steps that updated the weights; the means are over these
+    loss: float = 0.0
+    nll: float = 0.0
+    demd: float = 0.0
+    norm: float = 0.0
+    largest_norm: float = 0.0
+    seconds: float = 0.0  # of training, without saving and validation
+
+    def add(self, sums: Sums, norm: float, seconds: float) -> None:
+        """Count one step; `norm` is that of its gradient before clipping."""
+        self.steps += 1
+        self.tokens += sums.tokens
+        self.seconds += seconds
+        if not sums.applied:
+            self.skipped += 1
+            return
+        self.applied_tokens += sums.tokens
+        self.loss += sums.loss
+        self.nll += sums.nll
+        self.demd += sums.demd
+        self.norm += norm
+        self.largest_norm = max(self.largest_norm, norm)
+
+    def record(self) -> dict[str, float]:
+        """Means over the window."""
+        nll = _mean(self.nll, self.applied_tokens)
+        applied = self.steps - self.skipped
+        return {
+            "loss": _mean(self.loss, self.applied_tokens),
+            "nll": nll,
+            "perplexity": math.exp(min(nll, 100.0)),
+            "demd": _mean(self.demd, self.applied_tokens),
+            "grad_norm": _mean(self.norm, applied),
+            "grad_norm_max": self.largest_norm if applied else math.nan,
+            "skipped": self.skipped,
+            "tokens_per_s": _mean(self.tokens, self.seconds),
+        }
 
 
 class Metrics:
@@ -30,20 +75,29 @@ class Metrics:
     """
 
     def __init__(
-        self, config: RunConfig, step: int, steps: int, active: bool, peak_share: float | None = None
+        self,
+        config: RunConfig,
+        step: int,
+        steps: int,
+        active: bool,
+        peak_share: float | None = None,
+        window: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """peak_share: share of the hardware's peak that one step per second would be (for MFU)."""
+        """peak_share: share of the hardware's peak that one step per second would be (for MFU).
+
+        window: what `state` returned when the checkpoint of `step` was saved.
+        """
         self.active = active
-        self._window: list[Sums] = []
-        self._since = time.perf_counter()
+        self._clock, self._mark = clock, clock()
         self._peak_share = peak_share
-        self._beaten = -math.inf
         if not active:
             return
+        self._window = _restored(window)
         self._run_dir = run_dir = config.run_dir
         path = run_dir / METRICS
         kept = [r for r in read_metrics(run_dir) if r["step"] <= step]
-        path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        write_text(path, "".join(_line(r) for r in kept))
         self._file = path.open("a")
         self._board = self._wandb = None
         if config.train.tensorboard:
@@ -53,7 +107,7 @@ class Metrics:
         if config.train.wandb is not None:
             self._wandb = _wandb_run(config)
         self._profiler = Profiler(run_dir, *config.train.profile) if config.train.profile else None
-        # disable=None: a bar on a terminal, only the lines of `line` elsewhere.
+        # disable=None: a bar on a terminal, only the lines of `say` elsewhere.
         self._bar = tqdm(total=steps, initial=step, desc=run_dir.name, unit="step", disable=None)
 
     def starts(self, step: int) -> None:
@@ -61,40 +115,31 @@ class Metrics:
         if self.active and self._profiler is not None:
             self._profiler.starts(step)
 
-    def step(self, step: int, sums: Sums) -> None:
-        """Count one optimizer step."""
-        if self.active:
-            self.beat(step, "training")
-            if self._profiler is not None:
-                self._profiler.ends(step)
-            self._window.append(sums)
-            self._bar.update()
-            self._bar.set_postfix(nll=f"{_mean(sums.nll, sums.tokens):.3f}")
-
-    def log(self, step: int, tokens: int, lr: float, grad_norm: float) -> None:
-        """Record the steps since the last call as one line. tokens: supervised tokens so far."""
-        if not self.active or not self._window:
+    def step(self, step: int, sums: Sums, grad_norm: float) -> None:
+        """Count one optimizer step; `grad_norm` is before clipping."""
+        if not self.active:
             return
-        now = time.perf_counter()
-        done = [s for s in self._window if s.applied]
-        count = sum(s.tokens for s in done)
-        nll = _mean(sum(s.nll for s in done), count)
-        record = {
-            "step": step,
-            "tokens": tokens,
-            "loss": _mean(sum(s.loss for s in done), count),
-            "nll": nll,
-            "perplexity": math.exp(min(nll, 100.0)),
-            "demd": _mean(sum(s.demd for s in done), count),
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "skipped": len(self._window) - len(done),
-            "tokens_per_s": count / (now - self._since),
-        }
+        if self._profiler is not None:
+            self._profiler.ends(step)
+        now = self._clock()
+        self._window.add(sums, grad_norm, now - self._mark)
+        self._mark = now
+        self._bar.update()
+        self._bar.set_postfix(nll=f"{_mean(sums.nll, sums.tokens):.3f}")
+
+    def log(self, step: int, tokens: int, lr: float) -> None:
+        """Record the steps since the last record as one line. tokens: supervised tokens so far."""
+        if not self.active or not self._window.steps:
+            return
+        record = {"step": step, "tokens": tokens, "lr": lr, **self._window.record()}
         if self._peak_share is not None:
-            record["mfu"] = self._peak_share * len(self._window) / (now - self._since)
-        self._window, self._since = [], now
+            record["mfu"] = self._peak_share * _mean(self._window.steps, self._window.seconds)
+        self._window = Window()
         self._write("train", record)
+
+    def state(self) -> dict[str, Any]:
+        """The steps that are counted and not recorded yet, as JSON can hold them."""
+        return _finite(asdict(self._window)) if self.active else {}
 
     def validation(self, step: int, tokens: int, sums: Sums) -> None:
         """Record a validation pass."""
@@ -111,18 +156,9 @@ class Metrics:
         }
         self._write("validation", record)
 
-    def beat(self, step: int, doing: str) -> None:
-        """Renew heartbeat.json, at most every few seconds."""
-        if self.active and time.monotonic() - self._beaten > BEAT:
-            self._beaten = time.monotonic()
-            beat = {"time": time.time(), "step": step, "doing": doing}
-            beat |= {"host": socket.gethostname(), "pid": os.getpid()}
-            with contextlib.suppress(OSError):  # a full disk is told by what must be written
-                write_text(self._run_dir / HEARTBEAT, json.dumps(beat))
-
     def pause(self) -> None:
-        """Time since the last record that was no training does not count: saving, validation."""
-        self._since = time.perf_counter()
+        """What happened since the last step was not training: saving, validation."""
+        self._mark = self._clock()
 
     def say(self, text: str) -> None:
         """A line for the human, above the bar."""
@@ -140,12 +176,12 @@ class Metrics:
                 self._wandb.finish()
 
     def _write(self, group: str, record: dict[str, float]) -> None:
-        shown = {k: (None if isinstance(v, float) and math.isnan(v) else v) for k, v in record.items()}
-        self._file.write(json.dumps(shown) + "\n")
+        shown = _finite(record)
+        self._file.write(_line(record))
         self._file.flush()
         if self._board is not None:
-            for key, value in record.items():
-                if key not in ("step", "tokens") and not math.isnan(value):
+            for key, value in shown.items():
+                if key not in ("step", "tokens") and value is not None:
                     self._board.add_scalar(f"{group}/{key}", value, int(record["step"]))
         if self._wandb is not None:
             self._wandb.log({f"{group}/{k}": v for k, v in shown.items()}, step=int(record["step"]))
@@ -177,15 +213,16 @@ class Profiler:
 
 
 def _wandb_run(config: RunConfig) -> Any:
-    """The W&B run that belongs to the run directory, gone on with after a restart."""
+    """The W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
-    name = config.run_dir.name
+    path = config.run_dir / WANDB_ID
+    write_once(path, secrets.token_hex(8))
     try:
         return wandb.init(
             project=config.train.wandb,
-            name=name,
-            id=name,
+            name=config.run_dir.name,
+            id=path.read_text(),
             resume="allow",
             dir=config.run_dir,
             config=config.model_dump(mode="json"),
@@ -197,8 +234,23 @@ def _wandb_run(config: RunConfig) -> Any:
         ) from None
 
 
-def _mean(total: float, count: int) -> float:
+def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """None where a value is NaN or infinite, which JSON cannot say."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _restored(saved: dict[str, Any] | None) -> Window:
+    """The window that `Metrics.state` described; a new one where nothing is described."""
+    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in (saved or {}).items()}
+    return Window(**values)
 
 
 def _short(value: float) -> str:

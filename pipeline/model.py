@@ -93,7 +93,7 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     if model.path is None:
         return
     try:
-        own = tokenizer_fingerprint(load_tokenizer(model.path))
+        own = tokenizer_fingerprint(load_tokenizer(model.path, model.revision))
     except UserError:
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
@@ -171,6 +171,17 @@ class Losses(NamedTuple):
     measure: Cost  # in validation DEMD is reported for every objective, to compare them
 
 
+def training_objective(config: RunConfig) -> Objective:
+    """The objective that a recipe names. Raises UserError for names and parameters that are not known."""
+    objective = get_objective(config.objective.name, **config.objective.params)
+    if objective.dense:
+        raise UserError(
+            f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
+            "use pipeline.loss.fused from Python, or set objective.name to another"
+        )
+    return objective
+
+
 def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     """The objective and its cost embedding.
 
@@ -178,12 +189,7 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     paper's transport cost is given a priori and stays fixed (section 3.1). The first weights of a new model
     mean nothing, so an objective without costs is not measured with them.
     """
-    objective = get_objective(config.objective.name, **config.objective.params)
-    if objective.dense:
-        raise UserError(
-            f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
-            "use pipeline.loss from Python, or set objective.name to another"
-        )
+    objective = training_objective(config)
     source, revision = config.objective.cost, None
     cost: Cost = None
     if source == "pretrained" and (config.model.path is not None or objective.needs_cost):

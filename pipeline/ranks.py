@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from common.errors import UserError
+
+T = TypeVar("T")
 
 PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
 
@@ -52,6 +57,37 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """What `work` returns on this rank; a UserError of any rank is raised on all of them.
+
+    All ranks must call. So a mistake that only one host can see ends the run with one line, not with ranks
+    that wait for the one that has left.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as found:
+        error = str(found)
+    errors = gather_objects((socket.gethostname(), error))
+    host, first = next(((h, e) for h, e in errors if e is not None), ("", None))
+    if first is not None:
+        raise UserError(first if all(e is not None for _, e in errors) else f"on {host}: {first}")
+    return cast("T", result)
+
+
+def on_main(world: World, work: Callable[[], None]) -> None:
+    """Run `work` on rank 0 while the others wait; its UserError is raised on all ranks. All must call."""
+    error = None
+    if world.is_main:
+        try:
+            work()
+        except UserError as found:
+            error = str(found)
+    error = gather_objects(error)[0]
+    if error is not None:
+        raise UserError(error)
 
 
 def host_group() -> Any:

@@ -10,62 +10,65 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import write_text
+from common.recipe import marked
 from pipeline.config import RunConfig, dump_config
 from pipeline.engine import to_universal
-from pipeline.ranks import World, gather_objects, main_first
-from pipeline.run_dir import CONFIG, STATE, checkpoints, problem
+from pipeline.model import Cost
+from pipeline.ranks import World, gather_objects, on_main
+from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem
 
 log = logging.getLogger(__name__)
 
-# Keys that may change when a run goes on: none of them changes what is learned.
-FREE = {
-    "run_dir",
-    "data",  # its content is compared by fingerprint
-    "model.attn_implementation",
-    "model.activation_checkpointing",
-    "train.micro_batch",
-    "train.log_every",
-    "train.eval_every",
-    "train.eval_rows",
-    "train.save_every",
-    "train.keep_last",
-    "train.keep_every",
-    "train.async_save",
-    "train.copy_to",
-    "train.export_checkpoints",
-    "train.tensorboard",
-    "train.wandb",
-    "train.profile",
-    "train.timeout_minutes",
-    "train.max_minutes",
-    "train.max_skipped",
-    "train.spike_factor",
-    "train.spike_stops",
-}
 
+def compare(config: RunConfig, fingerprint: str) -> None:
+    """Refuse a run directory that another configuration started; fields marked `free` may differ.
 
-def claim_run_dir(config: RunConfig, fingerprint: str) -> None:
-    """Write config.yaml into a new run directory, or refuse one that another configuration started."""
+    fingerprint: of the training data. Raises UserError naming the first key that was changed, added or
+    removed.
+    """
     path = config.run_dir / CONFIG
-    mine = yaml.safe_load(dump_config(config))
-    mine["data_fingerprint"] = fingerprint
-    if path.is_file():
-        theirs = _flatten(yaml.safe_load(path.read_text()))
-        for key, value in _flatten(mine).items():
-            if any(key == free or key.startswith(free + ".") for free in FREE):
-                continue
-            if theirs.get(key) != value:
-                raise UserError(
-                    f"{config.run_dir} was started with {key}={theirs.get(key)!r}, not {value!r}; "
-                    "set run_dir to a new directory, or go on with the old value"
-                )
+    if not path.is_file():
+        if checkpoints(config.run_dir):
+            raise UserError(
+                f"{config.run_dir} holds checkpoints but not the {CONFIG} that they were trained with; "
+                "put it back, or set run_dir to a new directory"
+            )
+        return
     try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run_dir={config.run_dir} cannot be made ({error}); set another") from None
-    write_text(path, yaml.safe_dump(mine, sort_keys=False))
+        theirs = _flatten(yaml.safe_load(path.read_text()))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set run_dir to a new "
+            "directory"
+        ) from None
+    mine = _flatten(_resolved(config, fingerprint))
+    free = marked(RunConfig, "free")
+    for key in dict.fromkeys((*mine, *theirs)):
+        if mine.get(key) == theirs.get(key) or any(key == f or key.startswith(f + ".") for f in free):
+            continue
+        before, now = (f"{key}={t[key]!r}" if key in t else f"no {key}" for t in (theirs, mine))
+        raise UserError(
+            f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
+            "directory, or restore the old value"
+        )
+
+
+def clear_unstarted(config: RunConfig) -> None:
+    """Remove the first weights of a launch that ended before the run was claimed: it may have had others."""
+    if not (config.run_dir / CONFIG).is_file():
+        shutil.rmtree(config.run_dir / INITIAL, ignore_errors=True)
+
+
+def claim(config: RunConfig, fingerprint: str) -> None:
+    """Write config.yaml: from now on the run directory belongs to this configuration."""
+    text = yaml.safe_dump(_resolved(config, fingerprint), sort_keys=False)
+    write_text(config.run_dir / CONFIG, text)
+
+
+def _resolved(config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    return {**yaml.safe_load(dump_config(config)), "data_fingerprint": fingerprint}
 
 
 class Saved(NamedTuple):
@@ -76,6 +79,9 @@ class Saved(NamedTuple):
     tokens: int  # supervised tokens up to this step
     ranks: int
     zero_stage: int
+    groups: list[int]  # parameters in each of the optimizer's groups
+    cost: str | None  # fingerprint of the cost embedding
+    progress: dict[str, Any]  # of metrics and guard, between two records
 
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
@@ -87,10 +93,21 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
         found = problem(directory, world.rank, world.ranks)
         problems = [p for p in gather_objects(found) if p is not None]
         if not problems:
-            state = json.loads((directory / STATE).read_text())
-            return Saved(directory, *(int(state[k]) for k in ("step", "tokens", "ranks", "zero_stage")))
+            return _read(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
     return None
+
+
+def _read(directory: Path) -> Saved:
+    """Raises UserError when the checkpoint is of a version that described it differently."""
+    try:
+        state = json.loads((directory / STATE).read_text())
+        return Saved(directory, **{key: state[key] for key in Saved._fields if key != "directory"})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{directory} was written by another version of this program ({STATE}: {one_line(error, 80)}); "
+            "continue it with that version, or start a new run_dir"
+        ) from None
 
 
 def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
@@ -107,17 +124,49 @@ def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
     if saved.ranks == world.ranks:
         return saved.directory, False
     copy = saved.directory.with_name(saved.directory.name + ".universal")
-    with main_first(world):
-        if world.is_main:
-            name, ranks = saved.directory.name, saved.ranks
-            log.info("%s was saved by %d ranks: converting it for %d", name, ranks, world.ranks)
-            shutil.rmtree(copy, ignore_errors=True)
-            to_universal(saved.directory / "state", copy / "state")
+
+    def convert() -> None:
+        log.info(
+            "%s was saved by %d ranks: converting it for %d", saved.directory.name, saved.ranks, world.ranks
+        )
+        shutil.rmtree(copy, ignore_errors=True)
+        to_universal(saved.directory / "state", copy / "state")
+
+    on_main(world, convert)
     return copy, True
 
 
+def check_groups(saved: Saved, groups: list[int]) -> None:
+    """Raises UserError when the optimizer groups its parameters otherwise than the one that was saved."""
+    if saved.groups != groups:
+        raise UserError(
+            f"{saved.directory} was saved with {saved.groups} parameters in the optimizer's groups, and this "
+            f"run has {groups}: the model or this program has changed; set run_dir to a new directory"
+        )
+
+
+def check_cost(saved: Saved | None, cost: Cost) -> str | None:
+    """The fingerprint of the cost embedding, which must be that of the checkpoint; all ranks must call.
+
+    Raises UserError when the base model was replaced under the run, or hosts read different ones.
+    """
+    mine = getattr(cost, "fingerprint", None)
+    everyone = gather_objects(mine)
+    if len(set(everyone)) > 1:
+        raise UserError(
+            "hosts read different cost embeddings; make model.path and objective.cost the same model on all"
+        )
+    if saved is not None and saved.cost != mine:
+        raise UserError(
+            f"{saved.directory} was trained with another cost embedding than the one read now: model.path or "
+            "objective.cost was replaced since; put the old model back, or set run_dir to a new directory"
+        )
+    return mine
+
+
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
+    """Dotted keys and their values; an empty section holds none."""
+    if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}
     for key, value in tree.items():

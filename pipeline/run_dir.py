@@ -1,8 +1,10 @@
-"""What stands in a run directory, by name, and how it is read. Standard library only: anybody may import it.
+"""What a run directory contains, by name, and how it is read. Standard library only: anybody may import it.
 
 config.yaml      the resolved configuration
+data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step
-heartbeat.json   renewed while the run lives
+heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
+lock.000001      which launch owns the directory (the highest number counts)
 initial/         the first weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
 export/          the trained model for Hugging Face; export.json says where it comes from
@@ -11,6 +13,7 @@ STOP             made by whoever wants the run to save and stop
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -18,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "config.yaml"
+DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
-HEARTBEAT = "heartbeat.json"  # one that is minutes old means that the run hangs
+HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
+LOCK = "lock"
+WANDB_ID = "wandb-id"
 PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
 BAD_BATCHES = "bad_batches.jsonl"
 STOP = "STOP"
@@ -34,7 +40,7 @@ FileFacts = dict[str, int | str]  # size and sha256 of a file
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps stands."""
+    """Where the checkpoint after `step` optimizer steps is."""
     return run_dir / f"step-{step:06d}"
 
 
@@ -98,14 +104,14 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run, a torn last line left out; empty when there are none."""
+    """The records of a run; lines that are torn or damaged are left out."""
     path = run_dir / METRICS
     records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 
@@ -119,5 +125,5 @@ def read_export_info(export: Path) -> dict[str, Any]:
         return {}
     info = json.loads(path.read_text())
     if not isinstance(info, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return info

@@ -1,4 +1,4 @@
-"""Saving while training goes on: copy the state, then write, hash and publish it in a thread.
+"""Saving while training continues: copy the state, then write, hash and publish it in a thread.
 
 The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
 hashing what was written, and on rank 0 COMPLETE, the final name, pruning and the copy elsewhere. Ranks talk
@@ -23,8 +23,10 @@ from pipeline import checkpoint
 from pipeline.config import RunConfig
 from pipeline.engine import Engine
 from pipeline.export import export_model
+from pipeline.lock import RunLock
 from pipeline.ranks import barrier, gather_objects, host_group
 from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
+from pipeline.stop import RESUME
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +34,21 @@ log = logging.getLogger(__name__)
 class Saver:
     """Writes the checkpoints of a run, one at a time."""
 
-    def __init__(self, engine: Engine, config: RunConfig, fingerprint: str) -> None:
-        self.engine, self.config, self.fingerprint = engine, config, fingerprint
+    def __init__(
+        self, engine: Engine, config: RunConfig, lock: RunLock, fingerprint: str, cost: str | None
+    ) -> None:
+        """fingerprint: of the training data. cost: fingerprint of the cost embedding, if there is one."""
+        self.engine, self.config, self.lock = engine, config, lock
+        self.fingerprint, self.cost = fingerprint, cost
         self.problem: str | None = None  # why the last checkpoint could not be written, on any rank
         self._thread: threading.Thread | None = None
         self.group = host_group()
 
-    def save(self, step: int, tokens: int) -> None:
+    def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
 
-        Raises UserError when the one before could not be written.
+        progress: what metrics and guard have counted, for the run that resumes from here. Raises UserError
+        when the checkpoint before could not be written, ExportError when an export cannot.
         """
         self.finish()
         run_dir = self.config.run_dir
@@ -58,6 +65,9 @@ class Saver:
             "tokens": tokens,
             "ranks": self.engine.world.ranks,
             "zero_stage": self.engine.stage,
+            "groups": self.engine.groups,
+            "cost": self.cost,
+            "progress": progress,
             "data_fingerprint": self.fingerprint,
         }
         self._thread = threading.Thread(target=self._write, args=(step, partial, state), daemon=True)
@@ -66,39 +76,25 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint stands; all ranks must call.
+        """Wait until the last checkpoint is complete; all ranks must call.
 
-        Raises UserError, on all ranks alike, when it could not be written.
+        Raises UserError, on all ranks alike, when it could not be written or the run directory was lost.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self.problem is not None:
-            raise UserError(self.problem)
+        problem = next((p for p in gather_objects(self.problem or self.lock.problem) if p is not None), None)
+        if problem is not None:
+            raise UserError(problem)
 
     def _write(self, step: int, partial: Path, state: dict[str, Any]) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
         try:
-            error, files = None, {}
-            try:
-                if self.engine.world.is_main:
-                    partial.mkdir(parents=True, exist_ok=True)
-                    write_text(partial / STATE, json.dumps(state))
-                files = self._describe(partial, self.engine.files.write())
-            except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
-                error = one_line(found, 200)
+            error, files = self._write_part(partial, state)
             parts = gather_objects((error, files), self.group)
             errors = [f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0] is not None]
             if not errors and self.engine.world.is_main:
-                try:
-                    checkpoint.write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
-                    final = checkpoint.publish(self.config.run_dir, step)
-                    train = self.config.train
-                    checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
-                    if train.copy_to is not None:
-                        _copy(final, train.copy_to)
-                except OSError as found:
-                    errors = [f"rank 0: {found}"]
+                errors = self._publish(step, partial, {k: v for _, part in parts for k, v in part.items()})
             errors = gather_objects(errors, self.group)[0]
             if errors:
                 raise OSError(errors[0])
@@ -106,9 +102,34 @@ class Saver:
             if self.engine.world.is_main:
                 checkpoint.remove(partial)
             self.problem = (
-                f"the checkpoint after step {step} cannot be written ({found}); the last complete one stays; "
-                "make room or set run_dir elsewhere, then the same command goes on from there"
+                f"the checkpoint after step {step} cannot be written ({one_line(found)}); the last complete "
+                f"one remains; make room, then {RESUME} from it"
             )
+
+    def _write_part(self, partial: Path, state: dict[str, Any]) -> tuple[str | None, dict[str, FileFacts]]:
+        """Write this rank's files; why that failed, or None, and their hashes."""
+        try:
+            if self.engine.world.is_main:
+                partial.mkdir(parents=True, exist_ok=True)
+                write_text(partial / STATE, json.dumps(state, allow_nan=False))
+            return None, self._describe(partial, self.engine.files.write())
+        except (OSError, UserError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
+            return one_line(found, 200), {}
+
+    def _publish(self, step: int, partial: Path, files: dict[str, FileFacts]) -> list[str]:
+        """Give a checkpoint its marker and name, remove old ones, copy it elsewhere; what failed."""
+        train = self.config.train
+        if self.lock.problem is not None:
+            return [self.lock.problem]
+        try:
+            checkpoint.write_complete(partial, files)
+            final = checkpoint.publish(self.config.run_dir, step)
+            checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
+        except (OSError, UserError) as found:
+            return [f"rank 0: {one_line(found, 200)}"]
+        if train.copy_to is not None:
+            _copy(final, train.copy_to)
+        return []
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
         """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
@@ -146,7 +167,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _copy(directory: Path, target: str) -> None:
-    """Copy a checkpoint to another place, its marker last. A failure is told and does not end the run."""
+    """Copy a checkpoint to another place, its marker last. A failure is logged and does not end the run."""
     try:
         system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
         for name in [*list_files(directory), COMPLETE]:

@@ -17,27 +17,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
-from pipeline.batches import BatchOrder, micro_batches, rank_rows
-from pipeline.config import Batch, RunConfig, lr_at, solve_batch, total_steps
+from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
+from pipeline.config import RunConfig, lr_at
 from pipeline.engine import Engine, compiling
 from pipeline.export import export_model
 from pipeline.guard import Guard
+from pipeline.lock import RunLock
 from pipeline.metrics import Metrics
 from pipeline.model import (
     Losses,
     build_model,
-    check_fits,
     check_model,
     load_losses,
     measuring,
-    model_config,
     write_initial_weights,
 )
+from pipeline.planning.checks import Ready, check
+from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import Setup, accelerator, utilisation
-from pipeline.planning.plan import model_sizes
-from pipeline.ranks import World, gather_objects, main_first, patience, wait_at_most
+from pipeline.planning.plan import sizes_of
+from pipeline.ranks import World, agreed, gather_objects, on_main, patience, wait_at_most
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
 from pipeline.stop import RESUME, StopRequest, Watch
@@ -46,94 +48,135 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, world: World, watch: Watch) -> bool:
-    """Start or resume the run of `config`. True when it is finished, false when stopped."""
-    data = TokenDataset(config.data.dir / "train")
-    held_out = config.data.dir / "validation"
-    validation = TokenDataset(held_out) if held_out.is_dir() else None
-    hf_config = model_config(config.model)
-    check_fits(hf_config, config.model, data.manifest)
-    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
-    steps = total_steps(config.train, len(data))
-    order = BatchOrder(len(data), batch.batch, config.train.seed)
-    ds_config = engine.deepspeed_config(config, batch)
-    engine.check_host(ds_config)
+    """Start or resume the run of `config`; all ranks must call. True when it is finished, false when stopped.
 
-    with main_first(world):
-        if world.is_main:
-            resume.claim_run_dir(config, data.fingerprint)
-            if config.model.path is None:
-                write_initial_weights(config)
+    Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
+    """
+    ready = agreed(lambda: check(config, world.ranks, here=True))
     if (config.run_dir / EXPORT).is_dir():
         log.info("%s is finished: its export is in export/", config.run_dir)
         return True
-    stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
-    losses = load_losses(config, hf_config.vocab_size)
-    saved = resume.newest_valid(config.run_dir, world)
-    source = None
+    lock = RunLock(config.run_dir, world.is_main)
+    ended = "failed"
+    try:
+        on_main(world, lambda: _take(config, ready, lock))
+        finished = _train(config, world, watch, ready, lock)
+        ended = "finished" if finished else "stopped"
+        return finished
+    finally:
+        lock.release(ended)
+
+
+def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
+    """What rank 0 does to the run directory before anything is loaded."""
+    assert ready.data is not None
+    lock.take()
+    resume.compare(config, ready.data.fingerprint)  # again: a launch may have held the lock until now
+    resume.clear_unstarted(config)
+    if config.model.path is None:
+        write_initial_weights(config)
+
+
+def _load(
+    config: RunConfig, world: World, ready: Ready, losses: Losses, saved: resume.Saved | None
+) -> Engine:
+    """The model under DeepSpeed, as it was saved where something was."""
+    source, ds_config = None, ready.ds_config
     if saved is not None:
-        source, universal = resume.loadable(saved, engine.zero_stage(ds_config), world)
+        source, universal = resume.loadable(saved, zero_stage(ds_config), world)
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
     with compiling():
         partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned
-    check_model(trainer, config, data.manifest)
-    step, tokens = 0, 0
+    assert ready.data is not None
+    check_model(trainer, config, ready.data.manifest)
     if saved is not None and source is not None:
+        resume.check_groups(saved, trainer.groups)
         trainer.load(source)
-        step, tokens = saved.step, saved.tokens
         log.info("resumed from %s", saved.directory)
+    return trainer
+
+
+def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock) -> bool:
+    """The run in a directory that this launch owns."""
+    data, batch, steps = ready.data, ready.batch, ready.steps
+    assert data is not None and steps is not None
+    stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
+    check_content(config.run_dir, [d for d in (data, ready.validation) if d is not None], world)
+    order = BatchOrder(len(data), batch.batch, config.train.seed)
+    vocab_size = ready.hf_config.vocab_size
+    losses = agreed(lambda: load_losses(config, vocab_size))
+    saved = resume.newest_valid(config.run_dir, world)
+    cost = resume.check_cost(saved, losses.measure)
+    trainer = _load(config, world, ready, losses, saved)
+    step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
     if any(gather_objects(stop.reason is not None)):
         log.info("stopped before step %d, with nothing new to save; %s", step + 1, RESUME)
         if world.is_main:
             stop.file.unlink(missing_ok=True)
         return False
+    on_main(world, lambda: resume.claim(config, data.fingerprint))
     log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
-    metrics = Metrics(config, step, steps, world.is_main, _peak_share(config, batch))
-    guard = Guard(config.run_dir, config.train, writes=world.is_main)
-    saver = Saver(trainer, config, data.fingerprint)
+    peak = _peak_share(config, ready)
+    metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, peak, progress.get("metrics")))
+    guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
+    saver = Saver(trainer, config, lock, data.fingerprint, cost)
 
-    finished, last_lr, first, saved_step = True, 0.0, step, step
+    def save() -> None:
+        with lock.doing("saving"), patience(config.train.timeout_minutes, saver.group):
+            saver.save(step, tokens, {"metrics": metrics.state(), "guard": guard.state()})
+        metrics.pause()
+
+    finished, first, saved_step = True, step, step
+    lock.now("training")
+    metrics.pause()
     while step < steps:
         rows = order.step_rows(step)
         mine = rank_rows(rows, world.rank, world.ranks)
-        last_lr = lr_at(config.train, step, steps)
+        damage = data.damage(rows, vocab_size)  # every rank looks at the whole batch: all end alike
+        if damage is not None:
+            raise UserError(f"{damage}; run: python -m data_prep prepare RECIPE --force")
+        lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
         sums = trainer.train_step(
             _tensors(data, mine, batch.micro),
             valid=int(data.valid[rows].sum()),
-            lr=last_lr,
+            lr=lr,
             seed=engine.step_seed(config.train.seed, step),
-            stop=stop.reason is not None or saver.problem is not None,
+            stop=any((stop.reason, saver.problem, lock.lost)),
         )
         step, tokens = step + 1, tokens + sums.tokens
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
-        metrics.step(step, sums)
+        lock.reached(step)
+        metrics.step(step, sums, trainer.gradient_norm())
         warning = guard.observe(step, sums, functools.partial(data.provenance, rows))
         if warning:
             metrics.say(warning)
         if step % config.train.log_every == 0 or step == steps:
-            metrics.log(step, tokens, last_lr, trainer.gradient_norm())
-        if validation is not None and _due(step, config.train.eval_every, steps):
-            metrics.validation(step, tokens, evaluate(trainer, losses, validation, config, batch.micro))
+            metrics.log(step, tokens, lr)
+        if ready.validation is not None and _due(step, config.train.eval_every, steps):
+            with lock.doing("validating"):
+                found = evaluate(trainer, losses, ready.validation, config, batch.micro)
+            metrics.validation(step, tokens, found)
             metrics.pause()
         finished = not sums.stop or step == steps
         if not finished or _due(step, config.train.save_every, steps):
-            with patience(config.train.timeout_minutes, saver.group):
-                saver.save(step, tokens)
+            save()
             saved_step = step
-            metrics.pause()
         if not finished:
             break
-    with patience(config.train.timeout_minutes, saver.group):
+    if finished and saved_step != steps:
+        save()
+    with (
+        lock.doing("exporting" if finished else "saving"),
+        patience(config.train.timeout_minutes, saver.group),
+    ):
         if finished:
-            if saved_step != steps:
-                saver.save(step, tokens)
-            info = saver.export_info(step, tokens)
-            export_model(trainer, config, config.run_dir / EXPORT, info)
+            export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
             metrics.say(f"finished; export: {config.run_dir / EXPORT}")
         saver.finish()
     if not finished:
@@ -144,13 +187,14 @@ def train(config: RunConfig, world: World, watch: Watch) -> bool:
     return finished
 
 
-def _peak_share(config: RunConfig, batch: Batch) -> float | None:
+def _peak_share(config: RunConfig, ready: Ready) -> float | None:
     """Share of the GPUs' peak that one step per second would be; None on hardware that is not known."""
     gpu = accelerator(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if gpu is None:
         return None
+    batch = ready.batch
     setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation)
-    return utilisation(model_sizes(config), setup, 1.0, gpu)
+    return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
 
 
 def evaluate(

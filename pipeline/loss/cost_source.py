@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -46,9 +47,17 @@ def load_cost(
     if not weight.is_floating_point():
         raise UserError(f"cost embedding {source} holds {weight.dtype}, not floating-point numbers")
     try:
-        return CostEmbedding.from_weight(weight, dtype, cache_mb)
+        cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+    cost.fingerprint = _digest(weight)
+    return cost
+
+
+def _digest(weight: Tensor) -> str:
+    """sha256 of a tensor as stored; normalised rows differ in their last bits from processor to processor."""
+    content = weight.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
 
 
 def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:

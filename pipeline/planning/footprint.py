@@ -124,7 +124,15 @@ class Memory(NamedTuple):
     @property
     def total(self) -> float:
         """What is held at the worst moment."""
-        return self.states + max(self.gathered + self.activations + self.loss, self.update)
+        return sum(self.peak.values())
+
+    @property
+    def peak(self) -> dict[str, float]:
+        """The parts that are held at the worst moment: in a pass, or while the optimizer steps."""
+        found = self._asdict()
+        in_pass = self.gathered + self.activations + self.loss
+        absent = ["update"] if in_pass >= self.update else ["gathered", "activations", "loss"]
+        return {name: size for name, size in found.items() if name not in absent}
 
     @property
     def states(self) -> float:

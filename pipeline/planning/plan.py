@@ -7,21 +7,29 @@ memory by part, the largest micro-batch that fits, step time, hours, and what to
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig
 
 from common.errors import UserError
-from data_prep.shards import TokenDataset
-from pipeline.config import Batch, RunConfig, solve_batch, total_steps
-from pipeline.engine import deepspeed_config, zero_stage
-from pipeline.loss.objectives import Objective, get_objective
-from pipeline.model import add_lora, attention, model_config
+from data_prep.config import DataConfig
+from pipeline.config import Batch, RunConfig
+from pipeline.export import unwrap
+from pipeline.loss.objectives import Objective
+from pipeline.model import model_config
 from pipeline.planning import footprint
+from pipeline.planning.checks import Ready, check, meta_model
+from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
+
+BYTES_PER_TOKEN = 4.0  # of English text in a vocabulary of 32,000 to 50,000
+PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
+PACKED = 3.0  # bytes of text per byte of a compressed file
 
 
 class Cluster(NamedTuple):
@@ -48,15 +56,18 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
 
 
 def model_sizes(config: RunConfig) -> Sizes:
-    """The model in numbers, counted on the meta device."""
+    """The model in numbers, counted on the meta device; of `model.architecture` where there is no network."""
     hf_config = model_config(config.model, online=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        if config.model.lora is not None:
-            model = add_lora(model, config.model)
+    return sizes_of(meta_model(config, hf_config), hf_config)
+
+
+def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
+    """A model in numbers."""
+    base = unwrap(model)
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     parameters = list(model.parameters())
-    outside = {id(head.weight): head.weight, id(embedding.weight): embedding.weight}
+    weights: list[Any] = [head.weight, embedding.weight]
+    outside = {id(weight): weight for weight in weights}
     total = sum(p.numel() for p in parameters)
     text: Any = hf_config.get_text_config()
     heads = text.num_attention_heads
@@ -93,8 +104,8 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         accumulation=batch.accumulation,
         bf16=config.model.dtype == "bfloat16",
         checkpointing=config.model.activation_checkpointing,
-        offload_optimizer="offload_optimizer" in zero,
-        offload_parameters="offload_param" in zero,
+        offload_optimizer=_offloaded(zero, "offload_optimizer"),
+        offload_parameters=_offloaded(zero, "offload_param"),
         cost=objective.needs_cost,
         cache_mb=config.objective.cost_cache_mb,
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
@@ -102,36 +113,98 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
     )
 
 
+def _offloaded(zero: dict[str, Any], part: str) -> bool:
+    """A section with device none, which is also the default, offloads nothing."""
+    return (zero.get(part) or {}).get("device", "none") != "none"
+
+
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
     """Resolve everything that can be resolved without training and print it; whether it fits.
 
     Raises UserError for whatever would stop the run at its start.
     """
-    batch = solve_batch(config.train.batch, config.train.micro_batch, ranks)
-    ds_config = deepspeed_config(config, batch)
-    objective = get_objective(config.objective.name, **config.objective.params)
-    sizes = model_sizes(config)
-    setup = setup_of(config, batch, ds_config, objective)
+    ready = check(config, ranks, here=False)
+    batch, objective = ready.batch, ready.objective
+    sizes = sizes_of(ready.model, ready.hf_config)
+    setup = setup_of(config, batch, ready.ds_config, objective)
     table = Table("what", "value", title=str(config.run_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
     table.add_row("parameters", f"{sizes.parameters:,} ({sizes.trainable:,} trainable), {config.model.dtype}")
-    table.add_row("attention", attention(config.model))
+    table.add_row("attention", ready.attention)
     table.add_row("objective", f"{objective.name} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))
     table.add_row("tokens per step", f"at most {batch.batch * config.data.block:,}")
-    table.add_row("steps", _steps(config))
+    length = run_length(config, ready)
+    table.add_row("steps", length.text)
     table.add_row("ZeRO", f"stage {setup.stage}" + _offloads(setup))
     found = footprint.memory(sizes, setup)
-    table.add_row(
-        "states per rank",
-        f"{found.states / GIB:.2f} GiB = weights {found.parameters / GIB:.2f} + gradients "
-        f"{found.gradients / GIB:.2f} + optimizer {found.optimizer / GIB:.2f}",
-    )
+    states = {"weights": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    table.add_row("states per rank", sum_line({k: v / GIB for k, v in states.items()}, 2, "GiB"))
     fits = True
     if cluster is not None:
-        fits = _add_cluster(table, config, sizes, setup, cluster)
+        fits = _add_cluster(table, length, sizes, setup, cluster)
     Console().print(table)
     return fits
+
+
+class Length(NamedTuple):
+    """How many steps a run has."""
+
+    steps: int | None
+    estimated: bool
+    text: str
+
+
+def run_length(config: RunConfig, ready: Ready) -> Length:
+    """Steps as configured, as the prepared data have them, or estimated from the sizes of their sources."""
+    if config.train.steps is not None:
+        return Length(config.train.steps, False, f"{config.train.steps:,}")
+    epochs = config.train.epochs
+    if ready.data is not None and ready.steps is not None:
+        rows = len(ready.data)
+        return Length(ready.steps, False, f"{ready.steps:,} ({rows:,} rows, {epochs:g} epochs)")
+    guess = estimated_rows(config.data)
+    if guess is None:
+        return Length(None, False, f"{epochs:g} epochs; their steps are known once the data are prepared")
+    steps = max(1, int((epochs or 0) * guess / config.train.batch))
+    return Length(
+        steps,
+        True,
+        f"about {steps:,} (estimated: the sources' sizes suggest {guess:,} rows, {epochs:g} epochs)",
+    )
+
+
+def estimated_rows(data: DataConfig) -> int | None:
+    """Rows that the sources will probably give, by their sizes; None where a size is not known here."""
+    if data.limit_rows is not None or any(source.limit is not None for source in data.sources):
+        return None
+    tokens = 0.0
+    for source in data.sources:
+        place = data.root / (source.files or "")  # which may be absolute
+        paths = list(Path(place.anchor).glob(str(place.relative_to(place.anchor)))) if source.files else []
+        if not paths:
+            return None
+        for path in paths:
+            packed = PACKED if path.suffix in (".gz", ".zst") else 1.0
+            tokens += path.stat().st_size * packed / BYTES_PER_TOKEN * source.weight
+    if data.limit_tokens is not None:
+        tokens = min(tokens, data.limit_tokens)
+    return max(1, int(tokens * (1 - data.validation_fraction) / data.block))
+
+
+def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
+    """`6.0 GiB = weights 2.5 + optimizer 3.5`: what is printed adds up, digit by digit.
+
+    Every part is rounded down, and the largest remainders are rounded up until the parts are the total.
+    """
+    scale = 10**digits
+    total = round(sum(parts.values()) * scale)
+    whole = {name: math.floor(value * scale) for name, value in parts.items()}
+    by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name] * scale)
+    for name in by_remainder[: total - sum(whole.values())]:
+        whole[name] += 1
+    shown = [f"{name} {value / scale:.{digits}f}" for name, value in whole.items() if value]
+    return f"{total / scale:.{digits}f} {unit} = " + (" + ".join(shown) or "nothing")
 
 
 def _offloads(setup: Setup) -> str:
@@ -140,40 +213,50 @@ def _offloads(setup: Setup) -> str:
     return f", {' and '.join(names)} in host memory" if names else ""
 
 
-def _add_cluster(table: Table, config: RunConfig, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
-    """Rows on memory and time on given GPUs; whether the run fits."""
+def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
+    """Rows on memory and time on given GPUs; whether the run fits, if only just."""
     gpu = cluster.gpu
     room = gpu.memory_gib * GIB * footprint.USABLE
     found = footprint.memory(sizes, setup)
-    parts = [f"{name} {value / GIB:.1f}" for name, value in found._asdict().items() if value]
     table.add_section()
-    table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.0f} GiB of each usable")
-    table.add_row("memory per GPU", f"{found.total / GIB:.1f} GiB = {' + '.join(parts)}")
-    largest = largest_micro(sizes, setup, room)
-    fits = found.total <= room
-    if fits:
-        table.add_row("fits", f"yes; largest train.micro_batch that fits: {largest}")
-    else:
-        table.add_row("fits", "NO; " + "; or ".join(remedies(sizes, setup, room, cluster)))
+    table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
+    table.add_row("memory per GPU", sum_line({n: v / GIB for n, v in found.peak.items()}, 1, "GiB"))
+    table.add_row("fits", fit(sizes, setup, room, cluster))
     time = footprint.step_time(sizes, setup, gpu, cluster.network_gb)
     tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
-    table.add_row("step", f"{time.total:.2f} s = " + " + ".join(f"{n} {s:.2f}" for n, s in _shown(time)))
+    table.add_row("step", sum_line(time._asdict(), 2, "s"))
     utilised = footprint.utilisation(sizes, setup, time.total, gpu)
     table.add_row("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {utilised:.0%}")
-    steps = _step_count(config)
-    if steps is not None:
-        hours = steps * time.total / 3600
-        table.add_row("run", f"{hours:.1f} hours, {hours * cluster.gpus:.1f} GPU-hours, without saving")
+    if length.steps is None:
+        hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
+        table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
+    else:
+        hours = length.steps * time.total / 3600
+        about = "about " if length.estimated else ""
+        note = "; the number of steps is an estimate" if length.estimated else ""
+        table.add_row(
+            "run", f"{about}{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving{note}"
+        )
     table.add_row(
         "trust",
         f"memory within {footprint.MEMORY_ERROR:.0%}, time within {footprint.TIME_ERROR:.0%} of the runs "
         "that this was checked against",
     )
-    return fits
+    return found.total <= room
 
 
-def _shown(time: footprint.Time) -> list[tuple[str, float]]:
-    return [(name, seconds) for name, seconds in time._asdict().items() if seconds >= 0.005]
+def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
+    """Whether the run fits, in words; `yes` only if it also does when the estimate is too low."""
+    needed, error = footprint.memory(sizes, setup).total, footprint.MEMORY_ERROR
+    certain = room / (1 + error)
+    if needed <= certain:
+        return f"yes; largest train.micro_batch that surely fits: {largest_micro(sizes, setup, certain)}"
+    if needed > room:
+        return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
+    return (
+        f"tight: {needed / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate may be {error:.0%} too low; "
+        "to be safe " + "; or ".join(remedies(sizes, setup, certain, cluster))
+    )
 
 
 def largest_micro(sizes: Sizes, setup: Setup, room: float) -> int:
@@ -206,22 +289,3 @@ def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> list[
     if enough:
         found.append(f"take {enough} GPUs")
     return found or ["no single change helps: take GPUs with more memory, or model.lora"]
-
-
-def _step_count(config: RunConfig) -> int | None:
-    if config.train.steps is not None:
-        return config.train.steps
-    try:
-        return total_steps(config.train, len(TokenDataset(config.data.dir / "train")))
-    except UserError:
-        return None
-
-
-def _steps(config: RunConfig) -> str:
-    count = _step_count(config)
-    if count is None:
-        return f"{config.train.epochs} epochs; their steps are known once the data are prepared"
-    if config.train.steps is not None:
-        return f"{count:,}"
-    rows = len(TokenDataset(config.data.dir / "train"))
-    return f"{count:,} ({rows:,} rows, {config.train.epochs} epochs)"

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from common.errors import UserError
 from common.provenance import library_versions
-from data_prep.shards import TokenDataset
 from pipeline import engine
-from pipeline.config import RunConfig, solve_batch
+from pipeline.config import RunConfig
+from pipeline.planning.checks import check
 from pipeline.planning.plan import model_sizes
 from pipeline.ranks import World, barrier, end_world, gather_objects
 
@@ -67,14 +67,14 @@ def preflight(config: RunConfig) -> int:
 
 
 def _host(config: RunConfig, world: World) -> Iterator[Finding]:
-    """What a rank can see alone. One rank per host looks, except for the data that every rank reads."""
+    """What a rank can see alone. One rank per host looks; every rank resolves the recipe."""
     host = socket.gethostname()
     try:
-        data = TokenDataset(config.data.dir / "train")
-        solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
-        yield Finding(host, "data", f"{len(data):,} rows in {config.data.dir}")
+        ready = check(config, world.ranks, here=True)
+        rows = len(ready.data) if ready.data is not None else 0
+        yield Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}")
     except UserError as error:
-        yield Finding(host, "data", "not usable", str(error))
+        yield Finding(host, "recipe", "cannot start", str(error))
     if int(os.environ.get("LOCAL_RANK", 0)):
         return
     if torch.cuda.is_available():
@@ -130,13 +130,7 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
                 os.fsync(file.fileno())
             rate = WRITE_MIB * MIB / (time.perf_counter() - began) / 1e9
             findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
-            needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
-            free = shutil.disk_usage(directory).free
-            advice = (
-                "" if free > needed else "free space, set run_dir elsewhere, or a smaller train.keep_last"
-            )
-            words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
-            findings.append(Finding(host, "disk", words, advice))
+            findings += _disk(config, host)
         except OSError as error:
             findings.append(Finding(host, "run directory", str(error), "set run_dir to where you may write"))
     barrier()
@@ -150,6 +144,18 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
         if created and directory.exists() and not any(directory.iterdir()):
             directory.rmdir()
     return findings
+
+
+def _disk(config: RunConfig, host: str) -> list[Finding]:
+    """Whether the checkpoints fit; nothing where the model cannot be resolved, which is a finding already."""
+    try:
+        needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
+    except UserError:
+        return []
+    free = shutil.disk_usage(config.run_dir).free
+    advice = "" if free > needed else "free space, set run_dir elsewhere, or a smaller train.keep_last"
+    words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
+    return [Finding(host, "disk", words, advice)]
 
 
 def _agreement() -> Iterator[Finding]:

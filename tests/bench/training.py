@@ -97,16 +97,17 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     from pipeline.batches import BatchOrder, rank_rows
     from pipeline.config import lr_at, solve_batch
     from pipeline.model import build_model, load_losses, model_config, write_initial_weights
+    from pipeline.planning.ds_file import deepspeed_config
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     with main_first(world):
         if world.is_main:
-            resume.claim_run_dir(config, data.fingerprint)
             write_initial_weights(config)
+            resume.claim(config, data.fingerprint)
     losses = load_losses(config, model_config(config.model).vocab_size)
-    ds_config = engine.deepspeed_config(config, batch)
+    ds_config = deepspeed_config(config, batch)
     partitioned = engine.build_partitioned(ds_config)
     ds = engine.Engine(build_model(config, losses), ds_config, world).ds
     del partitioned
@@ -132,13 +133,13 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     from data_prep.shards import TokenDataset
-    from pipeline import engine
     from pipeline.config import solve_batch
     from pipeline.model import model_config
+    from pipeline.planning.ds_file import deepspeed_config
 
     tokens = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
-    ds_config = engine.deepspeed_config(config, batch)
+    ds_config = deepspeed_config(config, batch)
     del ds_config["optimizer"]["params"]["torch_adam"]
     ds_config["zero_force_ds_cpu_optimizer"] = False
     for key in ("optimizer", "steps_per_print"):

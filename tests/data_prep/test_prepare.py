@@ -92,7 +92,7 @@ def test_other_settings_are_refused_and_force_starts_over(tmp_path: Path) -> Non
     run(config)
     old = train_set(config).fingerprint
     other = data_config(tmp_path, sources=[{"files": "a.jsonl"}], block=64)
-    with pytest.raises(UserError, match=r"other settings \(block was 32, now 64\); set another data.dir, or"):
+    with pytest.raises(UserError, match=r"with data.block=32, the recipe says 64; set another"):
         run(other)
     assert train_set(config).fingerprint == old
     run(other, force=True)

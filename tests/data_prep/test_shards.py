@@ -254,7 +254,7 @@ def test_verify_catches(damage: Any, text_config: DataConfig, capsys: pytest.Cap
 @pytest.mark.parametrize("damage", [damage_truncate, damage_missing, damage_manifest_format])
 def test_training_refuses_damaged_data(damage: Any, text_config: DataConfig) -> None:
     damage(text_config.dir / "train")
-    with pytest.raises(UserError, match="run: python -m data_prep prepare RECIPE --force"):
+    with pytest.raises(UserError, match="run: python -m data_prep prepare RECIPE"):
         train_set(text_config)
 
 
@@ -277,6 +277,7 @@ def test_verify_counts_targets_again(instruct_config: DataConfig) -> None:
     identity = content_fingerprint(manifest.kind, manifest.block, manifest.tokenizer_fingerprint, shards)
     changed = manifest.model_copy(update={"shards": shards, "fingerprint": identity})
     (train / "manifest.json").write_text(manifest_text(changed))
+    (train / "shard-00000-of-00002.json").unlink()
     (fault,) = verify(instruct_config.dir)[1]
     assert "row 3 supervises" in fault
 

@@ -105,7 +105,7 @@ def test_a_torn_newest_checkpoint_is_passed_over(undisturbed: Path, recipe: Path
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lr=0.5", "was started with train.lr=0.001, not 0.5"),
+        ("train.lr=0.5", "was started with train.lr=0.001, and the recipe now has train.lr=0.5"),
         ("train.batch=7", "train.micro_batch=2 does not divide the 7 rows"),
         ("data.dir=/nowhere", "python -m data_prep prepare"),
         ("model.architecture.vocab_size=100", "head has 100"),

@@ -15,7 +15,7 @@ from pipeline.cli import main
 from pipeline.config import load_config
 from pipeline.planning import footprint
 from pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
-from pipeline.planning.plan import largest_micro, model_sizes, parse_cluster, remedies
+from pipeline.planning.plan import fit, largest_micro, model_sizes, parse_cluster, remedies, sum_line
 from tests.conftest import REPO
 from tests.helpers import launching
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[
     recipe = str(REPO / "launch/recipes/llama-7b-wikitext103.yaml")
     assert main(["plan", recipe, "--gpus", "8xA100-80G"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "MFU" in printed and "largest train.micro_batch that fits" in printed
+    assert "MFU" in printed and "largest train.micro_batch that surely fits" in printed
     assert main(["plan", recipe, "--gpus", "1xA100-80G"]) == 1
     assert "NO; " in capsys.readouterr().out
     setup = Setup(4, 3, 16, 2048)
@@ -106,6 +106,32 @@ def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[
     fitting = largest_micro(LLAMA_7B, setup, room)
     assert fitting and 16 % fitting == 0
     assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=fitting)).total <= room
+
+
+def _numbers(line: str) -> tuple[float, list[float]]:
+    """The total and the parts of a line as `plan` prints it."""
+    total, parts = line.split(" = ")
+    return float(total.split()[0]), [float(part.split()[-1]) for part in parts.split(" + ")]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_printed_parts_sum_to_the_printed_total(micro: int, stage: int) -> None:
+    """defects D5: 21.3 GiB of parts under a total of 18.2."""
+    found = footprint.memory(LLAMA_7B, Setup(8, stage, micro, 256))
+    for digits in (1, 2):
+        total, parts = _numbers(sum_line({k: v / GIB for k, v in found.peak.items()}, digits, "GiB"))
+        assert sum(parts) == pytest.approx(total, abs=1e-9)
+        assert total == pytest.approx(found.total / GIB, abs=0.51 * 10**-digits)
+
+
+def test_what_fits_only_if_the_estimate_is_exact_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+    """defects D5: "fits: yes" at 34.4 of 36 GiB with an error of 25 %."""
+    cluster = parse_cluster("8xA100-80G")
+    needed = footprint.memory(LLAMA_7B, setup := Setup(8, 3, 4, 256)).total
+    for room, answer in ((needed * 1.5, "yes; "), (needed * 1.1, "tight: "), (needed * 0.9, "NO; ")):
+        assert fit(LLAMA_7B, setup, room, cluster).startswith(answer)
+    assert "25% too low; to be safe set train.micro_batch=" in fit(LLAMA_7B, setup, needed * 1.1, cluster)
 
 
 def test_an_unknown_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,3 +65,16 @@ def test_a_spike_is_noted_or_ends_the_run(tmp_path: Path) -> None:
         else:
             assert "jumped to 9" in (watch.observe(20, sums(9.0), lambda: ROWS) or "")
     assert [r["reason"] for r in recorded(tmp_path)] == ["spike", "spike"]
+
+
+def test_a_resumed_run_judges_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """defects A17: nothing that is measured over several steps depends on where a run was interrupted."""
+    first = guard(tmp_path, spike_factor=3, max_skipped=3)
+    for step in range(20):
+        first.observe(step, sums(2.0 + step % 2), lambda: ROWS)
+    first.observe(20, sums(math.nan), lambda: ROWS)
+    state = json.loads(json.dumps(first.state(), allow_nan=False))
+    second = Guard(tmp_path, first.train, writes=True, state=state)
+    assert "2 in a row" in (second.observe(21, sums(math.nan), lambda: ROWS) or "")
+    third = Guard(tmp_path, first.train, writes=True, state=state)
+    assert "jumped to 9" in (third.observe(21, sums(9.0), lambda: ROWS) or "")

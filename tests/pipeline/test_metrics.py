@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from pipeline.config import RunConfig, load_config
 from pipeline.engine import Sums
 from pipeline.metrics import Metrics
-from pipeline.run_dir import HEARTBEAT, METRICS, PROFILE, read_metrics
+from pipeline.run_dir import METRICS, PROFILE, read_metrics
 from tests.conftest import REPO
 
 
@@ -31,28 +30,31 @@ def reporter(run_dir: Path, step: int = 0) -> Metrics:
 
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     metrics = reporter(tmp_path)
-    metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False))
-    metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False))
-    metrics.log(2, 40, 1e-3, 0.5)
+    metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False), 0.4)
+    metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False), 0.6)
+    metrics.log(2, 40, 1e-3)
     metrics.close()
     (record,) = read_metrics(tmp_path)
     assert record["loss"] == pytest.approx(1.0)
     assert record["nll"] == pytest.approx(1.5)
     assert record["perplexity"] == pytest.approx(math.exp(1.5))
     assert record["demd"] == pytest.approx(0.2)
-    assert (record["step"], record["tokens"], record["lr"], record["grad_norm"]) == (2, 40, 1e-3, 0.5)
+    assert (record["step"], record["tokens"], record["lr"]) == (2, 40, 1e-3)
+    assert record["grad_norm"] == pytest.approx(0.5)  # over the window, not of its last step
+    assert record["grad_norm_max"] == 0.6
 
 
 def test_skipped_steps_count_but_do_not_spoil_the_mean(tmp_path: Path) -> None:
     metrics = reporter(tmp_path)
-    metrics.step(1, Sums(math.nan, math.nan, math.nan, 10, False, applied=False))
-    metrics.step(2, Sums(10.0, 20.0, math.nan, 10, False))
-    metrics.log(2, 20, 1e-3, 0.5)
+    metrics.step(1, Sums(math.nan, math.nan, math.nan, 10, False, applied=False), math.inf)
+    metrics.step(2, Sums(10.0, 20.0, math.nan, 10, False), 0.5)
+    metrics.log(2, 20, 1e-3)
     metrics.close()
     (record,) = read_metrics(tmp_path)
     assert record["skipped"] == 1
     assert record["nll"] == pytest.approx(2.0)
     assert record["demd"] is None  # not a number is written as JSON can say it
+    assert record["grad_norm"] == record["grad_norm_max"] == 0.5
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
@@ -63,42 +65,116 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     silent = Metrics(config(tmp_path), 0, 10, active=False)
-    silent.step(1, Sums(1.0, 1.0, 1.0, 1, False))
-    silent.log(1, 1, 1.0, 1.0)
+    silent.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
+    silent.log(1, 1, 1.0)
+    assert silent.state() == {}
     silent.say("nothing")
     silent.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_heartbeat_is_renewed_and_the_share_of_the_peak_logged(tmp_path: Path) -> None:
-    metrics = Metrics(config(tmp_path), 0, 10, active=True, peak_share=0.01)
-    metrics.step(1, Sums(1.0, 1.0, 1.0, 1, False))
-    beat = json.loads((tmp_path / HEARTBEAT).read_text())
-    assert (beat["step"], beat["doing"]) == (1, "training")
-    assert abs(beat["time"] - time.time()) < 60
-    metrics.log(1, 1, 1e-3, 0.5)
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_steps(
+    metrics: Metrics, clock: Clock, steps: range, pause_after: int = 0, log_every: int = 10
+) -> None:
+    """Ten tokens and two seconds a step, with an hour's pause after step `pause_after`."""
+    for step in steps:
+        clock.now += 2.0
+        metrics.step(step, Sums(float(step), 2.0 * step, 0.5, 10, False), float(step))
+        if step % 10 == 0:
+            metrics.log(step, 10 * step, 1e-3)
+        if step == pause_after:
+            clock.now += 3600
+            metrics.pause()
+
+
+def test_pauses_change_no_throughput(tmp_path: Path) -> None:
+    """defects A17: after a save at step 25 the window of step 30 had its tokens and half of its time."""
+    clock = Clock()
+    metrics = Metrics(config(tmp_path), 0, 30, active=True, peak_share=0.01, clock=clock)
+    run_steps(metrics, clock, range(1, 31), pause_after=25)
     metrics.close()
-    assert read_metrics(tmp_path)[0]["mfu"] > 0
+    assert [r["tokens_per_s"] for r in read_metrics(tmp_path)] == [5.0, 5.0, 5.0]
+    assert [r["mfu"] for r in read_metrics(tmp_path)] == pytest.approx([0.005] * 3)
+
+
+@pytest.mark.parametrize("stopped", [3, 10, 17])
+def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped: int) -> None:
+    """defects A17: the sums of a window in progress go through the checkpoint."""
+    clock, undisturbed, resumed = Clock(), tmp_path / "a", tmp_path / "b"
+    for run_dir in (undisturbed, resumed):
+        run_dir.mkdir()
+    whole = Metrics(config(undisturbed), 0, 20, active=True, clock=clock)
+    run_steps(whole, clock, range(1, 21))
+    whole.close()
+    first = Metrics(config(resumed), 0, 20, active=True, clock=clock)
+    run_steps(first, clock, range(1, stopped + 1))
+    state = json.loads(json.dumps(first.state(), allow_nan=False))
+    run_steps(first, clock, range(stopped + 1, min(stopped + 4, 21)))  # lost when the run is killed
+    first.close()
+    second = Metrics(config(resumed), stopped, 20, active=True, window=state, clock=clock)
+    run_steps(second, clock, range(stopped + 1, 21))
+    second.close()
+    assert read_metrics(resumed) == read_metrics(undisturbed)
+
+
+def test_every_line_is_json(tmp_path: Path) -> None:
+    """defects A17: no bare NaN or Infinity, neither written nor kept from an older file."""
+    (tmp_path / METRICS).write_text('{"step": 1, "nll": Infinity}\n')
+    metrics = reporter(tmp_path, step=1)
+    metrics.step(2, Sums(math.inf, math.inf, math.nan, 10, False), math.inf)
+    assert "Infinity" not in json.dumps(metrics.state())
+    metrics.log(2, 20, 1e-3)
+    metrics.validation(2, 20, Sums(math.inf, math.nan, math.nan, 0, False))
+    metrics.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    lines = (tmp_path / METRICS).read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [r.get("nll") for r in found] == [None, None, None]
+
+
+def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_bytes(b'{"step": 1}\n\xff\x00\n[3]\n{"step": 2}\n')
+    reporter(tmp_path, step=5).close()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:
     metrics = Metrics(config(tmp_path, profile="[2,3]"), 0, 10, active=True)
     for step in range(1, 5):
         metrics.starts(step)
-        metrics.step(step, Sums(1.0, 1.0, 1.0, 1, False))
+        metrics.step(step, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
     metrics.close()
     assert json.loads((tmp_path / PROFILE).read_text())["traceEvents"]
 
 
 def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects B8: two run directories of one name are two runs, and a resumed one stays the same."""
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    metrics = Metrics(config(tmp_path, wandb="emo-test"), 0, 10, active=True)
-    assert wandb.run is not None and wandb.run.project == "emo-test"
-    metrics.step(1, Sums(1.0, 1.0, 1.0, 1, False))
-    metrics.log(1, 1, 1e-3, 0.5)
-    metrics.close()
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    ids = []
+    for run_dir in (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        metrics = Metrics(config(run_dir, wandb="emo-test"), 0, 10, active=True)
+        assert wandb.run is not None and wandb.run.project == "emo-test"
+        ids.append(wandb.run.id)
+        metrics.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
+        metrics.log(1, 1, 1e-3)
+        metrics.close()
+    assert ids[0] != ids[1] and ids[0] == ids[2]
+    written = next(iter((tmp_path / "b" / "run").glob("wandb/offline-run-*/*.wandb")))
     assert b"train/nll" in written.read_bytes()

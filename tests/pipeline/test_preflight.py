@@ -45,7 +45,14 @@ def test_an_unfit_host(recipe: Path, tmp_path: Path) -> None:
     done = preflight(1, *arguments, limit="ulimit -n 1000;")
     assert done.returncode == 1, done.stdout
     assert "ulimit -n" in done.stdout
-    assert "not usable" in done.stdout and "python -m data_prep prepare" in done.stdout
+    assert "cannot start" in done.stdout and "python -m data_prep prepare" in done.stdout
+
+
+def test_a_recipe_that_cannot_start(recipe: Path, tmp_path: Path) -> None:
+    """defects D4: preflight passed recipes that training refused."""
+    done = preflight(1, str(recipe), f"run_dir={tmp_path / 'run'}", "objective.name=emoo")
+    assert done.returncode == 1, done.stdout
+    assert "cannot start" in done.stdout and "did you mean emo" in done.stdout
 
 
 def test_a_run_directory_that_cannot_be(recipe: Path, tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""One launch per run directory, and what it is doing: the lock and heartbeat.json.
+
+Rank 0 holds a lease on the run directory (common/lease.py) and a thread renews it, so that a second launch is
+refused while the first lives, and takes over when it has died. The same thread writes the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import write_text
+from common.lease import Lease
+from pipeline.run_dir import HEARTBEAT, LOCK
+
+log = logging.getLogger(__name__)
+
+BEAT = 5.0  # seconds between heartbeats
+STALE = 120.0  # a holder on another host that has not renewed its lease for so long is dead
+LOOK = 0.25  # seconds between looks at a lock that somebody holds
+
+
+class RunLock:
+    """This launch's hold on its run directory. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, run_dir: Path, active: bool) -> None:
+        self.run_dir = run_dir
+        self._lease = Lease(run_dir, LOCK, STALE, BEAT) if active else None
+        self._step, self._doing, self._since = 0, "loading", time.time()
+        self.lost = False  # whether another launch took over, as of the last beat
+        self._writing = threading.Lock()  # the main thread writes as well
+
+    def take(self) -> None:
+        """Take the lock, waiting for a holder that has died without a word on another host.
+
+        Raises UserError when another launch holds it, or the directory cannot be written.
+        """
+        if self._lease is None:
+            return
+        try:
+            if not self._lease.acquire(self._beat):
+                self._outlast(self._lease)
+        except OSError as error:
+            raise UserError(f"run_dir={self.run_dir} cannot be written ({error}); set another") from None
+        self._beat()
+
+    def _outlast(self, lease: Lease) -> None:
+        """Wait until the holder is found dead; UserError as soon as it is seen to live."""
+        first, began = lease.holder(), time.monotonic()
+        if first is not None and not first.here:
+            log.info(
+                "%s is locked by process %d on %s: waiting up to %.0f s to see whether it still runs",
+                self.run_dir, first.pid, first.host, STALE,
+            )  # fmt: skip
+        while not lease.acquire(self._beat):
+            time.sleep(LOOK)
+            now = lease.holder()
+            if now is None:
+                continue
+            renewed = first is not None and now.renewed > first.renewed
+            if renewed or (now.here and time.monotonic() - began > 2 * BEAT):
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.since))
+                raise UserError(
+                    f"{self.run_dir} is in use by process {now.pid} on {now.host}, started {when}; "
+                    "wait until it has ended, or set run_dir to another directory"
+                )
+
+    @property
+    def problem(self) -> str | None:
+        """Why this launch must not write any more, or None; looks at the directory."""
+        if self._lease is None or self._lease.held():
+            return None
+        return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
+
+    def reached(self, step: int) -> None:
+        """Step `step` has been taken."""
+        self._step, self._since = step, time.time()
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Within the block the heartbeat says `what`: loading, validating, saving, exporting."""
+        before = self._doing
+        self.now(what)
+        yield
+        self.now(before)
+
+    def now(self, what: str) -> None:
+        """The run does `what` from now on."""
+        self._doing, self._since = what, time.time()
+        if self._lease is not None and self._lease.path is not None:
+            self._beat()
+
+    def release(self, ended: str) -> None:
+        """Let other launches have the directory; the heartbeat keeps saying how this one `ended`."""
+        if self._lease is not None:
+            self.now(ended)
+            self._lease.release()
+
+    def _beat(self) -> None:
+        self.lost = self.lost or self.problem is not None
+        if self.lost:
+            return
+        # Where the disk is full, what must be written reports it.
+        with self._writing, contextlib.suppress(OSError, UserError):
+            beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
+            beat |= {"host": socket.gethostname(), "pid": os.getpid()}
+            write_text(self.run_dir / HEARTBEAT, json.dumps(beat))

@@ -1,0 +1,131 @@
+"""Everything about a run that can be refused before its weights are loaded, in one place.
+
+The dry run, `plan`, `preflight` and training itself all ask `check`, so that what one of them accepts the
+others do not refuse.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from common.errors import UserError, one_line
+from data_prep.shards import TokenDataset, is_prepared, open_prepared
+from pipeline import resume
+from pipeline.config import Batch, RunConfig, solve_batch, total_steps
+from pipeline.export import rehearse, unwrap
+from pipeline.loss.cost_source import FILES, load_cost
+from pipeline.loss.objectives import Objective
+from pipeline.model import (
+    add_lora,
+    attention,
+    check_fits,
+    model_config,
+    training_objective,
+    usable_attention,
+)
+from pipeline.planning.ds_file import check_host, deepspeed_config
+
+
+class Ready(NamedTuple):
+    """A recipe on so many ranks, found to be without mistakes."""
+
+    batch: Batch
+    steps: int | None  # None where they follow from data that are not prepared yet
+    ds_config: dict[str, Any]
+    hf_config: PretrainedConfig
+    model: nn.Module  # on the meta device, with adapters
+    objective: Objective
+    attention: str
+    data: TokenDataset | None
+    validation: TokenDataset | None
+
+
+def check(config: RunConfig, ranks: int, here: bool) -> Ready:
+    """Resolve the recipe for `ranks` ranks.
+
+    here: training shall start on this host, so that model, data and run directory must be at hand; otherwise
+    what is absent is passed over. Raises UserError for whatever would stop the run.
+    """
+    batch = solve_batch(config.train.batch, config.train.micro_batch, ranks)
+    ds_config = deepspeed_config(config, batch)
+    if here:
+        check_host(ds_config)
+    objective = training_objective(config)
+    data, validation = _data(config, here)
+    hf_config = model_config(config.model, online=here)
+    for part in (data, validation):
+        if part is not None:
+            check_fits(hf_config, config.model, part.manifest)
+    implementation = usable_attention(config.model, hf_config) if here else attention(config.model)
+    steps = _steps(config, data)
+    if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
+        raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
+    model = meta_model(config, hf_config)
+    base = unwrap(model)
+    base.generation_config = _generation_config(config, here) or base.generation_config
+    rehearse(model, config)
+    _check_cost(config, hf_config.get_text_config().vocab_size, here)
+    if data is not None:
+        resume.compare(config, data.fingerprint)
+    return Ready(batch, steps, ds_config, hf_config, model, objective, implementation, data, validation)
+
+
+def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
+    """The model with its adapters on the meta device: names and shapes without weights."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+            return model if config.model.lora is None else add_lora(model, config.model)
+    except (ValueError, KeyError, TypeError) as error:
+        where = "model.path" if config.model.path else "model.architecture"
+        if config.model.lora is not None:
+            where += " or model.lora"
+        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
+
+
+def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, TokenDataset | None]:
+    """Training and validation data; None where they are not there and need not be."""
+    if not required and not is_prepared(config.data):
+        return None, None
+    data, validation = open_prepared(config.data)
+    if not data.valid.sum():
+        raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
+    return data, validation
+
+
+def _steps(config: RunConfig, data: TokenDataset | None) -> int | None:
+    if data is None:
+        return config.train.steps
+    return total_steps(config.train, len(data))
+
+
+def _generation_config(config: RunConfig, here: bool) -> GenerationConfig | None:
+    """Generation defaults of a pre-trained model, which the export carries on."""
+    path = config.model.path
+    if path is None or not (here or Path(path).exists()):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path, revision=config.model.revision or "main")
+    except OSError:
+        return None
+    except ValueError as error:
+        raise UserError(
+            f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
+        ) from None
+
+
+def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
+    """Read the cost embedding once, where it exists already and is at hand."""
+    source, path = config.objective.cost, config.model.path
+    if source == "pretrained":
+        if path is None:
+            return  # the head of weights that the run itself is going to write
+        source = path
+    is_file = Path(source).suffix in FILES
+    if source != "live" and (here or is_file or Path(source).exists()):
+        load_cost(source, vocab_size, revision=config.model.revision if source == path else None)

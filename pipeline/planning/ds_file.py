@@ -1,0 +1,202 @@
+"""The DeepSpeed file that a recipe names: read, checked whole, and completed from the recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, ValidationError
+
+from common.errors import UserError, nearest, one_line
+from common.provenance import REPOSITORY
+from pipeline.config import Batch, RunConfig
+
+# What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
+OWNED_BY_RECIPE = {
+    "train_batch_size": "train.batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.batch and train.micro_batch",
+    "optimizer": "train.lr, train.betas, train.eps, train.weight_decay",
+    "scheduler": "train.schedule and train.warmup_ratio",
+    "gradient_clipping": "train.clip",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+GRADIENT_TYPES = ("fp32", "bf16", "fp16")
+
+
+def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
+    """The DeepSpeed configuration: the file that the recipe names, completed from the recipe.
+
+    Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
+    what the recipe owns, or asks for what cannot work.
+    """
+    path = config.deepspeed if config.deepspeed.exists() else REPOSITORY / config.deepspeed
+    tree = _read(path, config.deepspeed)
+    for key, instead in OWNED_BY_RECIPE.items():
+        if key in tree:
+            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
+    _check(tree, path)
+    _check_combination(config, tree, path)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    zero = tree.setdefault("zero_optimization", {"stage": 0})
+    if on_cpu:
+        zero["overlap_comm"] = False  # gloo has no streams to overlap on
+        for part in ("offload_optimizer", "offload_param"):
+            (zero.get(part) or {}).pop("pin_memory", None)
+    train = config.train
+    adam: dict[str, Any] = {
+        "lr": train.lr,
+        "betas": list(train.betas),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+    }
+    if on_cpu and "offload_optimizer" not in zero:
+        adam["torch_adam"] = True  # the fused one is a CUDA kernel
+    tree.update(
+        train_batch_size=batch.batch,
+        train_micro_batch_size_per_gpu=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+        optimizer={"type": "AdamW", "params": adam},
+        gradient_clipping=train.clip,
+        bf16={"enabled": config.model.dtype == "bfloat16"},
+        steps_per_print=10**9,
+    )
+    return tree
+
+
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    """The ZeRO stage of a DeepSpeed configuration."""
+    return int(ds_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def check_host(ds_config: dict[str, Any]) -> None:
+    """Raises UserError when weights are to be on NVMe and this host lacks what DeepSpeed needs for it."""
+    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    if offload.get("device") != "nvme":
+        return
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
+    place = offload.get("nvme_path") or "(not given)"
+    if not os.access(place, os.W_OK):
+        raise UserError(f"nvme_path {place} is not a writable directory; set it to one")
+
+
+def _read(path: Path, given: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"deepspeed={given} does not exist; see ds_configs/")
+    try:
+        tree = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"deepspeed={path} must hold a JSON object; see ds_configs/")
+    return tree
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a key given twice, of which JSON would keep the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+class _Asked(dict[str, Any]):
+    """A dictionary that remembers which keys were looked up, present or not."""
+
+    asked: set[str]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+
+def _check(tree: dict[str, Any], path: Path) -> None:
+    """Refuse what DeepSpeed would misread or, at the top level, ignore.
+
+    DeepSpeed itself says which keys it knows: it is given the file, and what it does not look up is unknown.
+    """
+    if "zero_optimization" in tree:
+        _check_zero(tree["zero_optimization"], path)
+    types = tree.get("data_types", {})
+    accumulated = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else None
+    if accumulated not in GRADIENT_TYPES or types.keys() - {"grad_accum_dtype"}:
+        raise UserError(
+            f"{path}: data_types must be an object with grad_accum_dtype, one of {', '.join(GRADIENT_TYPES)}"
+        )
+    asked = _Asked(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    asked.asked = set()
+    problem = None
+    try:
+        DeepSpeedConfig(asked)
+    except Exception as error:  # whatever its sections raise for values that they do not expect
+        problem = _reason(error)
+    unknown = [key for key in tree if key not in asked.asked]
+    if unknown and problem is None:
+        known = asked.asked - OWNED_BY_RECIPE.keys()
+        raise UserError(f"{path}: DeepSpeed knows no key {unknown[0]}; {nearest(unknown[0], sorted(known))}")
+    if problem is not None:
+        raise UserError(f"{path}: DeepSpeed refuses it: {problem}")
+
+
+def _check_zero(zero: Any, path: Path) -> None:
+    if not isinstance(zero, dict):
+        raise UserError(f"{path}: zero_optimization must be an object with stage; see ds_configs/")
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = _keys_at(DeepSpeedZeroConfig, first["loc"][:-1])
+            raise UserError(f"{path}: unknown key {place}; {nearest(str(first['loc'][-1]), known)}") from None
+        raise UserError(f"{path}: {place}: {first['msg']} (given: {first['input']!r})") from None
+
+
+def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at `loc` below `cls`."""
+    for part in loc:
+        annotation = cls.model_fields[str(part)].annotation
+        for candidate in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                cls = candidate
+    return list(cls.model_fields)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']} (given: {first['input']!r})"
+    return one_line(error, 200)
+
+
+def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
+    """Refuse what is valid on its own and does not work for us."""
+    zero = tree.get("zero_optimization", {})
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise UserError(
+            f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
+            "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
+        )
+    if config.model.compile and zero_stage(tree) == 3:
+        raise UserError(
+            "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "
+            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
+        )

@@ -1,0 +1,64 @@
+"""The commands in the headers of launch/recipes can be run as they are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from common.recipe import read_recipe
+from data_prep.config import load_data_config
+from data_prep.sources import open_inputs
+from data_prep.tokenizer import load_tokenizer
+from pipeline.train import main
+from tests.conftest import REPO
+
+RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
+
+
+def commands(recipe: Path) -> list[str]:
+    """What the header says to run, remarks in brackets left out."""
+    lines = [line[1:].strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+    return [re.sub(r"\s+\(.*\)$", "", line) for line in lines if line.startswith(("python -m", "deepspeed "))]
+
+
+def needs_files(recipe: Path) -> bool:
+    return "root" in read_recipe(recipe, [])["data"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_commands_in_a_header_can_be_run(
+    recipe: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """defects D4, D7: an override that is needed, or a folder by a wrong name."""
+    monkeypatch.chdir(REPO)
+    if recipe.stem.startswith("quickstart-continue"):
+        pytest.skip("continues what quickstart-pretrain exports")
+    lines = commands(recipe)
+    if needs_files(recipe):
+        assert len(lines) == 2
+        place = str(request.getfixturevalue("shared_data"))
+        lines = [re.sub(r"\bDIR\b", place, line) for line in lines]
+    for line in lines:
+        words = shlex.split(line)
+        assert recipe == REPO / next(word for word in words if word.endswith(".yaml"))
+        overrides = [word for word in words if "=" in word]
+        if words[0] == "python":
+            assert words[1:4] == ["-m", "data_prep", "prepare"]
+            config = load_data_config(recipe, overrides)
+            if needs_files(recipe):
+                assert len(open_inputs(config)) == len(config.sources) + len(config.validation)
+                load_tokenizer(config.root / str(config.tokenizer))
+            continue
+        script = next(word for word in words if word.startswith("launch/") and word.endswith(".sh"))
+        assert words[:2] == ["deepspeed", "--num_gpus"] and (REPO / script).is_file()
+        kind = {"continual": "text", "instruct": "instruct"}[Path(script).stem]
+        assert main(kind, [str(recipe), *overrides, "--dry-run", "--ranks", words[2]]) == 0
+
+
+def test_most_recipes_say_how_they_are_run() -> None:
+    """All that do not only change the model or the data of another one."""
+    silent = [path.name for path in RECIPES if not commands(path) and "extends" not in path.read_text()]
+    assert silent == []

@@ -1,0 +1,518 @@
+"""What was prepared stays as it is, or it is said: changed files, changed recipes, directories of others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from common.files import Hashes, sha256
+from data_prep.__main__ import main
+from data_prep.config import DataConfig, check_prepared, differences, settings
+from data_prep.prepare import Workers
+from data_prep.shards import TokenDataset, manifest_digest, open_prepared, read_manifest
+from data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from data_prep.verify import verify
+from tests.conftest import REPO
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    file_bytes,
+    run,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+
+
+def rows(path: Path, count: int = 120, seed: int = 0) -> None:
+    write_jsonl(path, ({"text": text} for text in texts(count, seed)))
+
+
+@pytest.fixture(scope="module")
+def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a.jsonl, its own copy of the tokenizer, and what was prepared from them: two splits of three shards."""
+    root = tmp_path_factory.mktemp("integrity")
+    rows(root / "a.jsonl")
+    shutil.copytree(tiny_tokenizer(), root / "tokenizer")
+    run(config_of(root))
+    return root
+
+
+def config_of(place: Path, **data: Any) -> DataConfig:
+    default = {
+        "sources": [{"files": "*.jsonl"}],
+        "shards": 3,
+        "validation_fraction": 0.2,
+        "tokenizer": "tokenizer",
+    }
+    return data_config(place, **(default | data))
+
+
+@pytest.fixture
+def config(prepared_once: Path, tmp_path: Path) -> DataConfig:
+    """A copy of its own of the prepared directory, whose hashes are remembered."""
+    root = tmp_path / "root"
+    shutil.copytree(prepared_once, root, symlinks=True)
+    config = config_of(root)
+    run(config)
+    return config
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """One bit, in place; size and time of modification stay."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at % times.st_size)
+        byte = file.read(1)[0]
+        file.seek(at % times.st_size)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Some keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+SHARD, NOTE = "train/shard-00001-of-00003.arrow", "train/shard-00001-of-00003.json"
+
+# What happens to DIR. defects A9
+MENDED: dict[str, Callable[[Path], None]] = {
+    "a shard is deleted": lambda d: (d / SHARD).unlink(),
+    "a validation shard is deleted": lambda d: (d / SHARD.replace("train", "validation")).unlink(),
+    "a shard is cut": lambda d: os.truncate(d / SHARD, 100),
+    "a shard is flipped in place": lambda d: flip(d / SHARD, 3000),
+    "a shard's last byte is flipped": lambda d: flip(d / SHARD),
+    "two shards are swapped": lambda d: [
+        shutil.move(d / SHARD, d / "x"),
+        shutil.move(d / SHARD.replace("00001-", "00002-"), d / SHARD),
+        shutil.move(d / "x", d / SHARD.replace("00001-", "00002-")),
+    ],
+    "a note is deleted": lambda d: (d / NOTE).unlink(),
+    "a note is damaged": lambda d: (d / NOTE).write_text("{"),
+    "a note is edited": lambda d: edit(d / NOTE, rows=7, documents=1),
+    "a note and its shard agree, but not with the manifest": lambda d: [
+        flip(d / SHARD, 3000),
+        edit(d / NOTE, sha256=sha256(d / SHARD)),
+    ],
+    "validation is removed": lambda d: shutil.rmtree(d / "validation"),
+    "train is removed": lambda d: shutil.rmtree(d / "train"),
+    "a manifest is deleted": lambda d: (d / "train/manifest.json").unlink(),
+    "a manifest is damaged": lambda d: (d / "train/manifest.json").write_text("{"),
+    **{
+        f"the manifest's {key} is edited": lambda d, key=key, value=value: edit(
+            d / "train/manifest.json", **{key: value}
+        )
+        for key, value in {
+            "vocab_size": 32000,
+            "bos_id": 5,
+            "eos_id": None,
+            "template": "chat/1",
+            "split": "validation",
+            "sources": [],
+            "counts": {},
+            "rejected": {"empty": 3},
+            "kind": "instruct",
+            "block": 64,
+            "rows": 7,
+            "waste": 0.5,
+            "fingerprint": "0" * 64,
+            "tokenizer_fingerprint": "0" * 64,
+            "tool": "mine",
+            "config": {},
+        }.items()
+    },
+}
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a new file matches": (lambda d: rows(d.parent / "b.jsonl", seed=9), "b.jsonl was not there when"),
+    "a source is edited at equal size": (lambda d: flip(d.parent / "a.jsonl", 200), "a.jsonl changed since"),
+    "a source is longer": (lambda d: rows(d.parent / "a.jsonl", 121), r"a.jsonl has [0-9,]+ bytes, when"),
+    "a source has another name": (
+        lambda d: (d.parent / "a.jsonl").rename(d.parent / "c.jsonl"),
+        "c.jsonl was not there when",
+    ),
+    "the tokenizer is replaced at its path": (
+        lambda d: other_tokenizer(d.parent / "tokenizer"),
+        "root/tokenizer is missing, damaged or not the tokenizer",
+    ),
+    "the saved tokenizer is edited": (
+        lambda d: (d / "tokenizer/tokenizer.json").write_text(
+            (d / "tokenizer/tokenizer.json").read_text().replace('"<0x41>"', '"<0xAB>"', 1)
+        ),
+        "prepared/tokenizer is missing, damaged or not",
+    ),
+    "the saved tokenizer is gone": (lambda d: shutil.rmtree(d / "tokenizer"), "tokenizer is missing"),
+    "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings.json is missing or damaged"),
+    "settings are edited": (lambda d: edit(d / "settings.json", block=64), "data.block=64, the recipe says"),
+    "settings are a list": (lambda d: (d / "settings.json").write_text("[]"), "settings.json is missing or"),
+    "the plan is cut": (lambda d: os.truncate(d / "plan.npz", 500), "plan.npz is damaged"),
+    "the plan is flipped": (lambda d: flip(d / "plan.npz", 300), "plan.npz is damaged"),
+    "the plan is gone": (lambda d: (d / "plan.npz").unlink(), "its plan.npz is gone; run prepare"),
+}  # fmt: skip
+
+
+def other_tokenizer(place: Path) -> None:
+    """One of another vocabulary at the same place."""
+    shutil.rmtree(place)
+    train_sentencepiece(texts(300, seed=5), 390, place / "model" / "tokenizer.model")
+    save_tokenizer(place / "model" / "tokenizer.model", None, place)
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_what_was_damaged_is_found_and_mended(config: DataConfig, case: str) -> None:
+    """defects A9: by verify, by training, and by prepare, which gives the same bytes again."""
+    expected = file_bytes(config.dir)
+    MENDED[case](config.dir)
+    if "note" not in case or "agree" in case:
+        faults = verify(config.dir)[1]
+        assert faults and all("\n" not in fault for fault in faults)
+        with pytest.raises(UserError):  # training opens it, and hashes it at a run's first start
+            for data in open_prepared(config):
+                found = [] if data is None else list(data.faults(Hashes(config.dir / "none.json")))
+                if found:
+                    raise UserError(found[0])
+    assert "nothing to do" not in run(config)[-1]
+    assert file_bytes(config.dir) == expected
+    assert verify(config.dir)[1] == []
+    assert run(config) == [f"{config.dir} is already prepared; nothing to do"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_mended_is_refused(config: DataConfig, case: str) -> None:
+    """defects A9: one line, nothing changed, and --force helps where the files are sound."""
+    damage, message = REFUSED[case]
+    damage(config.dir)
+    before = file_bytes(config.dir)
+    with pytest.raises(UserError, match=message) as caught:
+        run(config)
+    assert "\n" not in str(caught.value) and "--force" in str(caught.value)
+    assert file_bytes(config.dir) == before
+    run(config, force=True)
+    assert verify(config.dir)[1] == []
+
+
+def test_edits_that_carry_a_new_digest_are_found_by_verify(config: DataConfig) -> None:
+    """defects A9: what can be computed from the data is, whatever the manifest says of itself."""
+    place = config.dir / "train"
+    manifest = read_manifest(place)
+    changes = {
+        "vocab_size": 32000,
+        "bos_id": 7,
+        "eos_id": None,
+        "template": "chat/1",
+        "split": "validation",
+        "sources": [],
+        "counts": {"remainder_tokens_dropped": 1},
+        "rejected": {"empty": 1},
+        "kind": "instruct",
+        "waste": 0.1,
+        "config": manifest.config | {"seed": 3},
+    }
+    for key, value in changes.items():
+        edited = manifest.model_copy(update={key: value})
+        edited = edited.model_copy(update={"digest": manifest_digest(edited)})
+        (place / "manifest.json").write_text(edited.model_dump_json())
+        assert verify(config.dir)[1], key
+
+
+def test_a_copy_elsewhere_verifies_and_trains(config: DataConfig, tmp_path: Path) -> None:
+    """Only the data sets and the tokenizer need to travel."""
+    place = tmp_path / "elsewhere"
+    for name in ("train", "validation", "tokenizer"):
+        shutil.copytree(config.dir / name, place / name)
+    assert verify(place)[1] == [] and verify(place / "train")[1] == []
+    train, validation = open_prepared(config.model_copy(update={"dir": place}))
+    assert validation is not None and len(train) > len(validation) > 0
+    assert not list(train.faults(Hashes(tmp_path / "hashes.json")))
+
+
+def test_a_missing_validation_set_is_a_fault_everywhere(config: DataConfig) -> None:
+    """defects A9: verify returned 0, and training went without."""
+    shutil.rmtree(config.dir / "validation")
+    assert main(["verify", str(config.dir)]) == 2
+    with pytest.raises(UserError, match="validation does not exist"):
+        open_prepared(config)
+
+
+def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """defects A9: a shard changed in place between two starts."""
+    data, memory = train_set(config), tmp_path / "hashes.json"
+    read: list[str] = []
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr("common.files.sha256", counted)
+    ranks = [Hashes(memory) for _ in range(2)]
+    assert not [fault for rank, hashes in enumerate(ranks) for fault in data.faults(hashes, rank, 2)]
+    assert sorted(read) == [info.file for info in data.manifest.shards]
+    ranks[0].save([ranks[1].new()])
+    read.clear()
+    assert not list(data.faults(Hashes(memory))) and read == []
+    flip(config.dir / SHARD, 3000)
+    (fault,) = data.faults(Hashes(memory))
+    assert SHARD in fault and "was changed" in fault and read == [Path(SHARD).name]
+
+
+# defects A6: the recipe was edited after preparation
+EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "block": ({"block": 64}, r"with data\.block=32, the recipe says 64; .*, or set data\.block=32"),
+    "shards": ({"shards": 2}, r"data\.shards=3, the recipe says 2"),
+    "seed": ({"seed": 1}, r"data\.seed=0, the recipe says 1"),
+    "kind": ({"kind": "instruct"}, r"data\.kind=text, the recipe says instruct \(also .*data\.template"),
+    "tokenizer": ({"tokenizer": "other"}, r"data\.tokenizer=tokenizer, the recipe says other"),
+    "a trained tokenizer": ({"tokenizer": None, "train_tokenizer": 400}, r"data\.tokenizer=tokenizer, the"),
+    "files": ({"sources": [{"files": "b.jsonl"}]}, r"data\.sources\.0\.files=\*\.jsonl, the recipe says b"),
+    "a second source": (
+        {"sources": [{"files": "*.jsonl"}, {"files": "b.txt"}]},
+        r"data\.sources=1 entries, the recipe says 2 entries",
+    ),
+    "weight": ({"sources": [{"files": "*.jsonl", "weight": 2}]}, r"sources\.0\.weight=1\.0, the recipe"),
+    "validation": ({"validation_fraction": 0}, r"data\.validation_fraction=0\.2, the recipe says 0\.0"),
+    "validation sources": (
+        {"validation_fraction": 0, "validation": [{"files": "v.jsonl"}]},
+        r"data\.validation=0 entries, the recipe says 1 entries \(also data\.validation_fraction differ",
+    ),
+    "limit": ({"limit_tokens": 1000}, r"data\.limit_tokens=null, the recipe says 1000"),
+    "dedup": ({"dedup": "none"}, r"data\.dedup=exact, the recipe says none"),
+}  # fmt: skip
+
+SAME: dict[str, dict[str, Any]] = {
+    "where data are": {"dir": "/elsewhere"},
+    "templates of text": {"template": "chat", "overlong": "drop"},
+    "a threshold that is not used": {"near_threshold": 0.5},
+    "a report": {"contamination": "tasks", "contamination_ngram": 5},
+    "what is refused": {"strict": False},
+    "a split of the hub": {"sources": [{"files": "*.jsonl", "split": "test", "seed": 3}]},
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_training_refuses_a_recipe_that_was_edited(config: DataConfig, case: str) -> None:
+    """defects A6"""
+    changes, message = EDITS[case]
+    with pytest.raises(UserError, match=message) as caught:
+        open_prepared(config_of(config.root, **changes))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_only_what_changes_rows_is_compared(config: DataConfig, case: str) -> None:
+    """defects A6: the settings are exactly those that change the shards' bytes."""
+    other = config_of(config.root, **SAME[case]).model_copy(update={"root": Path("/elsewhere")})
+    check_prepared(config.dir, read_manifest(config.dir / "train").config, other)
+
+
+def test_following_the_advice_helps(config: DataConfig) -> None:
+    found = differences(settings(config), config_of(config.root, block=64, seed=3))
+    assert [(one.key, one.was, one.now) for one in found] == [("data.block", 32, 64), ("data.seed", 0, 3)]
+    with pytest.raises(UserError, match=r"or set data\.block=32 data\.seed=0$"):
+        check_prepared(config.dir, settings(config), config_of(config.root, block=64, seed=3))
+
+
+def test_reports_matter_to_prepare(config: DataConfig) -> None:
+    with pytest.raises(UserError, match=r"data\.contamination=null, the recipe says tasks"):
+        run(config_of(config.root, contamination="tasks"))
+
+
+# defects B1
+def listing(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "inside", ["train/weights.bin", "validation/x", "tokenizer/tokenizer.json", "notes.txt"]
+)
+def test_a_directory_of_others_is_not_touched(tmp_path: Path, inside: str, force: bool) -> None:
+    """defects B1: `prepare` deleted DIR/train of a directory that it never made."""
+    rows(tmp_path / "a.jsonl")
+    own = tmp_path / "prepared" / inside
+    own.parent.mkdir(parents=True)
+    own.write_text("the only copy")
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match=r"prepared is not empty .*; set another directory"):
+        run(data_config(tmp_path, sources=[{"files": "a.jsonl"}]), force=force)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_files_put_beside_the_data_survive(config: DataConfig, force: bool) -> None:
+    """defects B1: also --force removes only what prepare made, and says what is in the way."""
+    for name in (
+        "train/readme.txt",
+        "tokenizer/chat_template.jinja",
+        "thesis.tex",
+        "validation/old/shard.arrow",
+    ):
+        own = config.dir / name
+        own.parent.mkdir(exist_ok=True)
+        own.write_text("the only copy")
+        if not force:
+            (config.dir / "plan.npz").unlink(missing_ok=True)
+        before = listing(config.dir)
+        with pytest.raises(UserError, match=rf"{name} was not made by prepare|holds prepared data"):
+            run(config_of(config.root, block=32 if not force else 64), force=force)
+        assert listing(config.dir) == before
+        own.unlink()
+        if own.parent.name == "old":
+            own.parent.rmdir()
+
+
+def test_the_sources_are_never_in_the_way(tmp_path: Path) -> None:
+    """defects B1: with dir = root, or dir around the sources, they were deleted."""
+    root = tmp_path / "root"
+    rows(root / "train" / "a.jsonl")
+    before = listing(root)
+    for place in (root, root / "train", tmp_path):
+        with pytest.raises(UserError, match=r"is not empty"):
+            run(data_config(root, dir=str(place), sources=[{"files": "train/a.jsonl"}]), force=True)
+    assert listing(root) == before
+
+
+def test_what_is_read_may_not_lie_where_data_are_written(config: DataConfig) -> None:
+    """defects B1: a tokenizer or a source inside data.dir would be cleared before it is read."""
+    inside = str(config.dir / "tokenizer")
+    before = listing(config.dir)
+    with pytest.raises(UserError, match=r"tokenizer lies in data\.dir="):
+        run(config_of(config.root, tokenizer=inside), force=True)
+    with pytest.raises(UserError, match=r"lies in data\.dir="):
+        run(config_of(config.root, sources=[{"files": "**/*.json"}]), force=True)
+    assert listing(config.dir) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sources": [{"files": "nowhere.jsonl"}]},
+        {"sources": [{"files": "a.jsonl", "column": "body"}]},
+        {"tokenizer": "no-such/model"},
+        {"tokenizer": None, "train_tokenizer": 100_000},
+        {"contamination": "nowhere"},
+        {"kind": "instruct"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_wrong_recipe_under_force_loses_nothing(config: DataConfig, wrong: dict[str, Any]) -> None:
+    """defects B1: what is there is cleared when all that could fail has been done."""
+    before = listing(config.dir)
+    with pytest.raises(UserError):
+        run(config_of(config.root, **wrong), force=True)
+    after = listing(config.dir)
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after if name.startswith(".new")]
+    assert run(config) == [f"{config.dir} is already prepared; nothing to do"]
+
+
+def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job's directory is not cleared under it."""
+    (config.dir / SHARD).unlink()
+    tried: list[str] = []
+
+    class Meanwhile(Workers):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            monkeypatch.setattr("data_prep.prepare.Workers", Workers)
+            with pytest.raises(UserError, match="another job is working in"):
+                run(config, force=True)
+            tried.append("force")
+
+    monkeypatch.setattr("data_prep.prepare.Workers", Meanwhile)
+    run(config)
+    assert tried == ["force"] and verify(config.dir)[1] == []
+
+
+def test_places_that_cannot_hold_data(tmp_path: Path) -> None:
+    """defects D2: one line."""
+    rows(tmp_path / "a.jsonl")
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/deeper", "/proc/prepared"):
+        with pytest.raises(UserError, match=r"cannot be used: .*; set another directory") as caught:
+            run(data_config(tmp_path, dir=str(tmp_path / place), sources=[{"files": "a.jsonl"}]))
+        assert "\n" not in str(caught.value)
+
+
+KILL_AT_EVERY_STEP = """
+import os, sys
+from itertools import count
+from pathlib import Path
+from data_prep.__main__ import main
+import data_prep.prepare
+left = 0
+def hook(name):
+    old = getattr(Path, name)
+    def method(self, *args, **kwargs):
+        global left
+        left -= str(self).startswith("DIRECTORY")
+        if left == 0:
+            os._exit(9)
+        return old(self, *args, **kwargs)
+    setattr(Path, name, method)
+for name in ("unlink", "replace", "rmdir", "mkdir"):
+    hook(name)
+for moment in count(1, 5):
+    child = os.fork()
+    if not child:
+        left = moment
+        os._exit(main(sys.argv[1:]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("code", code, flush=True)
+    if code != 9:
+        break
+"""
+
+
+def test_a_killed_force_is_run_again(config: DataConfig) -> None:
+    """Killed at any moment of clearing and beginning anew, the same command ends in the same bytes."""
+    recipe = config.root / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{dir: {config.dir}, root: {config.root}, tokenizer: tokenizer, block: 48, shards: 3, "
+        "validation_fraction: 0.2, sources: [{files: '*.jsonl'}]}\n"
+    )
+    script = KILL_AT_EVERY_STEP.replace("DIRECTORY", str(config.dir))
+    command = ["prepare", str(recipe), "--workers", "1", "--force"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    codes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("code ")]
+    assert codes[-1] == 0 and codes.count(9) == len(codes) - 1 > 4, codes
+    assert main(command) == 0
+    assert read_manifest(config.dir / "train").block == 48 and verify(config.dir)[1] == []
+
+
+def test_instructions_are_compared_by_template(tmp_path: Path) -> None:
+    """defects A6"""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(40))
+    kind = {"sources": [{"files": "a.jsonl"}], "kind": "instruct", "block": 256}
+    run(data_config(tmp_path, **kind))
+    with pytest.raises(UserError, match=r"data\.template=alpaca, the recipe says chat"):
+        open_prepared(data_config(tmp_path, **kind, template="chat"))
+    with pytest.raises(
+        UserError, match=r"data\.overlong=truncate, the recipe says drop; .* set data\.overlong"
+    ):
+        open_prepared(data_config(tmp_path, **kind, overlong="drop"))
+
+
+def test_an_unmarked_directory_of_an_earlier_version_is_left(config: DataConfig) -> None:
+    (config.dir / "data_prep.json").unlink()
+    for force in (False, True):
+        with pytest.raises(UserError, match=re.escape("not marked by data_prep.json")):
+            run(config, force=force)
+    assert len(TokenDataset(config.dir / "train").batch(np.arange(3))["input_ids"]) == 3

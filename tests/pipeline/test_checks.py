@@ -1,0 +1,153 @@
+"""defects D4: what can be refused before weights are loaded is refused by every command alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from common.errors import UserError
+from data_prep.shards import MANIFEST, TokenDataset
+from pipeline import resume
+from pipeline.config import load_config
+from pipeline.planning.checks import check
+from pipeline.planning.plan import print_plan
+from tests.helpers import launching
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_recipe_without_mistakes(recipe: Path) -> None:
+    ready = check(load_config(recipe, []), ranks=2, here=True)
+    assert ready.steps == 8
+    assert ready.data is not None and ready.validation is not None
+    assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
+
+
+MISTAKES = [
+    ("deepspeed=none.json", "none.json does not exist"),
+    ("objective.name=emoo", "did you mean emo"),
+    ("objective.params.ratio_cup=3", "did you mean ratio_cap"),
+    ("objective.name=demd_dense", "compares with a teacher"),
+    ("objective.cost=none.safetensors", "none.safetensors does not exist"),
+    ("train.batch=7", "does not divide"),
+    ("train.profile=[3,9]", r"train.profile=\[3, 9\] ends after the run's 8 steps"),
+    ("model.architecture.vocab_size=100", "head has 100"),
+    ("model.architecture.max_position_embeddings=16", "longer than the model's context of 16"),
+    ("model.architecture.hidden_size=33", "model.architecture"),
+    ("model.architecture.num_hidden_layers=two", "model.architecture"),
+    ("model.lora={targets: [q_porj]}", "model.lora.targets"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES)
+def test_every_command_refuses_it(recipe: Path, override: str, message: str) -> None:
+    config = load_config(recipe, [override])
+    with pytest.raises(UserError, match=message) as caught:
+        check(config, ranks=1, here=True)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=message):
+        print_plan(config, ranks=1)
+    assert not config.run_dir.exists()
+
+
+@pytest.mark.parametrize("profile", ["[0,3]", "[5,2]", "[-2,1]"])
+def test_a_profile_that_names_no_steps(recipe: Path, profile: str) -> None:
+    with pytest.raises(UserError, match="profile names the first and last step to record"):
+        load_config(recipe, [f"train.profile={profile}"])
+
+
+@pytest.mark.parametrize("damage", ["torn", "other vocabulary", "not a number", "empty"])
+def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "cost.safetensors"
+    rows = {"other vocabulary": 100, "not a number": 384}.get(damage, 384)
+    weight = torch.randn(rows, 8)
+    if damage == "not a number":
+        weight[3, 3] = torch.nan
+    save_file({"w": weight}, path)
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:100])
+    if damage == "empty":
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"cost.safetensors"):
+        check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, here=True)
+
+
+def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, [f"data.dir={tmp_path / 'none'}"])
+    assert check(config, ranks=1, here=False).data is None
+    with pytest.raises(UserError, match="run: python -m data_prep prepare"):
+        check(config, ranks=1, here=True)
+
+
+def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(recipe.parent / "data", data)
+    shutil.rmtree(data / "validation")
+    with pytest.raises(UserError, match=r"validation does not exist"):
+        check(load_config(recipe, [f"data.dir={data}"]), ranks=1, here=True)
+
+
+def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, [f"run_dir={tmp_path}"])
+    fingerprint = json.loads((recipe.parent / "data/train" / MANIFEST).read_text())["fingerprint"]
+    resume.claim(config, fingerprint)
+    check(config, ranks=1, here=True)
+    with pytest.raises(UserError, match=r"was started with train\.lr=0\.001"):
+        check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, here=True)
+
+
+@pytest.mark.parametrize("damage", ["ids", "segments"])
+def test_damaged_rows_are_named(recipe: Path, tmp_path: Path, damage: str) -> None:
+    """defects D4: a token id that the model does not have ended in an IndexError on one rank."""
+    data = tmp_path / "train"
+    shutil.copytree(recipe.parent / "data" / "train", data)
+    rows = TokenDataset(data)
+    everything = np.arange(len(rows))
+    assert rows.damage(everything, 384) is None
+    if damage == "ids":
+        assert "row " in (rows.damage(everything, 300) or "") and "of a vocabulary of 300" in (
+            rows.damage(everything, 300) or ""
+        )
+        return
+    (shard,) = data.glob("*.arrow")
+    lengths = TokenDataset(data)._row(5)[1]
+    content = bytearray(shard.read_bytes())
+    # the segment lengths of all rows lie one after the other in a column of their own
+    column = rows.segment_lengths().astype(np.uint32).tobytes()
+    at = bytes(content).find(column)
+    assert at >= 0 and len(lengths)
+    content[at : at + 4] = (10_000).to_bytes(4, "little")
+    shard.write_bytes(bytes(content))
+    assert "is damaged: " in (TokenDataset(data).damage(everything, 384) or "")
+
+
+def test_sources_tell_how_long_the_run_will_be(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """defects D5: before the data are prepared, by the sizes of their files, and said to be an estimate."""
+    from pipeline.planning.plan import estimated_rows, parse_cluster
+
+    tree = yaml.safe_load(recipe.read_text())
+    tree["data"]["dir"] = str(tmp_path / "none")
+    tree["train"] |= {"steps": None, "epochs": 2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    config = load_config(path, [])
+    actual = len(TokenDataset(recipe.parent / "data/train"))
+    assert 0.4 * actual < (estimated_rows(config.data) or 0) < 2.5 * actual
+    print_plan(config, 2, parse_cluster("2xA100-80G"))
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "estimated: the sources' sizes suggest" in printed
+    assert "GPU-hours" in printed and "the number of steps is an estimate" in printed
+    missing = load_config(path, ["data.sources=[{files: none.txt}]"])
+    assert estimated_rows(missing.data) is None

@@ -1,0 +1,105 @@
+"""Real runs: adapters reach their export, one launch per run directory, and what decays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.run_dir import HEARTBEAT, STATE, checkpoints
+from tests.helpers import launching
+from tests.helpers.launching import wait_for_step
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
+
+
+def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path, tmp_path: Path) -> None:
+    """defects B2 and B6"""
+    run_dir = tmp_path / "run"
+    shape = "{model_type: gpt2, vocab_size: 384, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 64}"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("gcc", "cc", "uname", "sh"):  # torch asks for these
+        found = subprocess.run(["which", name], capture_output=True, text=True).stdout.strip()
+        if found:
+            (tools / name).symlink_to(found)
+    done = subprocess.run(
+        [str(launching.BIN / "python"), "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
+         f"model.architecture={shape}", "model.lora.r=4", "train.steps=2", "train.lr=0.1"],
+        cwd=launching.REPO,
+        env=launching.ENVIRONMENT | {"PATH": f"{launching.BIN}:{tools}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert json.loads((run_dir / "export" / "export.json").read_text())["git"] == "unknown"
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+    first = AutoModelForCausalLM.from_pretrained(run_dir / "initial")
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert (exported.get_parameter(name) - first.get_parameter(name)).abs().max() > 1e-4
+    assert json.loads((run_dir / HEARTBEAT).read_text())["doing"] == "finished"
+
+
+def test_a_second_launch_is_refused_and_a_resumed_one_is_not(recipe: Path, tmp_path: Path) -> None:
+    """defects B4"""
+    run_dir = tmp_path / "run"
+    arguments = [str(recipe), f"run_dir={run_dir}", "train.steps=100000", "train.save_every=3"]
+    arguments += ["train.schedule=constant", "train.max_skipped=9"]
+    command = [str(launching.BIN / "python"), "launch/continual.sh", *arguments]
+    first = subprocess.Popen(
+        command,
+        cwd=launching.REPO,
+        env=launching.ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_for_step(run_dir, 4)
+        second = launching.run_alone(*arguments)
+        assert second.returncode == 2, second.stdout
+        errors = [line for line in second.stdout.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and f"is in use by process {first.pid} on " in errors[0]
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    began = time.monotonic()
+    third = launching.run_alone(*arguments, "train.max_minutes=0.001")
+    assert third.returncode == 75, third.stdout
+    assert time.monotonic() - began < 100  # less than a lock on another host would have to be watched
+    assert checkpoints(run_dir)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (3, 2)])
+def test_gains_of_norms_do_not_decay(recipe: Path, tmp_path: Path, stage: int, ranks: int) -> None:
+    """defects A18: with a rate of nothing and a decay of a hundredth per step, also across a resume."""
+    run_dir = tmp_path / "run"
+    options = ["train.lr=1e-12", "train.weight_decay=1e10", "train.schedule=constant", "train.warmup_ratio=0"]
+    options += [f"run_dir={run_dir}", f"deepspeed=ds_configs/zero{stage}.json", "train.steps=2"]
+    done = launching.run(ranks, str(recipe), *options, "train.save_every=1")
+    assert done.returncode == 0, done.stdout
+    assert len(json.loads((checkpoints(run_dir)[-1] / STATE).read_text())["groups"]) == 2
+    first, last = (
+        load_file(run_dir / "initial/model.safetensors"),
+        load_file(run_dir / "export/model.safetensors"),
+    )
+    for name, before in first.items():
+        expected = before if before.dim() < 2 else before * 0.99**2
+        assert (last[name] - expected).abs().max() < 1e-6, name
+    for name in ("step-000002", "export"):
+        subprocess.run(["rm", "-r", str(run_dir / name)], check=True)
+    again = launching.run(1, str(recipe), *options)  # another number of ranks where there were two
+    assert again.returncode == 0, again.stdout
+    resumed = load_file(run_dir / "export/model.safetensors")
+    assert "resumed from" in again.stdout
+    assert all((resumed[name] - last[name]).abs().max() < 1e-6 for name in last)

@@ -1,0 +1,90 @@
+"""The DeepSpeed file: what is refused, in one line that names the file; and what a host must have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from pipeline.config import Batch, load_config
+from pipeline.planning import ds_file
+from pipeline.planning.ds_file import check_host, deepspeed_config, zero_stage
+from tests.conftest import REPO
+
+
+def test_weights_on_nvme_need_a_place_and_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def config(place: Path) -> dict:
+        offload = {"device": "nvme", "nvme_path": str(place)}
+        return {"zero_optimization": {"stage": 3, "offload_param": offload}}
+
+    for present, place, message in (
+        (False, tmp_path, "install libaio-dev"),
+        (True, tmp_path / "none", "none is not a writable directory"),
+    ):
+        monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, present=present: present)
+        with pytest.raises(UserError, match=message):
+            check_host(config(place))
+    check_host(config(tmp_path))
+
+
+def test_weights_on_nvme_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _: True)
+    with pytest.raises(UserError, match=r"nvme_path \(not given\) is not a writable directory"):
+        check_host({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+
+
+def resolved(path: Path, *overrides: str) -> dict:
+    recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
+    return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), Batch(16, 4, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "must hold a JSON object"),
+        ('"zero3"', "must hold a JSON object"),
+        ("null", "must hold a JSON object"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "is given twice"),
+        ('{"zero_optimization": {"stage": "three"}}', r"zero_optimization.stage: .*\(given: 'three'\)"),
+        ('{"zero_optimization": {"stage": 4}}', r"zero_optimization.stage: .*\(given: 4\)"),
+        ('{"zero_optimization": []}', "zero_optimization must be an object"),
+        ('{"zero_optimization": true}', "zero_optimization must be an object"),
+        ('{"zero_optimisation": {"stage": 3}}', "no key zero_optimisation; did you mean zero_optimization?"),
+        ('{"stage": 3}', "DeepSpeed knows no key stage"),
+        ('{"zero_optimization": {"stage": 3, "overlap_com": true}}', "did you mean overlap_comm?"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}}',
+            "unknown key zero_optimization.offload_param.devise; did you mean device?",
+        ),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": "cpu"}}', "offload_optimizer: "),
+        ('{"data_types": {"grad_accum_dtype": "fp8"}}', "grad_accum_dtype, one of fp32"),
+        ('{"data_types": {"grad_acum_dtype": "fp32"}}', "must be an object with grad_accum_dtype"),
+        ('{"data_types": []}', "must be an object with grad_accum_dtype"),
+        ('{"aio": 3}', "DeepSpeed refuses it"),
+        ('{"wall_clock_breakdown": "x"}', "DeepSpeed refuses it"),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    """defects D1"""
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        resolved(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+def test_the_files_of_this_repository_are_accepted(path: Path) -> None:
+    assert resolved(path)["train_batch_size"] == 16
+
+
+def test_a_file_may_leave_zero_out(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"wall_clock_breakdown": false}')
+    assert zero_stage(resolved(path)) == 0
+    path.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": null}}')
+    assert zero_stage(resolved(path)) == 2

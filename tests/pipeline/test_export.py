@@ -1,0 +1,138 @@
+"""Adapters are merged as their layers store weights; what cannot be exported is refused before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.errors import UserError
+from pipeline import export
+from pipeline.config import ModelConfig, RunConfig, load_config
+from pipeline.export import ExportError, ShardWriter, exported_tensors, rehearse
+from pipeline.model import add_lora
+from pipeline.planning.checks import meta_model
+from tests.conftest import REPO
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+
+
+def model(family: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
+    """A small model, with adapters whose values are not zero if `lora` is given, and its recipe."""
+    overrides = [f"model.lora.{k}={v}" for k, v in lora.items()]
+    config = load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(family, vocab_size=64, max_position_embeddings=32, **FAMILIES[family])
+    plain = AutoModelForCausalLM.from_config(settings).eval()
+    if not lora:
+        return plain, config
+    adapted = add_lora(plain, ModelConfig(architecture={"model_type": family}, lora=config.model.lora)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.3)
+    return adapted, config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["all-linear", "embedding"])
+def test_merged_tensors_give_the_adapted_model(family: str, targets: str) -> None:
+    """defects B2: GPT-2's Conv1D stores [in, out]; embeddings carry adapters of another shape."""
+    if targets == "embedding":
+        targets = {"llama": "[embed_tokens]", "gpt2": "[wte]", "opt": "[embed_tokens]"}[family]
+    adapted, config = model(family, r=4, alpha=16, targets=targets)
+    if targets != "all-linear" and adapted.get_base_model().config.tie_word_embeddings:  # type: ignore[operator]
+        with pytest.raises(UserError, match=r"model.lora.targets: .* and lm_head.weight are one tensor"):
+            rehearse(adapted, config)
+        return
+    rehearse(adapted, config)
+    merged = {t.name: t.merged(*(p.detach() for p in t.parts)) for t in exported_tensors(adapted)}
+    assert any(t.adapters for t in exported_tensors(adapted))
+    plain, _ = model(family)
+    plain.load_state_dict(merged, strict=False)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        found, expected = plain(input_ids=ids).logits, adapted(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_rehearsed_on_the_meta_device(family: str) -> None:
+    for lora in ({}, {"r": 4}):
+        config = load_config(
+            REPO / "launch/recipes/quickstart-pretrain.yaml", [f"model.lora.{k}={v}" for k, v in lora.items()]
+        )
+        settings = AutoConfig.for_model(family, vocab_size=64, max_position_embeddings=32, **FAMILIES[family])
+        rehearse(meta_model(config, settings), config)
+
+
+def test_a_merge_that_cannot_work_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects B2: as it was, with the delta not transposed, GPT-2 is told before its first step."""
+    adapted, config = model("gpt2", r=4)
+    real = export._adapted
+    monkeypatch.setattr(export, "_adapted", lambda *a: real(*a)._replace(transposed=False))
+    with pytest.raises(UserError, match=r"exported: transformer.h.0.attn.c_attn.weight would be"):
+        rehearse(adapted, config)
+
+
+def test_names_that_the_configuration_does_not_have_are_refused() -> None:
+    plain, config = model("llama")
+    plain.extra = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"extra.bias would be \[2\] where LlamaForCausalLM has nothing"):
+        rehearse(plain, config)
+
+
+def test_generation_defaults_that_cannot_be_saved_are_refused() -> None:
+    plain, config = model("llama")
+    plain.generation_config.num_beams = 1  # type: ignore[union-attr]
+    plain.generation_config.cache_implementation = "nonsense"  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="could not be exported"):
+        rehearse(plain, config)
+
+
+def test_a_full_disk_is_kept_until_all_ranks_can_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gathers of the other ranks must still find rank 0: nothing is raised where a shard is written."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "SHARD_BYTES", 100)
+    writer = ShardWriter(tmp_path / "x")
+    for i in range(5):
+        writer.keep(f"t{i}", torch.zeros(20))
+    writer.finish()
+    assert "No space left on device); make room, then run the same command again" in (writer.problem or "")
+    assert issubclass(ExportError, UserError)
+
+
+def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", 100)
+    writer = ShardWriter(tmp_path / "x")
+    for i in range(3):
+        writer.keep(f"t{i}", torch.zeros(20))
+    writer.finish()
+    names = sorted(p.name for p in (tmp_path / "x").iterdir())
+    assert writer.problem is None
+    assert names == [
+        *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)),
+        "model.safetensors.index.json",
+    ]
+
+
+def test_a_host_without_git_can_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects B6"""
+    from common.provenance import code_version
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_version() == "unknown"

@@ -1,0 +1,67 @@
+"""defects A18: biases and the gains of norms do not decay, as in Trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_parameter_names
+
+from pipeline.config import LoraConfig, ModelConfig
+from pipeline.engine import parameter_groups
+from pipeline.model import add_lora
+from tests.pipeline.test_export import FAMILIES
+
+
+def model(family: str) -> nn.Module:
+    settings = AutoConfig.for_model(family, vocab_size=64, max_position_embeddings=32, **FAMILIES[family])
+    return AutoModelForCausalLM.from_config(settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_groups_are_those_of_trainer(family: str) -> None:
+    found = model(family)
+    forbidden = [
+        r"bias",
+        r"layernorm",
+        r"rmsnorm",
+        r"(?:^|\.)norm(?:$|\.)",
+        r"_norm(?:$|\.)",
+        r"\.ln_",
+        r"^ln_",
+    ]
+    decaying = set(get_parameter_names(found, [nn.LayerNorm], forbidden))
+    names = {id(p): n for n, p in found.named_parameters()}
+    first, second = parameter_groups(found, 0.1)
+    assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
+    assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+
+
+def test_adapters_are_one_group() -> None:
+    config = ModelConfig(architecture={"model_type": "gpt2"}, lora=LoraConfig(r=4))
+    adapted = add_lora(model("gpt2"), config)  # type: ignore[arg-type]
+    (group,) = parameter_groups(adapted, 0.1)
+    assert group["weight_decay"] == 0.1
+    assert len(group["params"]) == sum(p.requires_grad for p in adapted.parameters())
+
+
+def test_without_decay_there_is_one_group() -> None:
+    (group,) = parameter_groups(model("llama"), 0.0)
+    assert len(group["params"]) == len(list(model("llama").parameters()))
+
+
+def test_partitioned_parameters_count_with_their_whole_shape() -> None:
+    """Under ZeRO-3 a rank holds flat pieces."""
+    layer = nn.Linear(4, 4)
+    for parameter in layer.parameters():
+        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0)
+    first, second = parameter_groups(layer, 0.1)
+    assert first["params"] == [layer.weight] and second["params"] == [layer.bias]
+
+
+def test_only_gains_do_not_decay() -> None:
+    (group,) = parameter_groups(nn.LayerNorm(4), 0.1)
+    assert group["weight_decay"] == 0.0

@@ -1,0 +1,166 @@
+"""defects B4 and D7: one launch per run directory, and a heartbeat that says what the run is doing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from common import lease
+from common.errors import UserError
+from common.lease import Lease
+from pipeline import lock
+from pipeline.lock import RunLock
+from pipeline.run_dir import HEARTBEAT
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same protocol with a faster heart."""
+    monkeypatch.setattr(lock, "BEAT", 0.1)
+    monkeypatch.setattr(lock, "STALE", 1.0)
+    monkeypatch.setattr(lock, "LOOK", 0.02)
+
+
+def _hold(run_dir: Path) -> None:
+    RunLock(run_dir, active=True).take()
+    time.sleep(60)
+
+
+def holder(run_dir: Path) -> multiprocessing.process.BaseProcess:
+    """Another process that holds the lock of `run_dir`."""
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(run_dir,), daemon=True)
+    process.start()
+    deadline = time.monotonic() + 20
+    while not (run_dir / HEARTBEAT).is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def moved_elsewhere(run_dir: Path) -> Path:
+    """Make the newest lock file look as if it was written on another host."""
+    (path,) = run_dir.glob("lock.*")
+    path.write_text(json.dumps({"machine": "elsewhere:1", "pid": 1, "started": 0.0, "time": time.time()}))
+    return path
+
+
+def test_a_second_launch_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    try:
+        with pytest.raises(UserError, match=f"is in use by process {first.pid} on "):
+            RunLock(tmp_path, active=True).take()
+        moved_elsewhere(tmp_path)  # it cannot be looked at, but it renews its lock
+        with pytest.raises(UserError, match="is in use by process 1 on elsewhere"):
+            RunLock(tmp_path, active=True).take()
+    finally:
+        first.kill()
+
+
+def test_the_lock_of_a_killed_launch_is_free_at_once(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    os.kill(first.pid or 0, signal.SIGKILL)
+    began = time.monotonic()
+    second = RunLock(tmp_path, active=True)
+    second.take()
+    assert time.monotonic() - began < 0.9  # less than STALE
+    assert second.problem is None
+    second.release("finished")
+
+
+def test_a_host_that_died_is_outlasted(tmp_path: Path) -> None:
+    RunLock(tmp_path, active=True).take()
+    first = moved_elsewhere(tmp_path)
+    first.rename(first.with_suffix(".000004"))  # the first one's thread finds its file no more
+    second = RunLock(tmp_path, active=True)
+    second.take()
+    assert [p.name for p in tmp_path.glob("lock.*")] == ["lock.000005"]
+    second.release("stopped")
+
+
+def test_who_was_superseded_learns_of_it(tmp_path: Path) -> None:
+    first = RunLock(tmp_path, active=True)
+    first.take()
+    assert first.problem is None
+    (tmp_path / "lock.000002").write_text("{}")
+    deadline = time.monotonic() + 10
+    while not first.lost:  # the loop looks at this flag only
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "another launch took over" in (first.problem or "")
+
+
+def test_a_released_lock_is_free(tmp_path: Path) -> None:
+    for _ in range(3):
+        one = RunLock(tmp_path, active=True)
+        one.take()
+        one.release("finished")
+
+
+def test_of_many_only_one_gets_it(tmp_path: Path) -> None:
+    got = [lease.Lease(tmp_path, "lock", 10.0).acquire() for _ in range(5)]
+    assert got == [True, False, False, False, False]
+
+
+def test_one_that_slept_does_not_take_a_number_that_was_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the newest number and the next number's creation others may come and go."""
+    late, judged = Lease(tmp_path, "lock", 10.0), tmp_path / "lock.000001"
+    judged.write_text(json.dumps({"released": True}))
+
+    def others_first(path: Path, seconds: float) -> bool:
+        monkeypatch.undo()
+        for _ in range(2):
+            other = Lease(tmp_path, "lock", 10.0)
+            assert other.acquire()
+            last.append(other)
+            if len(last) == 1:
+                other.release()
+        return False
+
+    last: list[Lease] = []
+    monkeypatch.setattr(lease, "_alive", others_first)
+    assert not late.acquire()
+    assert last[1].held()
+
+
+def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        RunLock(tmp_path / "file" / "run", active=True).take()
+
+
+def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
+    """defects D7: renewed by a thread, whatever the main thread is busy with."""
+
+    def beat() -> dict:
+        return json.loads((tmp_path / HEARTBEAT).read_text())
+
+    one = RunLock(tmp_path, active=True)
+    one.take()
+    assert (beat()["doing"], beat()["step"]) == ("loading", 0)
+    one.now("training")
+    one.reached(7)
+    with one.doing("saving"):
+        assert (beat()["doing"], beat()["step"]) == ("saving", 7)
+    first = beat()
+    time.sleep(0.5)
+    assert first["doing"] == "training" and beat()["time"] > first["time"]
+    assert beat()["since"] == first["since"]
+    one.release("finished")
+    assert beat()["doing"] == "finished"
+
+
+def test_other_ranks_hold_nothing(tmp_path: Path) -> None:
+    other = RunLock(tmp_path, active=False)
+    other.take()
+    other.now("training")
+    assert other.problem is None
+    other.release("finished")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,189 @@
+"""What a run directory's second start must have in common with its first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from common.recipe import marked
+from pipeline import checkpoint, resume
+from pipeline.config import FREE, RunConfig, dump_config, load_config
+from pipeline.loss.cost import LiveCost
+from pipeline.loss.cost_source import load_cost
+from pipeline.ranks import end_world
+from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
+from tests.conftest import REPO
+
+RECIPE = REPO / "launch/recipes/quickstart-pretrain.yaml"
+
+
+def config(run_dir: Path, *overrides: str) -> RunConfig:
+    return load_config(RECIPE, [f"run_dir={run_dir}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (
+            ["objective.params.ratio_cap=3"],
+            [],
+            "params.ratio_cap=3.0, and .* no objective.params",
+        ),
+        (
+            [],
+            ["objective.params.ratio_cap=3"],
+            "started with no objective.params.ratio_cap, and .*",
+        ),
+        (["model.lora.r=8"], [], "with model.lora.r=8, and the recipe now has no model.lora.r"),
+        ([], ["model.lora.r=8"], "and the recipe now has model.lora.r=8"),
+        (["model.architecture.rope_theta=5000"], [], "with model.architecture.rope_theta=5000, and"),
+        (["train.clip=0.5"], [], r"with train.clip=0.5, and the recipe now has train.clip=1.0"),
+        (["train.epochs=null", "train.steps=9"], [], "train.epochs=None"),
+    ],
+)
+def test_keys_changed_added_or_removed_are_refused(
+    tmp_path: Path, first: list[str], then: list[str], message: str
+) -> None:
+    """defects A8"""
+    resume.claim(config(tmp_path, *first), "data")
+    before = (tmp_path / CONFIG).read_text()
+    with pytest.raises(UserError, match=message):
+        resume.compare(config(tmp_path, *then), "data")
+    assert (tmp_path / CONFIG).read_text() == before
+
+
+def test_a_key_taken_out_of_the_file_is_seen_too(tmp_path: Path) -> None:
+    """defects A8: both directions, whatever the reason."""
+    resume.claim(config(tmp_path), "data")
+    tree = yaml.safe_load((tmp_path / CONFIG).read_text())
+    del tree["train"]["lr"]
+    tree["train"]["rate"] = 1.0
+    (tmp_path / CONFIG).write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match=r"no train\.lr, and the recipe now has train\.lr="):
+        resume.compare(config(tmp_path), "data")
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    resume.claim(config(tmp_path), "data")
+    with pytest.raises(UserError, match="data_fingerprint='data'"):
+        resume.compare(config(tmp_path), "other data")
+
+
+def test_free_fields_may_change(tmp_path: Path) -> None:
+    resume.claim(config(tmp_path), "data")
+    changed = ["train.log_every=3", "train.wandb=x", "train.profile=[1,2]", "data.root=/elsewhere"]
+    resume.compare(config(tmp_path, *changed, "model.attn_implementation=eager"), "data")
+
+
+def test_what_is_free_changes_nothing_that_is_learned() -> None:
+    """A new field is not free unless it says so."""
+    free = marked(RunConfig, FREE)
+    assert {"run_dir", "data", "train.micro_batch", "train.save_every", "train.copy_to"} <= free
+    for key in ("train.lr", "train.batch", "train.seed", "train.steps", "objective.params", "model.dtype"):
+        assert key not in free
+
+
+def test_a_damaged_or_missing_config_is_one_line(tmp_path: Path) -> None:
+    resume.compare(config(tmp_path), "data")  # a new directory
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(UserError, match=r"config.yaml cannot be read"):
+        resume.compare(config(tmp_path), "data")
+    (tmp_path / CONFIG).write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"config.yaml cannot be read"):
+        resume.compare(config(tmp_path), "data")
+    (tmp_path / CONFIG).unlink()
+    written(tmp_path, {})
+    with pytest.raises(UserError, match=r"holds checkpoints but not the config.yaml"):
+        resume.compare(config(tmp_path), "data")
+
+
+def test_first_weights_of_a_launch_that_failed_are_not_taken(tmp_path: Path) -> None:
+    """A mistake that ends a launch before its first step must not decide what the next one trains."""
+    (tmp_path / "initial").mkdir()
+    resume.clear_unstarted(config(tmp_path))
+    assert not (tmp_path / "initial").exists()
+    (tmp_path / "initial").mkdir()
+    (tmp_path / CONFIG).write_text(dump_config(config(tmp_path)))
+    resume.clear_unstarted(config(tmp_path))
+    assert (tmp_path / "initial").exists()
+
+
+def written(run_dir: Path, state: dict) -> Path:
+    partial = partial_directory(run_dir, 3)
+    partial.mkdir(parents=True)
+    (partial / STATE).write_text(json.dumps(state))
+    checkpoint.write_complete(partial, describe(partial, list_files(partial)))
+    return checkpoint.publish(run_dir, 3)
+
+
+STATE_NOW = {
+    "step": 3,
+    "tokens": 9,
+    "ranks": 1,
+    "zero_stage": 3,
+    "groups": [4, 2],
+    "cost": None,
+    "progress": {},
+}
+
+
+def test_a_checkpoint_of_another_layout_is_one_line(tmp_path: Path) -> None:
+    """defects A18: one optimizer group became two."""
+    saved = resume._read(written(tmp_path, STATE_NOW))
+    resume.check_groups(saved, [4, 2])
+    with pytest.raises(UserError, match=r"saved with \[4, 2\] parameters .* this run has \[6\]"):
+        resume.check_groups(saved, [6])
+    with pytest.raises(UserError, match="was written by another version of this program"):
+        resume._read(written(tmp_path, {k: v for k, v in STATE_NOW.items() if k != "groups"}))
+
+
+def test_a_replaced_base_model_is_refused(tmp_path: Path, shared_data: Path) -> None:
+    """defects A7: the fingerprint is of the tensor that costs are made of."""
+    from pipeline.engine import start_world
+
+    model = tmp_path / "model"
+    shutil.copytree(shared_data / "models" / "stories260K", model)
+    start_world()
+    try:
+        first = resume.check_cost(None, load_cost(str(model), 512))
+        saved = resume._read(written(tmp_path, STATE_NOW | {"cost": first}))
+        assert resume.check_cost(saved, load_cost(str(model), 512)) == first
+        (file,) = model.glob("*.safetensors")
+        tensors = load_file(file)
+        name = next(n for n in tensors if "embed" in n)
+        tensors[name][5] *= 1.5  # of the same direction: even the costs would be the same
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=r"model.path or objective.cost was replaced since"):
+            resume.check_cost(saved, load_cost(str(model), 512))
+        with pytest.raises(UserError, match="another cost embedding"):
+            resume.check_cost(saved, None)
+        assert resume.check_cost(None, LiveCost()) is None
+    finally:
+        end_world()
+
+
+def test_costs_are_read_at_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects A7: every file of the cost embedding comes from model.revision."""
+    import transformers.utils
+    from transformers import AutoConfig, LlamaConfig
+
+    asked: list[str | None] = []
+
+    def configuration(source: str, revision: str | None = None) -> LlamaConfig:
+        asked.append(revision)
+        return LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1)
+
+    def cached_file(source: str, name: str, revision: str | None = None, **kwargs: object) -> None:
+        asked.append(revision)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", configuration)
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    with pytest.raises(UserError, match="holds none of the head's tensors"):
+        load_cost("owner/name", 8, revision="abc123")
+    assert len(asked) > 3 and set(asked) == {"abc123"}
