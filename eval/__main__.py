@@ -121,11 +121,12 @@ def _settings(args: argparse.Namespace) -> Any:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from eval.compare import pick, read_models, regression
+    from eval.compare import regression
     from eval.icl.job import run_all
     from eval.icl.tasks import select_tasks
     from eval.model import EvaluatedModel
     from eval.quiet import quiet_libraries
+    from eval.results import pick, read_models
 
     quiet_libraries()
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
@@ -146,7 +147,8 @@ def _run(args: argparse.Namespace) -> int:
 def _watch(args: argparse.Namespace) -> int:
     from eval.icl.tasks import select_tasks
     from eval.quiet import quiet_libraries
-    from eval.report.gather import gather, write
+    from eval.report.gather import gather
+    from eval.report.write import write
     from eval.watch import Watch
 
     quiet_libraries()
@@ -171,7 +173,7 @@ def _generate(args: argparse.Namespace) -> int:
     from eval.generate import write_samples
     from eval.model import EvaluatedModel
     from eval.quiet import quiet_libraries
-    from eval.report.views import claim_name
+    from eval.results import claim_name
 
     quiet_libraries()
     model = EvaluatedModel(args.model, args.name, args.dtype)
@@ -182,7 +184,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eval.report.gather import gather, write
+    from eval.report.gather import gather
+    from eval.report.write import write
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
@@ -194,7 +197,8 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from eval.compare import pick, read_models, regression, table
+    from eval.compare import regression, table
+    from eval.results import pick, read_models
 
     models = read_models(args.results)
     a, b = pick(models, args.a), pick(models, args.b)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from common.errors import UserError
 from eval import store
 from eval.model import EvaluatedModel
-from eval.report.views import SAMPLES
+from eval.results import MODELS, SAMPLES
 
 
 def sample(
@@ -75,5 +75,5 @@ def write_samples(
     """Sample and keep the text in OUT/models/NAME/samples.json, for the report."""
     samples = sample(model, prefixes, count, tokens, seed)
     record = {"weights": model.digest, "seed": seed, "max_tokens": tokens, "samples": samples}
-    store.replace(out / "models" / model.name / SAMPLES, store.dump(record))
+    store.replace(out / MODELS / model.name / SAMPLES, store.dump(record))
     return samples

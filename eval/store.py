@@ -25,6 +25,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
+
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 HEARTBEATS = 4  # per lease time
 WRITING_SECONDS = 5.0  # a lease file whose content does not come within this is of a dead process
@@ -61,6 +63,33 @@ def publish(path: Path, text: str) -> bool:
         return False
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON value in a file; None when it is absent, torn or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # JSON and UTF-8 errors are ValueErrors
+        return None
+
+
+def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
+    """Per-row records of a finished result under the results directory `out`, in row order.
+
+    UserError when one of the files is missing or damaged, or when they hold another number than `rows`.
+    """
+    records: list[dict[str, Any]] = []
+    directory = out / "store" / key / "chunks"
+    for path in sorted(directory.glob("*.json")):
+        chunk = read_json(path)
+        if chunk is None:
+            raise UserError(f"{path} is damaged; run the evaluation again, which computes it anew")
+        records += chunk
+    if len(records) != rows:
+        raise UserError(
+            f"{directory} holds {len(records)} of {rows} rows; run the evaluation again, which completes it"
+        )
+    return records
 
 
 def replace(path: Path, text: str) -> None:

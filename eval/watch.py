@@ -26,10 +26,11 @@ from pathlib import Path
 
 from common.errors import UserError
 from eval import store
-from eval.compare import pick, read_models, regression
+from eval.compare import regression
 from eval.icl.job import Settings, run_all
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
+from eval.results import pick, read_models
 from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints
 
 Say = Callable[[str], None]

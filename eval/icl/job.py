@@ -31,7 +31,7 @@ from eval.icl.task_metrics import row_text, summarise, worst
 from eval.icl.tasks import GROUP, LABEL, ROW, Task, TaskData, load_data
 from eval.model import EvaluatedModel
 from eval.names import EXTRA_SCORES, SCORES
-from eval.report.views import claim_name
+from eval.results import claim_name
 
 CHUNK = 256  # rows; what a killed job loses at most
 POLL_SECONDS = 0.2
@@ -113,12 +113,37 @@ class Job:
             self._score(task, data, indices, entry, ranges)
             records = [r for i in range(len(ranges)) for r in entry.chunk(i) or []]
             result = summarise(task, records, self.settings.score, self.settings.scores, retrieval)
+            result["conditions"] = self._conditions(task, data, retrieval, indices)
             entry.finish(result | {"worst": worst(task, data, records, self.settings.score)})
             result = entry.result()
             assert result is not None
         view = {"key": entry.key, "weights": self.model.digest, "result": result}
         store.replace(self.out / "models" / self.model.name / f"{task.name}.json", store.dump(view))
         return result
+
+    def _conditions(
+        self, task: Task, data: TaskData, retrieval: dict[str, Any], indices: list[list[int]]
+    ) -> dict[str, Any]:
+        s = self.settings
+        compared = {
+            "test_rows": store.digest(list(data.rows["test"]))[:16],
+            "pool_rows": store.digest(list(data.rows["train"]))[:16],
+            "prompt": store.digest(task.identity())[:16],
+            "shots": retrieval["shots"],
+            "retriever": retrieval["retriever"],
+            "encoder": retrieval.get("encoder", ""),
+            "inferencer": s.inferencer,
+            "faithful": s.faithful,
+            "score": s.score,
+            "max_tokens": s.max_tokens,
+            "scorer": VERSION,
+        }
+        noted = {
+            "prompt_version": task.version,
+            "dtype": self.model.dtype,
+            "demonstrations": indices_digest(indices)[:16],
+        }
+        return {"compared": compared, "noted": noted}
 
     def _identity(
         self, task: Task, data: TaskData, retrieval: dict[str, Any], indices: list[list[int]]
@@ -295,7 +320,7 @@ def run_all(
         began, before = time.perf_counter(), job.computed
         result = job.run(task)
         how = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
-        low, high = (100 * result["bootstrap"][end] for end in ("low", "high"))
+        low, high = (100 * result["interval"][end] for end in ("low", "high"))
         note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "

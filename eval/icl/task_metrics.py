@@ -73,6 +73,7 @@ def worst(
     return [
         {
             "row": r["row"],
+            "id": r["id"],
             "text": row_text(task, data.rows["test"][r["row"]]),
             "gold": r["gold"],
             "prediction": r["prediction"],
