@@ -1,7 +1,8 @@
 """python -m eval run | watch | compare | report | generate: in-context evaluation of language models.
 
-Exit codes: 0 done, or nothing to do; 2 a mistake that stays until something is changed; 3 a regression
-(--fail-on-regression); 75 a trouble that may pass, run the same command again.
+Exit codes: 0 done, or nothing to do; 1 a checkpoint that cannot be evaluated (watch), the others were; 2 a
+mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
+pass, run the same command again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
-EXIT_OK, EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY = 0, 2, 3, 75
+EXIT_OK, EXIT_FAILED, EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY = 0, 1, 2, 3, 75
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,14 +160,16 @@ def _watch(args: argparse.Namespace) -> int:
         count = watch.once()
         if count and not args.no_report:
             write(gather([out], {}), out)
-        if args.once or (args.until_finished and watch.finished()):
+        if args.once or watch.troubled or (args.until_finished and watch.finished()):
             break
         time.sleep(0 if count else args.poll)
     worse = watch.regressions(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
     for sentence in worse:
         say(sentence)
-    say(f"{args.run_dir}: {len(watch.evaluated)} evaluated, {watch.waiting} not ready or held elsewhere")
-    return EXIT_REGRESSION if worse else EXIT_OK
+    say(watch.summary())
+    if worse:
+        return EXIT_REGRESSION
+    return EXIT_RETRY if watch.troubled else EXIT_FAILED if watch.failed else EXIT_OK
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -222,10 +225,12 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """A line for the human, above any bar."""
+    """A line for the human, above any bar; text from data cannot act on the terminal."""
     from tqdm import tqdm
 
-    tqdm.write(text)
+    from common.text import printable
+
+    tqdm.write(printable(text))
     sys.stdout.flush()
 
 

@@ -211,7 +211,7 @@ def held(lease: Lease) -> Iterator[bool]:
 def _alive(path: Path) -> bool:
     """Whether the holder written in a lease file still works on it."""
     try:
-        age = _now_there(path.parent) - path.stat().st_mtime
+        age = now_there(path.parent) - path.stat().st_mtime
         text = path.read_text()
     except OSError:
         return True  # it changes right now; ask again later
@@ -229,7 +229,7 @@ def _alive(path: Path) -> bool:
     return True
 
 
-def _now_there(directory: Path) -> float:
+def now_there(directory: Path) -> float:
     """The file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()

@@ -115,7 +115,7 @@ def _mistake(sample: dict[str, Any], score: str) -> Markup:
         )
         for label, value in sorted(sample["scores"].items(), key=lambda item: item[1])
     ]
-    head = tag("tr", tag("th", "Label"), tag("th", UNITS[score]), tag("th"))
+    head = tag("tr", tag("th", "Label", class_="text"), tag("th", UNITS[score]), tag("th"))
     scores = tag("table", tag("thead", head), tag("tbody", *rows))
     shown = [tag("li", d["text"], " ", tag("b", d["label"])) for d in sample["demonstrations"]]
     demonstrations = join(tag("h4", "Demonstrations"), tag("ol", *shown)) if shown else ""
@@ -140,7 +140,7 @@ def settings(report: Report) -> Markup:
         for i, (values, names) in enumerate(kinds.items()):
             who = "all" if len(kinds) == 1 else ", ".join(names)
             title = "" if i else report.of_task(task)["title"]
-            rows.append(row([title, who, *values], kind="" if i else "first", text=len(values) + 2))
+            rows.append(row([title, who, *values], text=len(values) + 2))
     if not rows:
         return Markup()
     head = ["Task", "Models", "Rows", *SETTINGS.values(), "Data and prompts"]

@@ -89,12 +89,13 @@ def _results(report: Report) -> Markup:
     if not report.rows:
         return Markup()
     tasks = report.tasks
+    several = len(report.models) > 1
     best = {t: max(r["accuracy"] for r in report.rows if r["task"] == t) for t in tasks}
     means = {m.name: report.mean(m) for m in report.models}
     top = max((mean[0] for mean in means.values() if mean is not None), default=None)
 
     def cell(value: float, low: float, high: float, bold: bool, direction: int) -> Markup:
-        shown = tag("b", percent(value)) if bold else percent(value)
+        shown = tag("b", percent(value)) if bold and several else percent(value)
         kind = {1: "up", -1: "down", 0: ""}[direction]
         mark = tag("span", f"\u00a0{arrow(direction)}", class_=kind) if direction else ""
         return join(shown, mark, tag("span", span(low, high), class_="ci"))
@@ -153,9 +154,10 @@ def _figure(report: Report) -> Markup:
             chance = sum(report.of_task(t)["chance"] for t in report.tasks) / len(report.tasks)
             panels.insert(0, ("Mean", shown, chance))
     names = [m.name for m in report.models]
-    caption = (
-        "Accuracy (%) with its 95 % interval; each scale is its own. Dotted line: chance, where it is near."
-    )
+    caption = "Accuracy (%) with its 95 % interval. Dotted line: chance."
+    if len(names) > 1:
+        caption = "Accuracy (%) with its 95 % interval; every panel has its own scale. "
+        caption += "Dotted line: chance, where it is near."
     if report.baseline:
         caption += f" Solid line: {report.baseline}, the baseline."
     wide, narrow = (plots.accuracy_figure(panels, names, width) for width in (WIDE, NARROW))
@@ -219,7 +221,7 @@ def _scores(report: Report) -> Markup:
             if checked:
                 known = r["trained_on"] is not None
                 cells += [f"{r['trained_on']:,}" if known else DASH, percent(r["untrained_accuracy"])]
-            rows.append(row(cells, kind="" if i else "first", text=2))
+            rows.append(row(cells, kind="" if i or len(report.models) == 1 else "first", text=2))
     head = ["Task", "Model", "n", *(SCORE_TITLES[s] for s in report.scores), *columns]
     caption = "Accuracy in per cent; bold: the score used above."
     text = SCORES_TEXT + (OVERLAP_TEXT if checked else "")

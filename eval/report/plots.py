@@ -24,8 +24,10 @@ def accuracy_figure(
     """A panel per task: accuracy and interval of each model in its row.
 
     panels: (title, a point per model, chance). The first model is the baseline: its accuracy is drawn
-    through all rows.
+    through all rows. Of a single model the tasks are the rows of one panel.
     """
+    if len(models) == 1:
+        return _one_model(panels, width)
     columns = min(COLUMNS if width > NARROW else 1, len(panels))
     lines = math.ceil(len(panels) / columns)
     name_width = 0.075 * max(len(shortened(m)) for m in models) + 0.15
@@ -51,6 +53,36 @@ def accuracy_figure(
         return svg(figure, f"accuracy-{_slug(width)}", "Accuracy of each model on each task")
 
 
+def _one_model(panels: Sequence[tuple[str, Sequence[Point | None], float]], width: float) -> str:
+    """Accuracy, interval and chance of each task on one scale."""
+    with style():
+        figure, axes = plt.subplots(figsize=(width, 0.45 + 0.25 * len(panels)))
+        for i, (_, (point, *_), chance) in enumerate(panels):
+            axes.plot([100 * chance] * 2, [i - 0.32, i + 0.32], color=MUTED, linewidth=1.2, linestyle=":")
+            if point is not None:
+                _point(axes, i, point, 0)
+        axes.set_yticks(range(len(panels)), [shortened(title) for title, _, _ in panels])
+        axes.set_ylim(len(panels) - 0.45, -0.55)
+        axes.set_xlim(0, 100)
+        _plain(axes)
+        return svg(figure, f"accuracy-{_slug(width)}", "Accuracy on each task")
+
+
+def _point(axes: Axes, place: int, point: Point, series: int) -> None:
+    value, least, most = (100 * x for x in point)
+    axes.plot([least, most], [place] * 2, color=colour(series), linewidth=1.6, clip_on=False)
+    style: Any = {"marker": marker(series), "markersize": 5.5, "clip_on": False, "zorder": 3}
+    axes.plot([value], [place], color=colour(series), **style)
+
+
+def _plain(axes: Axes) -> None:
+    """Rows with names, without lines of their own."""
+    axes.tick_params(axis="both", length=0)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+
+
 def _panel(axes: Axes, title: str, points: Sequence[Point | None], chance: float) -> None:
     shown = [100 * value for point in points if point is not None for value in point]
     low, high = min(shown), max(shown)
@@ -64,19 +96,13 @@ def _panel(axes: Axes, title: str, points: Sequence[Point | None], chance: float
     if points[0] is not None and len(points) > 1:
         axes.axvline(100 * points[0][0], color=INK, linewidth=0.8, alpha=0.45, zorder=1)
     for i, point in enumerate(points):
-        if point is None:
-            continue
-        value, least, most = (100 * x for x in point)
-        axes.plot([least, most], [i, i], color=colour(i), linewidth=1.6, solid_capstyle="butt", clip_on=False)
-        axes.plot([value], [i], color=colour(i), marker=marker(i), markersize=5.5, clip_on=False, zorder=3)
+        if point is not None:
+            _point(axes, i, point, i)
     axes.set_title(shortened(title, 30))
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], prune=None))
     ticks = [t for t in axes.get_xticks() if 0 <= t <= 100 and low - margin <= t <= high + margin]
     axes.set_xticks(ticks)
-    axes.tick_params(axis="both", length=0)
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.grid(axis="y", visible=False)
-    axes.spines["left"].set_visible(False)
+    _plain(axes)
 
 
 def training_figure(logs: Sequence[tuple[int, list[dict[str, float]]]], width: float) -> str:
