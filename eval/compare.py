@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError
 from eval import stats
-from eval.names import TASK_ORDER
+from eval.icl.tasks import PAPER_ORDER
 from eval.report.views import SAMPLES, require_views
 
 ALPHA = 0.05
@@ -103,7 +103,7 @@ def pick(models: list[Model], name: str) -> Model:
 
 def in_order(tasks: set[str]) -> list[str]:
     """Task names in the paper's order, others after them."""
-    return [t for t in TASK_ORDER if t in tasks] + sorted(tasks - set(TASK_ORDER))
+    return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
 
 
 @dataclass(frozen=True)

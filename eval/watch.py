@@ -27,7 +27,8 @@ from pathlib import Path
 from common.errors import UserError
 from eval import store
 from eval.compare import pick, read_models, regression
-from eval.icl.job import Settings, run_all
+from eval.icl.job import run_all
+from eval.icl.settings import Settings
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
 from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints

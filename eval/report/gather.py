@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.provenance import code_version, library_versions
 from eval import stats, store
 from eval.compare import ALPHA, Model, compare_models, in_order, pick, read_models
-from eval.names import EXTRA_SCORES, SCORES
+from eval.icl.scores import EXTRA_SCORES, SCORES
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 

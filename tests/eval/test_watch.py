@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from eval import watch as watch_module
-from eval.icl.job import Job, Settings
+from eval.icl.job import Job
+from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.watch import Watch, targets
 from pipeline import checkpoint
