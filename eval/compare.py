@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import UserError
 from common.text import printable
 from eval import stats
-from eval.names import TASK_ORDER
+from eval.icl.tasks import PAPER_ORDER
 from eval.results import Model
 
 ALPHA = 0.05
@@ -110,7 +110,7 @@ def _direction(difference: float, interval: stats.Interval, p: float) -> int:
 
 def in_order(tasks: set[str]) -> list[str]:
     """Task names in the paper's order, others after them."""
-    return [t for t in TASK_ORDER if t in tasks] + sorted(tasks - set(TASK_ORDER))
+    return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
 
 
 def compare_alike(a: Model, b: Model) -> Comparison:

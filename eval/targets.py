@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.errors import one_line
 from eval import store
+from eval.model import clean_name
 from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
@@ -68,7 +69,7 @@ class Target:
 
 def targets(run_dir: Path) -> list[Target]:
     """What there is to evaluate in a run directory, oldest first; whether it is whole is asked later."""
-    found, run = [], run_dir.absolute().name  # `.` has no name of its own
+    found, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
     for path in checkpoints(run_dir):
         if (path / HF).is_dir():
             found.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))

@@ -28,8 +28,12 @@ from common.errors import UserError, one_line
 from eval import store, targets
 from eval.compare import regression
 from eval.icl.inferencer import VERSION
-from eval.icl.job import Settings, run_all
-from eval.icl.tasks import Task, load_data
+from eval.icl.job import run_all
+from eval.icl.openicl_baselines import DENSE, RETRIEVERS
+from eval.icl.retrieve import encoder_path
+from eval.icl.settings import Settings
+from eval.icl.task_data import load_data
+from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
 from eval.results import pick, read_models
 from eval.targets import DamagedError, NotWholeError, Target
@@ -187,9 +191,14 @@ class Watch:
             self.say(f"{target.name}: removed before it could be evaluated")
 
     def _blame_settings(self) -> None:
-        """Raises UserError when the data are at fault, so that no checkpoint is marked for them."""
+        """Raises UserError when data or retriever are at fault, so that no checkpoint is marked for them."""
+        settings = self.settings
         for task in self.tasks:
-            load_data(task, self.settings.data, self.settings.limit)
+            load_data(task, settings.data, settings.limit, settings.shots)
+        if settings.retriever not in RETRIEVERS:
+            encoder_path(settings.retriever)
+        elif settings.retriever in DENSE:
+            encoder_path(settings.encoder)
 
     def _unchanged(self, target: Target, files: str) -> bool:
         """Whether a target has looked like this for SETTLE_SECONDS, by its files' times or by earlier passes.
@@ -211,7 +220,7 @@ class Watch:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same evaluation may succeed later: a full disk, a lost mount, a device in use or in error."""
+    """Whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
     return isinstance(error, OSError) or type(error).__name__ in PASSING or "CUDA error" in str(error)
 
 

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.provenance import code_version, library_versions
 from eval import stats
 from eval.compare import Comparison, compare_pair, in_order
-from eval.names import EXTRA_SCORES, SCORES
+from eval.icl.scores import EXTRA_SCORES, SCORES
 from eval.report.order import arrange
 from eval.results import Model, pick, read_models
 from pipeline.run_dir import CONFIG, METRICS, read_metrics

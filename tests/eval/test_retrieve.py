@@ -14,7 +14,8 @@ from common.errors import UserError
 from eval.icl.openicl_baselines import RETRIEVERS, openicl_retrieve
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
 from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, top_k
-from eval.icl.tasks import load_data, load_task
+from eval.icl.task_data import load_data
+from eval.icl.tasks import load_task
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import tiny_model, write_tasks
 

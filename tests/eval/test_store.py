@@ -23,7 +23,8 @@ import pytest
 from common.errors import UserError
 from eval import store
 from eval.icl import job
-from eval.icl.job import Job, Settings, run_all
+from eval.icl.job import Job, run_all
+from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.model import EvaluatedModel
 from eval.store import Entry, Lease, StoreConflictError, held, publish

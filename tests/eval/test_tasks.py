@@ -14,7 +14,8 @@ import zstandard
 
 from common.errors import UserError
 from eval.icl.openicl_compat import PromptTemplate, Template
-from eval.icl.tasks import DIRECTORY, known_tasks, load_data, load_task, select_tasks
+from eval.icl.task_data import load_data
+from eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
 from tests.conftest import REPO
 from tests.helpers.evaluating import command
 

@@ -19,7 +19,8 @@ import pytest
 
 from eval import targets as targets_module
 from eval import watch as watch_module
-from eval.icl.job import Job, Settings
+from eval.icl.job import Job
+from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.targets import targets
 from eval.watch import Watch

@@ -1,0 +1,99 @@
+"""Which way of scoring a model can be trusted with, found by comparing with the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from eval.icl.head import own_nll
+from eval.icl.layout import MIN_CONTEXT, Item, ItemScore
+
+# Rounding that is forgiven, per token and per nat of a sum.
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+    "local_attention",
+)
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with the longest row of a batch
+
+
+def own_scores(model: Any, items: Sequence[Item], ignored: int | None = None) -> list[ItemScore]:
+    """Scores from whole prompts, one at a time."""
+    return [
+        ItemScore.of_prompts(item, [own_nll(model, ids, ignored) for ids in item.prompts()]) for item in items
+    ]
+
+
+def agree(
+    items: Sequence[Item], found: Sequence[ItemScore], wanted: Sequence[ItemScore], dtype: torch.dtype
+) -> bool:
+    """Whether every sum equals the wanted one up to rounding; NaN never does."""
+    for item, ours, theirs in zip(items, found, wanted, strict=True):
+        lengths = np.array([len(item.prefix), *map(len, item.tails)])
+        expected = np.array([theirs.prefix, *theirs.tails])
+        difference = np.abs(np.array([ours.prefix, *ours.tails]) - expected)
+        if not (difference <= ROUNDING[dtype] * (lengths + np.abs(expected))).all():
+            return False
+    return True
+
+
+def made_up_items(vocabulary: int) -> list[Item]:
+    """Small items of every shape: a group with a shared beginning, tails of different lengths, padding."""
+    ids = (np.arange(MIN_CONTEXT + 24) * 7919 + 13) % vocabulary
+    start = ids[: MIN_CONTEXT + 4]
+    shared = [
+        Item(np.concatenate([start, ids[-8 - j : -4 - j]]), [ids[3:6], ids[8:9], ids[1:5]], "probe")
+        for j in range(4)
+    ]
+    return [*shared, Item(ids[:9], [ids[4:6], ids[7:10]]), Item(ids[5:6], [ids[9:12]])]
+
+
+def samples_of(items: Sequence[Item]) -> list[Item]:
+    """A few real items, the longest among them, with two of their labels."""
+    longest = max(range(len(items)), key=lambda i: items[i].longest)
+    shortest = min(range(len(items)), key=lambda i: items[i].longest)
+    chosen = [items[i] for i in sorted({0, longest, shortest})]
+    return [_two_tails(item) for item in chosen]
+
+
+def _two_tails(item: Item) -> Item:
+    kept = sorted({0, len(item.tails) - 1}) if item.tails else []
+    skip = None if item.skip is None else [item.skip[k] for k in kept]
+    return Item(item.prefix, [item.tails[k] for k in kept], None, skip)
+
+
+def attends_everywhere(config: Any) -> bool:
+    """Whether every layer sees all earlier tokens.
+
+    Windows are built into 2-D masks, which a 4-D one replaces, and are longer than what a probe can afford.
+    """
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds:
+        return set(kinds) <= {"full_attention", "attention", "global"}
+    return not any(
+        getattr(config, name, None) and getattr(config, f"use_{name}", True) is not False for name in WINDOWS
+    )
+
+
+def depends_on_length(config: Any) -> bool:
+    """Whether a prompt's scores depend on how long other prompts of its batch are."""
+    return any(f"'{kind}'" in str(config.to_dict()) for kind in LENGTH_DEPENDENT)
+
+
+@torch.inference_mode()
+def is_causal(model: Any) -> bool:
+    """Whether a token's scores depend on earlier tokens only."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(8, device=next(model.parameters()).device) * 7919 + 13) % vocabulary
+    changed = ids.clone()
+    changed[-1] = (ids[-1] + 1) % vocabulary
+    first, second = (
+        model(input_ids=row[None], use_cache=False).logits[0, :-1].float() for row in (ids, changed)
+    )
+    return bool(torch.allclose(first, second, rtol=0.02, atol=0.02 * float(first.abs().max())))
