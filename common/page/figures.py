@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from common.page.parts import Markup, safe
 from common.text import printable
 
 # Stand-ins that the SVG is searched for; each becomes var(--...).
@@ -97,8 +98,6 @@ def compact(value: float, _: int | None = None) -> str:
 
 def svg(figure: Figure, name: str, label: str) -> str:
     """The figure as an <svg> element. name: keeps its ids apart from other figures'; label: what it shows."""
-    from common.page.parts import Markup, safe
-
     buffer = io.StringIO()
     with plt.rc_context({"svg.hashsalt": name}):
         figure.savefig(
@@ -112,10 +111,14 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    # Several figures are in one page, and matplotlib numbers its parts per figure.
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
-    for stand_in, variable in _VARIABLES.items():
-        text = text.replace(stand_in, f"var({variable})")
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # the page's own
-    text = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"<[^>]*>", lambda match: _for_page(match.group(), name), text)  # tags: text stays as it is
     return Markup(re.sub(r"<svg ", f'<svg role="img" aria-label="{safe(label)}" ', text, count=1))
+
+
+def _for_page(element: str, name: str) -> str:
+    """A tag of matplotlib's with ids of its own, the page's colours and the page's font."""
+    element = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", element)  # figures share the page
+    for stand_in, variable in _VARIABLES.items():
+        element = element.replace(stand_in, f"var({variable})")
+    element = re.sub(r"font-family: [^;\"]*;? ?", "", element)
+    return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", element)

@@ -134,8 +134,10 @@ def gather(
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
+    if not run.is_dir():
+        raise UserError(f"--run: run directory {run} does not exist")
     if not (run / METRICS).is_file():
-        raise UserError(f"--run: {run / METRICS} does not exist")
+        raise UserError(f"--run: {run} holds no {METRICS}")
     return read_metrics(run)
 
 
