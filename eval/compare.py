@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from eval import stats
+from eval import stats, store
 from eval.icl.tasks import PAPER_ORDER
 from eval.report.views import SAMPLES, require_views
 
@@ -35,8 +35,7 @@ class Model:
 
     def records(self, task: str) -> list[dict[str, Any]]:
         """Per-row records of a task, in row order."""
-        chunks = sorted((self.out / "store" / self.keys[task] / "chunks").glob("*.json"))
-        return [record for chunk in chunks for record in json.loads(chunk.read_text())]
+        return store.read_records(self.out, self.keys[task], self.results[task]["n"])
 
 
 def compare_models(models: list[Model], baseline: str, tasks: list[str]) -> list[dict[str, Any]]:
