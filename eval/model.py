@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError, one_line
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eval import store
+from eval.icl.scores import NotFiniteError
 from pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
 if TYPE_CHECKING:
@@ -139,7 +140,11 @@ class EvaluatedModel:
     def _require_causal(self, model: Any) -> None:
         from eval.icl.probe import is_causal
 
-        if not is_causal(model):
+        try:
+            causal = is_causal(model)
+        except NotFiniteError as error:
+            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
+        if not causal:
             raise UserError(
                 f"{self.given}: {type(model).__name__} is not a causal language model: "
                 "later tokens change the scores of earlier ones"

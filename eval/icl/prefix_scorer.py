@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from common.errors import UserError
 from eval.icl import probe
 from eval.icl.batching import BUDGET, DENSE_CPU, DENSE_GPU, Limits
-from eval.icl.head import Head, own_nll
+from eval.icl.head import Head
 from eval.icl.layout import Item, ItemScore, TreeBatch, groups, shared_context
 from eval.icl.scores import NotFiniteError
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 TREE, WHOLE, OWN = "tree", "whole", "own"
 WAYS = {TREE: "prompts with shared prefixes", WHOLE: "whole prompts", OWN: "one whole prompt at a time"}
-LONGER = 2  # times as long as any that were compared: compare again
+LONGER = 1.25  # times as long as any that were compared: compare again
 
 Advance = Callable[[int], None]  # told after every batch how many items it finished
 
@@ -124,7 +124,7 @@ class PrefixScorer:
         if self.way == OWN:
             return
         work, self.work, self._ignored = self.work, Work(), None
-        wanted = probe.own_scores(self.model, items)
+        wanted = probe.expected(self.model, items)
         while self.way != OWN:
             try:
                 same = probe.agree(items, self._score(items, lambda count: None), wanted, self._dtype)
@@ -239,11 +239,9 @@ class PrefixScorer:
     def _score_own(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
         scores = []
         for item in items:
-            prompts = item.prompts()
-            nll = [own_nll(self.model, ids, self._ignored) for ids in prompts]
-            scores.append(ItemScore.of_prompts(item, nll))
-            tokens = sum(map(len, prompts))
-            self._count(tokens, tokens, len(prompts))
+            scores.append(probe.own_score(self.model, item, self._ignored))
+            tokens = sum(map(len, item.prompts()))
+            self._count(tokens, tokens, max(len(item.tails), 1))
             advance(1)
         return scores
 

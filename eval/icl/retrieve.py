@@ -28,7 +28,7 @@ from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 log = logging.getLogger(__name__)
 
 SHOWN = 128  # texts embedded between two steps of the bar
-SEGMENT = 4096  # texts embedded between two writes of the cache
+SEGMENT = 1024  # texts embedded between two writes of the cache
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this

@@ -90,6 +90,21 @@ def test_a_killed_writer_leaves_a_usable_cache(tmp_path: Path) -> None:
     np.testing.assert_array_equal(Encoder("minilm", tmp_path)(["a cat"]), vectors)
 
 
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "changed"])
+def test_a_damaged_segment_is_embedded_again(how: str, tmp_path: Path) -> None:  # defects D3
+    vectors = Encoder("minilm", tmp_path)(["a cat"])
+    [path] = (tmp_path / "embeddings").glob("*/*.npz")
+    content = path.read_bytes()
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+    spoilt = {"truncated": content[:middle], "empty": b"", "text": b"hello", "changed": changed}
+    path.write_bytes(spoilt[how])
+    said: list[str] = []
+    again = Encoder("minilm", tmp_path, say=said.append)
+    np.testing.assert_allclose(again(["a cat"]), vectors, atol=1e-6)
+    assert again.computed == 1 and "is damaged" in said[0]
+
+
 def test_the_cache_belongs_to_the_encoder(tmp_path: Path) -> None:
     """Another model must not be served these vectors."""
     import shutil

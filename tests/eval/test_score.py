@@ -353,18 +353,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 1,
         "use_mamba_kernels": False,
     },
-    "recurrent_gemma": {"num_key_value_heads": 1, "head_dim": 16, "lru_width": 32},
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_n_groups": 1,
-        "num_key_value_heads": 2,
-        "lm_head_multiplier": 0.5,
-    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 32},
 }
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
 WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mpt", "mamba", "jamba"}
-ONE_BY_ONE = {"recurrent_gemma", "falcon_h1"}  # something is done to the logits that is not known by name
+ONE_BY_ONE = {"recurrent_gemma"}
 COMMON = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -482,7 +475,7 @@ def test_progress_comes_with_every_batch(tiny: tuple[Any, Any]) -> None:  # defe
     for way in (TREE, WHOLE, OWN):
         scorer.way, steps = way, []
         scorer.score(items, advance=steps.append)
-        assert sum(steps) == 40 and len(steps) > 8
+        assert sum(steps) == 40 and len(steps) > 4
 
 
 def test_bfloat16_sums_are_not_quantised(tmp_path: Path) -> None:
