@@ -2,108 +2,127 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
+from common.text import printable
 from eval import stats
-from eval.names import TASK_ORDER
-from eval.report.views import SAMPLES, require_views
+from eval.icl.tasks import PAPER_ORDER
+from eval.results import Model
 
 ALPHA = 0.05
+# What two results must have in common, and how a reader would say it. Digests are compared, not shown.
+DIGESTS = {
+    "test_rows": "test rows (other data, or another --limit)",
+    "pool_rows": "rows that demonstrations come from",
+    "prompt": "prompts",
+    "encoder": "weights of the sentence model",
+}
+OPTIONS = {"max_tokens": "--max-tokens", "scorer": "version of the scorer"}
 
 
-@dataclass
-class Model:
-    """One evaluated model: its description, its result per task, its text and its training log."""
+@dataclass(frozen=True)
+class Comparison:
+    """A model against its baseline, task by task and on average."""
 
-    name: str
-    description: dict[str, Any]
-    results: dict[str, dict[str, Any]]
-    keys: dict[str, str]
-    out: Path
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """step, tokens, objective, run: as far as the trainer left them."""
-        return self.description["facts"]
-
-    def records(self, task: str) -> list[dict[str, Any]]:
-        """Per-row records of a task, in row order."""
-        chunks = sorted((self.out / "store" / self.keys[task] / "chunks").glob("*.json"))
-        return [record for chunk in chunks for record in json.loads(chunk.read_text())]
+    model: str
+    baseline: str
+    tasks: dict[str, dict[str, Any]]  # task -> stats.Paired, p_holm, direction
+    refused: dict[str, str]  # task -> why it cannot be compared
+    mean: dict[str, Any] | None  # stats.MeanDifference, direction; over `tasks`
 
 
-def compare_models(models: list[Model], baseline: str, tasks: list[str]) -> list[dict[str, Any]]:
-    """Every model against `baseline` on the same rows of each task; Holm over a model's tasks."""
-    first = next(m for m in models if m.name == baseline)
-    comparisons = []
-    for other in models:
-        if other is first:
-            continue
-        family = []
-        for task in tasks:
-            if task in first.results and task in other.results:
-                found = compare_task(first, other, task)
-                if found is not None:
-                    family.append({"model": other.name, "baseline": baseline, "task": task, **found})
-        for item, p in zip(family, stats.holm([f["p_mcnemar"] for f in family]), strict=True):
-            item["p_holm"] = p
-        comparisons += family
-    return comparisons
+def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
+    """Model b against a on the rows of each task that both have; Holm's correction over these tasks.
+
+    direction: +1 / -1 where b is better / worse for sure: the test rejects and the interval excludes zero.
+    """
+    pairs: dict[str, stats.Pairs] = {}
+    refused: dict[str, str] = {}
+    for task in (t for t in tasks if t in a.results and t in b.results):
+        found = paired_rows(a, b, task)
+        if isinstance(found, str):
+            refused[task] = found
+        else:
+            pairs[task] = found
+    paired = {task: stats.paired(p) for task, p in pairs.items()}
+    adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
+    described = {}
+    for (task, p), p_holm in zip(paired.items(), adjusted, strict=True):
+        direction = _direction(p.difference, p.interval, p_holm)
+        if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
+            direction = 0
+        described[task] = stats.as_dict(p) | {"p_holm": p_holm, "direction": direction}
+    mean = None
+    if pairs:
+        over = stats.mean_difference(list(pairs.values()))
+        mean = stats.as_dict(over) | {"direction": _direction(over.difference, over.interval, over.p)}
+    return Comparison(b.name, a.name, described, refused, mean)
 
 
-def compare_task(a: Model, b: Model, task: str) -> dict[str, Any] | None:
-    """Paired statistics of two models, or None when they were not asked the same rows."""
-    first, second = a.records(task), b.records(task)
+def paired_rows(a: Model, b: Model, task: str) -> stats.Pairs | str:
+    """Outcomes of two models on the rows of a task, or why they cannot be compared."""
+    different = differing(a.results[task], b.results[task])
+    if different:
+        return different
+    try:
+        first, second = a.records(task), b.records(task)
+    except UserError as error:
+        return str(error)
     asked = [[(r["row"], r["gold"], r["group"]) for r in records] for records in (first, second)]
     if asked[0] != asked[1]:
-        return None
+        return "their records are of different rows"
     right_a, right_b = ([r["prediction"] == r["gold"] for r in records] for records in (first, second))
     groups = [r["group"] for r in first] if a.results[task]["groups"] else None
-    return stats.as_dict(stats.paired(right_a, right_b, groups))
+    return stats.pairs(right_a, right_b, groups)
 
 
-def read_models(outs: Sequence[Path]) -> list[Model]:
-    """All models evaluated under some results directories. UserError when one name stands for two."""
-    models = [_model(out, *view) for out in outs for view in require_views(out)]
-    names = [m.name for m in models]
-    if len(set(names)) != len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise UserError(f"model {twice!r} stands in two directories; evaluate one under another --name")
-    return models
+def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """What keeps two results of a task from being compared; empty when nothing does."""
+    first, second = (result["conditions"]["compared"] for result in (a, b))
+    reasons = []
+    for name in sorted(first.keys() | second.keys()):
+        values = first.get(name), second.get(name)
+        if values[0] == values[1]:
+            continue
+        reason = (
+            f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {_both(values)}"
+        )
+        versions = tuple(r["conditions"]["noted"].get("prompt_version") for r in (a, b))
+        if name == "prompt" and versions[0] != versions[1]:
+            reason += f" ({_both(versions)})"
+        reasons.append(reason)
+    return ", ".join(reasons)
 
 
-def _model(out: Path, description: dict[str, Any], found: dict[str, dict[str, Any]]) -> Model:
-    samples_file = out / "models" / description["name"] / SAMPLES
-    samples = json.loads(samples_file.read_text()) if samples_file.is_file() else {"samples": []}
-    current = samples.get("weights") == description["weights"]
-    return Model(
-        name=description["name"],
-        description=description,
-        results={task: view["result"] for task, view in found.items()},
-        keys={task: view["key"] for task, view in found.items()},
-        out=out,
-        samples=samples["samples"] if current else [],
-    )
+def _both(values: tuple[Any, Any]) -> str:
+    return " and ".join("not set" if value is None else str(value) for value in values)
 
 
-def pick(models: list[Model], name: str) -> Model:
-    """The model called `name`, or UserError with the names there are."""
-    for model in models:
-        if model.name == name:
-            return model
-    raise UserError(f"no results of a model {name!r}; there are: {', '.join(m.name for m in models)}")
+def _direction(difference: float, interval: stats.Interval, p: float) -> int:
+    """+1 / -1 when test and interval agree that there is a difference, else 0."""
+    if p >= ALPHA or interval.low <= 0 <= interval.high:
+        return 0
+    return 1 if difference > 0 else -1
 
 
 def in_order(tasks: set[str]) -> list[str]:
     """Task names in the paper's order, others after them."""
-    return [t for t in TASK_ORDER if t in tasks] + sorted(tasks - set(TASK_ORDER))
+    return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
+
+
+def compare_alike(a: Model, b: Model) -> Comparison:
+    """`compare_pair` on all common tasks. UserError when there is none, or when one cannot be compared."""
+    tasks = in_order(set(a.results) & set(b.results))
+    if not tasks:
+        raise UserError(f"{a.name} and {b.name} have no task in common")
+    found = compare_pair(a, b, tasks)
+    if found.refused:
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in found.refused.items())
+        raise UserError(f"{a.name} and {b.name} cannot be compared: {reasons}; evaluate both alike")
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,72 +134,71 @@ class Verdict:
 
 
 def regression(a: Model, b: Model, max_drop: float | None = None) -> Verdict:
-    """Is b worse than a? A task counts when its exact McNemar test says so after Holm's correction, the mean
-    when its 95 % interval lies below zero. max_drop: the mean may also not fall by more points than this.
+    """Is b worse than a? A task counts, and so does the mean over tasks, when its 95 % interval lies below
+    zero and its paired test rejects (McNemar's with Holm's correction for tasks, random signs for the mean).
+    max_drop: the mean may also not fall by more points than this. UserError when they cannot be compared.
     """
     if a is b:
         return Verdict([], f"{b.name} is its own baseline; no regression")
-    tasks = in_order(set(a.results) & set(b.results))
-    if not tasks:
-        raise UserError(f"{a.name} and {b.name} have no task in common")
-    found = compare_models([a, b], a.name, tasks)
-    if not found:
-        raise UserError(f"{a.name} and {b.name} were not asked the same rows; use the same --limit for both")
+    found = compare_alike(a, b)
+    assert found.mean is not None
     reasons = [
-        f"{c['task']} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
-        for c in found
-        if c["difference"] < 0 and c["p_holm"] < ALPHA
+        f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
+        for task, c in found.tasks.items()
+        if c["direction"] < 0
     ]
-    mean, low, high = mean_difference(found)
-    if high < 0:
-        reasons.append(f"mean {100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]")
-    if max_drop is not None and 100 * mean < -max_drop:
-        reasons.append(f"mean {100 * mean:+.1f} points, more than {max_drop:g} allowed")
+    mean, interval = 100 * found.mean["difference"], _interval(found.mean["interval"])
+    if found.mean["direction"] < 0:
+        reasons.append(f"mean {mean:+.1f} points {interval} (p = {found.mean['p']:.2g})")
+    if max_drop is not None and mean < -max_drop:
+        reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
-    return Verdict(
-        reasons, f"{b.name} against {a.name} on {len(found)} tasks: {100 * mean:+.1f} points; {word}"
-    )
-
-
-def mean_difference(comparisons: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Mean difference over tasks with its interval; half-widths of independent tasks add in squares."""
-    n = len(comparisons)
-    mean = sum(c["difference"] for c in comparisons) / n
-    down = sum((c["difference"] - c["interval"]["low"]) ** 2 for c in comparisons) ** 0.5 / n
-    up = sum((c["interval"]["high"] - c["difference"]) ** 2 for c in comparisons) ** 0.5 / n
-    return mean, mean - down, mean + up
+    count = f"{len(found.tasks)} task{'' if len(found.tasks) == 1 else 's'}"
+    return Verdict(reasons, f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}")
 
 
 def table(a: Model, b: Model) -> str:
-    """Both models' accuracies, task by task, for the terminal."""
-    tasks = in_order(set(a.results) & set(b.results))
-    found = {c["task"]: c for c in compare_models([a, b], a.name, tasks)}
-    only = [f"only {m.name}" for m in (a, b)]
-    lines = [["task", "n", a.name, b.name, "difference", "95 % interval", *only, "p", "p Holm"]]
-    for task in tasks:
-        c, results = found.get(task), [m.results[task] for m in (a, b)]
-        line = [results[0]["title"], str(results[1]["n"]), *(f"{100 * r['accuracy']:.1f}" for r in results)]
-        if c is None:
-            line += ["not the same rows", "", "", "", "", ""]
-        else:
-            line += [f"{100 * c['difference']:+.1f}", _interval(c["interval"]["low"], c["interval"]["high"])]
-            line += [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", f"{c['p_holm']:.3g}"]
-            line[-1] += " *" if c["p_holm"] < ALPHA else ""
-        lines.append(line)
-    if found:
-        mean, low, high = mean_difference(list(found.values()))
-        of = [100 * sum(m.results[t]["accuracy"] for t in found) / len(found) for m in (a, b)]
-        shown = [f"{of[0]:.1f}", f"{of[1]:.1f}", f"{100 * mean:+.1f}", _interval(low, high)]
-        lines.append(["mean", "", *shown, "", "", "", ""])
+    """Both models' accuracies, task by task, for the terminal. UserError when they cannot be compared."""
+    found = compare_alike(a, b)
+    names = [printable(m.name) for m in (a, b)]
+    lines = [
+        ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
+    ]
+    for task, c in found.tasks.items():
+        results = [m.results[task] for m in (a, b)]
+        lines.append(
+            [
+                printable(results[0]["title"]),
+                str(results[0]["n"]),
+                *(f"{100 * r['accuracy']:.1f}" for r in results),
+                f"{100 * c['difference']:+.1f}",
+                _interval(c["interval"]),
+                *(str(c[side]) for side in ("only_a", "only_b")),
+                f"{c['p_mcnemar']:.3g}",
+                f"{c['p_holm']:.3g}{' *' if c['direction'] else ''}",
+            ]
+        )
+    assert found.mean is not None
+    means = [sum(m.results[t]["accuracy"] for t in found.tasks) / len(found.tasks) for m in (a, b)]
+    last = ["mean", "", *(f"{100 * mean:.1f}" for mean in means), f"{100 * found.mean['difference']:+.1f}"]
+    p = f"{found.mean['p']:.3g}{' *' if found.mean['direction'] else ''}"
+    lines.append([*last, _interval(found.mean["interval"]), "", "", p, ""])
+    return _aligned(lines) + (
+        f"\n* differs: p < {ALPHA} and an interval without zero "
+        "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
+    )
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """Columns of equal width, the first to the left; the first line is the head, the last the foot."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        text.append("  ".join([first.strip().ljust(widths[0]), *rest]))
-    rule = "-" * len(text[0])
-    note = f"* differs at {ALPHA} (exact McNemar, Holm over the tasks)"
-    return "\n".join([text[0], rule, *text[1:], rule, note])
+        text.append("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+    rule = "-" * max(map(len, text))
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
 
 
-def _interval(low: float, high: float) -> str:
-    return f"[{100 * low:+.1f}, {100 * high:+.1f}]"
+def _interval(interval: dict[str, float]) -> str:
+    return f"[{100 * interval['low']:+.1f}, {100 * interval['high']:+.1f}]"

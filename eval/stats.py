@@ -1,20 +1,29 @@
 """Accuracies, intervals and paired tests from per-row outcomes. Pure functions.
 
-Accuracy is a mean of 0/1 outcomes, so resampling its rows with replacement is a binomial draw (for pairs a
-multinomial one): the bootstrap below is drawn from that law directly, with no resampling loop. Tasks scored
-as a mean over groups (MMLU) are resampled inside their groups.
+An accuracy gets Wilson's interval, the difference of two models on the same rows that of Bonett and Price
+(2012). Both are closed forms that keep their level with few rows and at 0 and 100 %, where resampling the
+rows would give an interval of no width.
+
+A task scored as the unweighted mean over groups (MMLU over subjects) is treated as that many rows asked
+without groups as have the same variance. Its variance is the sum of the groups' own. A group of one row
+says nothing about its variance, so each is estimated with PRIOR_ROWS rows of the overall rates added: with
+few rows per group that approaches the variance without groups, which on average is never too small; with
+many, the groups' own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from scipy import stats
 
-DRAWS = 10_000
 LEVEL = 0.95
+PRIOR_ROWS = 2.0
+DRAWS = 20_000  # of the signs in the test of a weighted mean
+_Z = float(stats.norm.ppf((1 + LEVEL) / 2))
 
 
 @dataclass(frozen=True)
@@ -30,25 +39,16 @@ class Accuracy:
     value: float
     n: int
     correct: int
-    bootstrap: Interval
-    wilson: Interval  # of the pooled rows, whatever the grouping
+    interval: Interval  # 95 %
 
 
-def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None, seed: int = 0) -> Accuracy:
-    """Accuracy of outcomes [n]; with groups [n] the unweighted mean over groups."""
+def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Accuracy:
+    """Accuracy of outcomes [n], n > 0; with groups [n] the unweighted mean over groups."""
     outcomes = np.asarray(correct, dtype=bool)
-    sizes, hits = _by_group(outcomes, groups)
-    rng = np.random.default_rng(seed)
-    draws = (rng.binomial(sizes, hits / sizes, size=(DRAWS, len(sizes))) / sizes).mean(axis=1)
-    test = stats.binomtest(int(outcomes.sum()), len(outcomes))
-    low, high = test.proportion_ci(LEVEL, method="wilson")
-    return Accuracy(
-        value=float((hits / sizes).mean()),
-        n=len(outcomes),
-        correct=int(outcomes.sum()),
-        bootstrap=_percentiles(draws),
-        wilson=Interval(float(low), float(high)),
-    )
+    hits = _counts(outcomes, groups)
+    sizes = _counts(np.ones_like(outcomes), groups)
+    (value, _), rows = _rates(np.stack([hits, sizes - hits]), np.array([1.0, 0.0]))
+    return Accuracy(value, len(outcomes), int(outcomes.sum()), _wilson(value, rows))
 
 
 def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> list[list[int]]:
@@ -69,43 +69,95 @@ def macro_f1(counts: Sequence[Sequence[int]]) -> float:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Outcomes of two models on the same rows of a task: rows per group, and those only one gets right."""
+
+    sizes: np.ndarray  # [groups], as are the others
+    only_a: np.ndarray
+    only_b: np.ndarray
+
+    @property
+    def difference(self) -> float:
+        """Score of b less score of a."""
+        return float(((self.only_b - self.only_a) / self.sizes).mean())
+
+
+@dataclass(frozen=True)
 class Paired:
-    """Two models on the same rows. difference: accuracy of b less accuracy of a."""
+    """Two models on the same rows. difference: score of b less score of a."""
 
     difference: float
-    interval: Interval  # paired bootstrap
+    interval: Interval  # 95 %
     only_a: int  # rows that a alone gets right
     only_b: int
     p_mcnemar: float  # exact, two-sided, on pooled rows
-    p_bootstrap: float  # two-sided
 
 
-def paired(
-    a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None, seed: int = 0
-) -> Paired:
-    """Compare outcomes a and b [n] of the same rows."""
+@dataclass(frozen=True)
+class MeanDifference:
+    """The mean over tasks of two models' differences."""
+
+    difference: float
+    interval: Interval  # 95 %
+    p: float  # two-sided, random signs
+
+
+def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> Pairs:
+    """Count outcomes a and b [n] of the same rows. ValueError when their numbers differ."""
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     if len(first) != len(second):
         raise ValueError("paired outcomes must be of the same rows")
-    sizes, only_a = _by_group(first & ~second, groups)
-    _, only_b = _by_group(second & ~first, groups)
-    rng = np.random.default_rng(seed)
-    draws = np.zeros(DRAWS)
-    for n, x, y in zip(sizes, only_a, only_b, strict=True):
-        drawn = rng.multinomial(n, [x / n, y / n, 1 - (x + y) / n], size=DRAWS)
-        draws += (drawn[:, 1] - drawn[:, 0]) / n / len(sizes)
-    discordant = int(only_a.sum() + only_b.sum())
-    p_mcnemar = stats.binomtest(int(only_a.sum()), discordant, 0.5).pvalue if discordant else 1.0
-    # Share of resamples on the other side of zero; the observed sample counts as one of them.
-    below, above = (draws <= 0).sum() + 1, (draws >= 0).sum() + 1
+    sizes = _counts(np.ones_like(first), groups)
+    return Pairs(sizes, _counts(first & ~second, groups), _counts(second & ~first, groups))
+
+
+def paired(found: Pairs) -> Paired:
+    """Difference, interval and McNemar's exact test of one task."""
+    same = found.sizes - found.only_a - found.only_b
+    counts = np.stack([found.only_a, found.only_b, same])
+    (worse, better, _), rows = _rates(counts, np.array([-1.0, 1.0, 0.0]))
+    only_a, only_b = int(found.only_a.sum()), int(found.only_b.sum())
     return Paired(
-        difference=float(((only_b - only_a) / sizes).mean()),
-        interval=_percentiles(draws),
-        only_a=int(only_a.sum()),
-        only_b=int(only_b.sum()),
-        p_mcnemar=float(p_mcnemar),
-        p_bootstrap=float(min(1.0, 2 * min(below, above) / (DRAWS + 1))),
+        found.difference, _bonett_price(worse, better, rows), only_a, only_b, _sign_test(only_a, only_b)
     )
+
+
+def mean_difference(tasks: Sequence[Pairs], seed: int = 0) -> MeanDifference:
+    """Mean difference over tasks, each weighing alike.
+
+    The test is McNemar's for rows of unequal weight: if the models do not differ, each row that one alone
+    gets right is as likely to be the other's, whatever its task and group.
+    """
+    one_by_one = [paired(task) for task in tasks]
+    intervals = [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
+    difference, interval = mean_interval(intervals)
+    discordant: dict[float, np.ndarray] = {}  # weight of a row -> (a's, b's)
+    for task in tasks:
+        weights = 1 / (task.sizes * len(task.sizes) * len(tasks))
+        for weight, only_a, only_b in zip(weights, task.only_a, task.only_b, strict=True):
+            key = float(f"{weight:.12g}")
+            discordant[key] = discordant.get(key, np.zeros(2, dtype=int)) + np.array([only_a, only_b])
+    discordant = {weight: counts for weight, counts in discordant.items() if counts.sum()}
+    if len(discordant) < 2:
+        (only_a, only_b), *_ = [*discordant.values(), np.zeros(2, dtype=int)]
+        return MeanDifference(difference, interval, _sign_test(int(only_a), int(only_b)))
+    rng = np.random.default_rng(seed)
+    drawn, observed = np.zeros(DRAWS), 0.0
+    for weight, (only_a, only_b) in discordant.items():
+        both = only_a + only_b
+        drawn += weight * (2 * rng.binomial(both, 0.5, DRAWS) - both)
+        observed += weight * (only_b - only_a)
+    as_far = (np.abs(drawn) >= abs(observed) - 1e-12).sum()
+    return MeanDifference(difference, interval, float((as_far + 1) / (DRAWS + 1)))
+
+
+def mean_interval(found: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:
+    """Mean of independent (value, low, high) with its interval: distances to the limits add in squares."""
+    n = len(found)
+    mean = sum(value for value, _, _ in found) / n
+    down = math.hypot(*(value - low for value, low, _ in found)) / n
+    up = math.hypot(*(high - value for value, _, high in found)) / n
+    return mean, Interval(mean - down, mean + up)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -125,20 +177,55 @@ def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def as_dict(value: Accuracy | Paired) -> dict[str, object]:
+def as_dict(value: Accuracy | Paired | MeanDifference) -> dict[str, object]:
     """For JSON."""
     return asdict(value)
 
 
-def _by_group(outcomes: np.ndarray, groups: Sequence[str] | None) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, true outcomes) per group; one group when none are given."""
+def _counts(outcomes: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+    """True outcomes per group, int [groups]; one group when none are given."""
     if groups is None:
-        return np.array([len(outcomes)]), np.array([int(outcomes.sum())])
+        return np.array([int(outcomes.sum())])
     _, codes = np.unique(np.asarray(groups), return_inverse=True)
-    return np.bincount(codes), np.bincount(codes, weights=outcomes).astype(int)
+    return np.bincount(codes, weights=outcomes).astype(int)
 
 
-def _percentiles(draws: np.ndarray) -> Interval:
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
+    """(rate of each kind of row, rows without groups that would tell the mean as exactly).
+
+    counts: kinds x groups; values [kinds]: what a row of a kind counts. The rates are means over groups.
+    """
+    sizes = counts.sum(axis=0)
+    rates = (counts / sizes).mean(axis=1)
+    pooled = _variance(rates, values)
+    if len(sizes) == 1:
+        return rates.tolist(), float(sizes[0])
+    if pooled < 1e-12:
+        return rates.tolist(), len(sizes) ** 2 / float((1 / sizes).sum())
+    shrunk = (counts + PRIOR_ROWS * rates[:, None]) / (sizes + PRIOR_ROWS)
+    own = _variance(shrunk, values) / (1 - sizes / (sizes + PRIOR_ROWS) ** 2)  # unbiased if groups are alike
+    return rates.tolist(), float(pooled * len(sizes) ** 2 / (own / sizes).sum())
+
+
+def _variance(rates: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Variance of a row's value; rates [kinds] or [kinds, groups]."""
+    return values**2 @ rates - (values @ rates) ** 2
+
+
+def _wilson(rate: float, n: float) -> Interval:
+    centre = (rate + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z**2 / (4 * n**2))
+    return Interval(min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half)))
+
+
+def _bonett_price(worse: float, better: float, n: float) -> Interval:
+    """Wald's interval with one row added to either kind of disagreement."""
+    worse, better = ((rate * n + 1) / (n + 2) for rate in (worse, better))
+    centre = better - worse
+    half = _Z * math.sqrt((worse + better - centre**2) / (n + 2))
+    return Interval(max(-1.0, centre - half), min(1.0, centre + half))
+
+
+def _sign_test(only_a: int, only_b: int) -> float:
+    both = only_a + only_b
+    return float(stats.binomtest(only_a, both, 0.5).pvalue) if both else 1.0

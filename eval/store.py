@@ -6,9 +6,10 @@
     <root>/<key>/result.json          written last, never changed
 
 Everything is published by linking a finished temporary file under its final name, which fails when the
-name exists: the same content is a no-op, another content an error. No state lives outside the files, so a
-job killed anywhere is simply run again. The file system must have atomic O_EXCL creation and links (local
-ones and NFS do).
+name exists: the same content is a no-op, another content an error. What is computed is sealed with the digest
+of its content; a file that does not match its seal was damaged from outside and is computed again. No state
+lives outside the files, so a job killed anywhere is simply run again. The file system must have atomic O_EXCL
+creation and links (local ones and NFS do).
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
+
+STORE = "store"  # beside models/ in a results directory
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 HEARTBEATS = 4  # per lease time
 WRITING_SECONDS = 5.0  # a lease file whose content does not come within this is of a dead process
@@ -32,6 +37,12 @@ WRITING_SECONDS = 5.0  # a lease file whose content does not come within this is
 
 class StoreConflictError(Exception):
     """Two computations of one key gave different results."""
+
+
+def cache_directory() -> Path:
+    """Where embeddings and digests are kept: $EVAL_CACHE, else the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline")
 
 
 def digest(identity: Any) -> str:
@@ -63,6 +74,55 @@ def publish(path: Path, text: str) -> bool:
         temporary.unlink(missing_ok=True)
 
 
+def seal(value: Any) -> str:
+    """`value` as text, with the digest that `unsealed` checks."""
+    stored = json.loads(json.dumps(value))  # as a reader will see it: keys are text, tuples are lists
+    return dump({"digest": digest(stored), "value": stored})
+
+
+def unsealed(path: Path) -> Any | None:
+    """The value in a sealed file; None when it is absent, torn or changed."""
+    found = read_json(path)
+    if not isinstance(found, dict) or "value" not in found:
+        return None
+    return found["value"] if digest(found["value"]) == found.get("digest") else None
+
+
+def publish_sealed(path: Path, value: Any) -> bool:
+    """`publish` a sealed value; a damaged file in its place is replaced."""
+    if path.is_file() and unsealed(path) is None:
+        replace(path, seal(value))
+        return True
+    return publish(path, seal(value))
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON value in a file; None when it is absent, torn or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # JSON and UTF-8 errors are ValueErrors
+        return None
+
+
+def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
+    """Per-row records of a finished result under the results directory `out`, in row order.
+
+    UserError when one of the files is missing or damaged, or when they hold another number than `rows`.
+    """
+    records: list[dict[str, Any]] = []
+    directory = out / STORE / key / "chunks"
+    for path in sorted(directory.glob("*.json")):
+        chunk = unsealed(path)
+        if chunk is None:
+            raise UserError(f"{path} is damaged; run the evaluation again, which computes it anew")
+        records += chunk
+    if len(records) != rows:
+        raise UserError(
+            f"{directory} holds {len(records)} of {rows} rows; run the evaluation again, which completes it"
+        )
+    return records
+
+
 def replace(path: Path, text: str) -> None:
     """Write a file that may change (views, caches): whole, the last writer wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,35 +139,54 @@ def _write_temporary(path: Path, text: str) -> Path:
 
 
 class Entry:
-    """Everything under one key."""
+    """Everything under one key. say: told about damaged files."""
 
-    def __init__(self, root: Path, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, root: Path, identity: dict[str, Any], say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.identity = identity
         self.key = digest(identity)[:32]
         self.path = root / self.key
+        self._say = say
+        self._whole: set[int] = set()  # chunks that have been read and found good
 
     def result(self) -> dict[str, Any] | None:
         """The finished result, if there is one."""
-        return _read(self.path / "result.json")
+        return self._read(self.path / "result.json")
 
     def finish(self, result: dict[str, Any]) -> None:
         """Publish the result; chunks stay as the per-row records."""
-        publish(self.path / "identity.json", dump(self.identity))
-        publish(self.path / "result.json", dump(result))
+        publish_sealed(self.path / "identity.json", self.identity)
+        publish_sealed(self.path / "result.json", result)
 
     def chunk(self, index: int) -> list[dict[str, Any]] | None:
-        """The records of a chunk, if it is done."""
-        return _read(self._chunk_path(index))
+        """The records of a chunk, if it is done and undamaged."""
+        return self._read(self._chunk_path(index))
 
-    def has_chunk(self, index: int) -> bool:
-        return self._chunk_path(index).is_file()
+    def has_chunk(self, index: int, rows: range) -> bool:
+        """Whether a chunk is done: an undamaged file with a record for each of `rows`."""
+        if index not in self._whole and self._chunk_path(index).is_file():
+            records = self.chunk(index)
+            if records is not None and [record["row"] for record in records] == list(rows):
+                self._whole.add(index)
+        return index in self._whole
 
     def finish_chunk(self, index: int, records: list[dict[str, Any]]) -> bool:
         """Publish a chunk; False when another worker was first with the same records."""
-        return publish(self._chunk_path(index), dump(records))
+        path, found = self._chunk_path(index), self.chunk(index)
+        if found is not None and [r["row"] for r in found] != [r["row"] for r in records]:
+            replace(path, seal(records))  # whole, but of other rows
+            return True
+        return publish_sealed(path, records)
 
     def _chunk_path(self, index: int) -> Path:
         return self.path / "chunks" / f"{index:05d}.json"
+
+    def _read(self, path: Path) -> Any | None:
+        value = unsealed(path)
+        if value is None and path.is_file():
+            self._say(f"{path} is damaged: computing it again")
+        return value
 
     def lease(self, name: str) -> Lease:
         return Lease(self.path / "leases", name)
@@ -182,7 +261,7 @@ def held(lease: Lease) -> Iterator[bool]:
 def _alive(path: Path) -> bool:
     """Whether the holder written in a lease file still works on it."""
     try:
-        age = _now_there(path.parent) - path.stat().st_mtime
+        age = now_there(path.parent) - path.stat().st_mtime
         text = path.read_text()
     except OSError:
         return True  # it changes right now; ask again later
@@ -200,7 +279,7 @@ def _alive(path: Path) -> bool:
     return True
 
 
-def _now_there(directory: Path) -> float:
+def now_there(directory: Path) -> float:
     """The file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()
@@ -231,17 +310,8 @@ def _started(pid: int) -> float | None:
         return None
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-
-
 def digest_files(root: Path, files: Iterable[Path]) -> str:
     """Digest of names and contents. A file's own digest is remembered by path, size, times and inode."""
-    from eval.icl.retrieve import cache_directory
-
     lines = []
     for path in sorted(files):
         stat = path.stat()
@@ -249,7 +319,9 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
         remembered = cache_directory() / "digests" / digest(identity)[:32]
         try:
             content = remembered.read_text()
-        except OSError:
+        except (OSError, UnicodeDecodeError):
+            content = ""
+        if not re.fullmatch("[0-9a-f]{64}", content):
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             replace(remembered, content)

@@ -3,110 +3,44 @@
 All state is files beside the results, so one pass (`--once`) from cron, a Kubernetes CronJob or Slurm and a
 process that stays (`watch`) are the same thing:
 
-    OUT/watch/done/NAME.json      evaluated (or gone before it could be); written once, so that whoever wants
-                                  to be notified watches this directory
+    OUT/watch/done/NAME.json      evaluated, failed with a reason, or gone before it could be evaluated;
+                                  whoever wants to be notified watches this directory
+    OUT/watch/seen/NAME.json      since when a checkpoint without a marker of its own looks as it does
     OUT/watch/leases/             who is at it now
     OUT/watch/pins/NAME/          hard links to the files under evaluation: pruning cannot take them away
 
-A checkpoint counts when it is whole: ours when every file of its export has the size and hash that COMPLETE
-lists; one of the Hugging Face Trainer when trainer_state.json and all weight files are there and unchanged
-since the last look.
+A mark counts for the files, tasks and settings it was made with: when one of them changes, the checkpoint is
+evaluated again, and what is stored already is found. A checkpoint that fails does not hold up the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from common.errors import UserError
-from eval import store
-from eval.compare import pick, read_models, regression
-from eval.icl.job import Settings, run_all
+from common.errors import UserError, one_line
+from eval import store, targets
+from eval.compare import regression
+from eval.icl.inferencer import VERSION
+from eval.icl.job import run_all
+from eval.icl.openicl_baselines import DENSE, RETRIEVERS
+from eval.icl.retrieve import encoder_path
+from eval.icl.settings import Settings
+from eval.icl.task_data import load_data
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
-from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints
+from eval.results import pick, read_models
+from eval.targets import DamagedError, NotWholeError, Target
+from pipeline.run_dir import EXPORT
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Target:
-    """Something to evaluate: its name in the results and the directory of the model's files."""
-
-    name: str
-    path: Path
-    checkpoint: Path | None = None  # ours: holds COMPLETE
-    foreign: bool = False  # the Hugging Face Trainer's
-
-    def whole(self, files: Path, seen: dict[str, str]) -> bool:
-        """Whether `files`, links to those of `path`, are a whole model.
-
-        seen: what foreign checkpoints looked like at the last pass.
-        """
-        if self.foreign:
-            look, before = _listing(self.path), seen.get(self.name)
-            seen[self.name] = look
-            return _trainer_finished(files) and before == look
-        if self.checkpoint is None:  # the run's export appears by renaming, so it is whole
-            return (files / "config.json").is_file()
-        return _as_listed(self.checkpoint, files)
-
-
-def targets(run_dir: Path) -> list[Target]:
-    """What there is to evaluate in a run directory, oldest first; whether it is whole is asked later."""
-    found = []
-    for path in checkpoints(run_dir):
-        if (path / HF).is_dir():
-            found.append(Target(f"{run_dir.name}-{path.name}", path / HF, checkpoint=path))
-    foreign = [p for p in run_dir.glob("checkpoint-*") if p.name[11:].isdigit() and p.is_dir()]
-    for path in sorted(foreign, key=lambda p: int(p.name[11:])):
-        found.append(Target(f"{run_dir.name}-{path.name}", path, foreign=True))
-    if (run_dir / EXPORT).is_dir():
-        found.append(Target(run_dir.name, run_dir / EXPORT))
-    return found
-
-
-def _as_listed(checkpoint: Path, files: Path) -> bool:
-    """Whether the exported files have the sizes and hashes that COMPLETE lists."""
-    try:
-        listed = json.loads((checkpoint / COMPLETE).read_text())["files"]
-        mine = {n.removeprefix(f"{HF}/"): facts for n, facts in listed.items() if n.startswith(f"{HF}/")}
-        for name, facts in mine.items():
-            if (files / name).stat().st_size != facts["size"]:
-                return False
-            with (files / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                    return False
-        return bool(mine)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _trainer_finished(path: Path) -> bool:
-    """Whether a Trainer checkpoint has its last file and every weight file of its index."""
-    if not (path / "trainer_state.json").is_file() or not (path / "config.json").is_file():
-        return False
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return (path / "model.safetensors").is_file()
-    try:
-        return all((path / name).is_file() for name in json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError):
-        return False
-
-
-def _listing(path: Path) -> str:
-    """Names, sizes and times of a directory's files; empty when it is changing."""
-    with contextlib.suppress(OSError):
-        stats = [(p.name, p.stat()) for p in sorted(path.iterdir())]
-        return store.digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
-    return ""
+PASSING = ("OutOfMemoryError", "AcceleratorError")  # of torch: the device, not the model
 
 
 class Watch:
@@ -120,48 +54,41 @@ class Watch:
         self.run_dir, self.tasks, self.settings, self.out = run_dir, tasks, settings, out
         self.dtype, self.say = dtype, say
         self.state = out / "watch"
-        self.seen: dict[str, str] = {}
-        self.waiting = 0  # targets that somebody else is at, or that are not whole yet
-        self.evaluated: list[str] = []
+        self.evaluated: list[str] = []  # by this watcher
+        # Of the last pass, by name:
+        self.waiting: dict[str, str] = {}  # not whole, or held by another watcher
+        self.failed: dict[str, str] = {}  # cannot be evaluated as they are
+        self.troubled: dict[str, str] = {}  # might be, at another time
+        self._told: dict[str, str] = {}  # why a target is not ready, as said last
 
     def once(self) -> int:
         """Evaluate whatever is whole, not done and not held by another watcher; how many were."""
-        count, self.waiting = 0, 0
-        for target in targets(self.run_dir):
-            done = self.state / "done" / f"{target.name}.json"
-            if done.is_file():
+        count, asked = 0, self._asked()
+        self.waiting, self.failed, self.troubled = {}, {}, {}
+        for target in targets.targets(self.run_dir):
+            if self._settled(target, asked):
                 continue
             with store.held(store.Lease(self.state / "leases", target.name)) as mine:
                 if not mine:
-                    self.waiting += 1
-                elif not done.is_file():
-                    count += self._evaluate(target, done)
+                    self.waiting[target.name] = "held by another watcher"
+                elif not self._settled(target, asked):
+                    count += self._attempt(target, asked)
         return count
-
-    def _evaluate(self, target: Target, done: Path) -> int:
-        """Evaluate a target whose lease is ours. 0 when it is not whole yet or gone."""
-        with _pinned(target.path, self.state / "pins" / target.name) as files:
-            if not target.whole(files, self.seen):
-                if target.path.is_dir():
-                    self.waiting += 1
-                elif store.publish(done, store.dump({"name": target.name, "state": "gone"})):
-                    self.say(f"{target.name}: removed before it could be evaluated")
-                return 0
-            model = EvaluatedModel(str(files), target.name, self.dtype)
-            model.given = str(target.path)
-            results = run_all(model, self.tasks, self.settings, self.out, self.say)
-        mean = sum(r["accuracy"] for r in results) / len(results)
-        facts = {"name": target.name, "state": "evaluated", "step": model.facts.get("step"), "accuracy": mean}
-        if store.publish(done, store.dump(facts)):
-            self.evaluated.append(target.name)
-        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {len(results)} tasks")
-        return 1
 
     def finished(self) -> bool:
         """Whether the run has its final export and nothing is left to do."""
-        names = [t.name for t in targets(self.run_dir)]
-        done = all((self.state / "done" / f"{name}.json").is_file() for name in names)
-        return (self.run_dir / EXPORT).is_dir() and done
+        asked = self._asked()
+        settled = [self._settled(target, asked) for target in targets.targets(self.run_dir)]
+        return (self.run_dir / EXPORT).is_dir() and all(settled)
+
+    def summary(self) -> str:
+        """The last pass in one line."""
+        parts = [f"{len(self.evaluated)} evaluated", f"{len(self.waiting)} not ready or held elsewhere"]
+        if self.failed:
+            parts.append(f"{len(self.failed)} failed ({', '.join(self.failed)})")
+        if self.troubled:
+            parts.append(f"{len(self.troubled)} to be tried again ({', '.join(self.troubled)})")
+        return f"{self.run_dir}: {', '.join(parts)}"
 
     def regressions(self, baseline: str, max_drop: float | None) -> list[str]:
         """Verdicts on the models evaluated by this watcher that are worse than `baseline`."""
@@ -171,6 +98,139 @@ class Watch:
             regression(first, pick(models, name), max_drop) for name in self.evaluated if name != baseline
         ]
         return [v.summary for v in verdicts if v.regressions]
+
+    def _asked(self) -> str:
+        """Digest of what decides a result besides the model: tasks, settings, data, version of the scorer."""
+        settings = asdict(self.settings)
+        source, _ = settings.pop("data"), settings.pop("budget")
+        tasks = [
+            [t.name, t.version, t.spec.model_dump(mode="json"), _data_facts(source, t)] for t in self.tasks
+        ]
+        return store.digest([tasks, settings, self.dtype, VERSION])[:16]
+
+    def _mark(self, target: Target) -> Path:
+        return self.state / "done" / f"{target.name}.json"
+
+    def _settled(self, target: Target, asked: str) -> bool:
+        """Whether a mark says that these files were evaluated as asked, or cannot be."""
+        mark = store.read_json(self._mark(target))
+        if not isinstance(mark, dict) or mark.get("files") != target.fingerprint():
+            return False
+        state = mark["asked"].get(asked) if isinstance(mark.get("asked"), dict) else None
+        if state is None:
+            return False
+        if state != "evaluated":
+            self.failed[target.name] = str(state)
+        return True
+
+    def _set(self, target: Target, files: str, asked: str, state: str, **facts: Any) -> None:
+        """Write a target's mark; marks for the same files asked in other ways are kept."""
+        path = self._mark(target)
+        found = store.read_json(path)
+        earlier: dict[str, str] = {}
+        if isinstance(found, dict) and found.get("files") == files and isinstance(found.get("asked"), dict):
+            earlier = found["asked"]
+        word = state if state in ("evaluated", "gone") else "failed"
+        mark = {
+            "name": target.name,
+            "state": word,
+            "files": files,
+            "asked": earlier | {asked: state},
+            **facts,
+        }
+        store.replace(path, store.dump(mark))
+
+    def _attempt(self, target: Target, asked: str) -> int:
+        """Evaluate a target whose lease is ours; 1 when it was. What keeps it from it is noted by name."""
+        files = target.fingerprint()
+        try:
+            with _pinned(target.path, self.state / "pins" / target.name) as pinned:
+                target.require_whole(pinned, self._unchanged(target, files))
+                self._evaluate(target, pinned, files, asked)
+            return 1
+        except NotWholeError as error:
+            self._not_whole(target, files, asked, str(error))
+        except Exception as error:
+            reason = one_line(error)
+            if not isinstance(error, DamagedError | UserError | store.StoreConflictError):
+                reason = f"{type(error).__name__}: {reason}"
+            if _may_pass(error):
+                self.troubled[target.name] = reason
+                self.say(f"{target.name}: {reason}; to be tried again")
+            else:
+                self._blame_settings()
+                self._fail(target, files, asked, reason)
+        return 0
+
+    def _fail(self, target: Target, files: str, asked: str, reason: str) -> None:
+        """Mark the target of the exception at hand as failed."""
+        self.failed[target.name] = reason
+        self._set(target, files, asked, reason, reason=reason, traceback=traceback.format_exc())
+        self.say(
+            f"{target.name}: failed: {reason}; it is tried again when its files or the settings change, "
+            f"or when {self._mark(target)} is removed"
+        )
+
+    def _evaluate(self, target: Target, pinned: Path, files: str, asked: str) -> None:
+        model = EvaluatedModel(str(pinned), target.name, self.dtype)
+        model.given = str(target.path)
+        results = run_all(model, self.tasks, self.settings, self.out, self.say)
+        mean = sum(r["accuracy"] for r in results) / len(results)
+        self._set(target, files, asked, "evaluated", step=model.facts.get("step"), accuracy=mean)
+        self.evaluated.append(target.name)
+        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {len(results)} tasks")
+
+    def _not_whole(self, target: Target, files: str, asked: str, reason: str) -> None:
+        if target.path.is_dir():
+            self.waiting[target.name] = reason
+            if self._told.get(target.name) != reason:
+                self.say(f"{target.name}: not ready: {reason}")
+            self._told[target.name] = reason
+        else:
+            self._set(target, files, asked, "gone")
+            self.say(f"{target.name}: removed before it could be evaluated")
+
+    def _blame_settings(self) -> None:
+        """Raises UserError when data or retriever are at fault, so that no checkpoint is marked for them."""
+        settings = self.settings
+        for task in self.tasks:
+            load_data(task, settings.data, settings.limit, settings.shots)
+        if settings.retriever not in RETRIEVERS:
+            encoder_path(settings.retriever)
+        elif settings.retriever in DENSE:
+            encoder_path(settings.encoder)
+
+    def _unchanged(self, target: Target, files: str) -> bool:
+        """Whether a target has looked like this for SETTLE_SECONDS, by its files' times or by earlier passes.
+
+        Times alone would do but for clocks that differ.
+        """
+        path = self.state / "seen" / f"{target.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        now = store.now_there(path.parent)
+        with contextlib.suppress(OSError):
+            newest = max((p.stat().st_mtime for p in target.path.iterdir()), default=now)
+            if newest <= now - targets.SETTLE_SECONDS:
+                return True
+        seen = store.read_json(path)
+        if isinstance(seen, dict) and seen.get("files") == files and isinstance(seen.get("since"), float):
+            return seen["since"] <= now - targets.SETTLE_SECONDS
+        store.replace(path, store.dump({"files": files, "since": now}))
+        return False
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
+    return isinstance(error, OSError) or type(error).__name__ in PASSING or "CUDA error" in str(error)
+
+
+def _data_facts(source: str, task: Task) -> list[list[Any]]:
+    """Names, sizes and times of a task's data files; none for data of the hub."""
+    directory = Path(source) / task.name
+    with contextlib.suppress(OSError):
+        stats = [(p.name, p.stat()) for p in sorted(directory.glob("*.jsonl*")) if p.is_file()]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return []
 
 
 @contextlib.contextmanager

@@ -84,16 +84,34 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
     """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
-    try:
-        listed = json.loads((directory / COMPLETE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    listed = listed_files(directory)
+    if listed is None:
         return f"{COMPLETE} is missing or unreadable"
     if not listed:
         return f"{COMPLETE} lists no files"
     if sorted(listed) != list_files(directory):
         difference = sorted(set(listed) ^ set(list_files(directory)))
         return f"{difference[0]} is missing or was not written by the trainer"
+    return mismatch(directory, listed, part, parts)
+
+
+def listed_files(directory: Path) -> dict[str, FileFacts] | None:
+    """What COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read."""
+    try:
+        listed = json.loads((directory / COMPLETE).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(listed, dict):
+        return None
+    whole = (isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in listed.values())
+    return listed if all(whole) else None
+
+
+def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
+    """The first difference between files and what is listed of them, or None."""
     for name in sorted(listed):
+        if not (directory / name).is_file():
+            return f"{name} is missing"
         if (directory / name).stat().st_size != listed[name]["size"]:
             return f"{name} has another size than {COMPLETE} says"
     mine = sorted(listed)[part::parts]

@@ -12,11 +12,12 @@ import numpy as np
 from datasets import DatasetDict
 
 from eval.icl.inferencer import score_samples
-from eval.icl.openicl_compat import DatasetReader
-from eval.icl.prefix_scorer import Item, PrefixScorer
-from eval.icl.prompts import PromptBuilder, Sample, common_prefix
+from eval.icl.layout import Item, common_prefix
+from eval.icl.prefix_scorer import PrefixScorer
+from eval.icl.prompts import PromptBuilder, Sample
 from eval.icl.retrieve import StoredRetriever
-from eval.icl.tasks import LABEL, Task
+from eval.icl.task_data import reader
+from eval.icl.tasks import Task
 
 NO_CONTENT = "N/A"
 
@@ -40,8 +41,7 @@ def channel(
 
 def _channel_item(task: Task, sample: Sample, row: dict[str, Any], tokenizer: Any) -> Item:
     """The sample's prompts, of which only the tokens after the label are scored."""
-    assert task.prompt.channel is not None
-    after = task.fill(task.prompt.channel.rsplit("{label}", 1)[1], row)
+    after = task.fill(task.require_channel().rsplit("{label}", 1)[1], row)
     encoded = tokenizer(sample.prompts, padding=False, truncation=False, return_offsets_mapping=True)
     # A prompt without a common first token begins with one of its own, which is never a target.
     shared = max(common_prefix(sample.ids), 1)
@@ -79,5 +79,4 @@ def calibrated(
 
 
 def _retriever(task: Task, rows: DatasetDict, indices: list[list[int]]) -> StoredRetriever:
-    reader = DatasetReader(rows, input_columns=task.inputs, output_column=LABEL)
-    return StoredRetriever(reader, indices, ice_num=max(map(len, indices)))
+    return StoredRetriever(reader(task, rows), indices, ice_num=max(map(len, indices)))

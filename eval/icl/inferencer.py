@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from eval.icl.batching import BUDGET
 from eval.icl.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
-from eval.icl.prefix_scorer import PrefixScorer
+from eval.icl.prefix_scorer import Advance, PrefixScorer
 from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from eval.names import SCORES
+from eval.icl.scores import SCORES, winner
+from eval.model import context_length
 
-VERSION = 1  # of everything that decides a score, given the same prompts
+VERSION = 2  # of everything that decides a score, given the same prompts
 
 
 class PrefixPPLInferencer(PPLInferencer):
@@ -51,7 +53,7 @@ class PrefixPPLInferencer(PPLInferencer):
         model_parallel: bool = False,
         *,
         scorer: PrefixScorer | None = None,
-        budget: int = 8192,
+        budget: int = BUDGET,
         score: str = "openicl_ppl",
         faithful: bool = False,
         **kwargs: Any,
@@ -99,19 +101,11 @@ class PrefixPPLInferencer(PPLInferencer):
     ) -> list[Any]:
         """Predictions of all test rows of the retriever, written to JSON as PPLInferencer does."""
         if normalizing_str is not None:
-            raise ValueError("normalizing_str: use the `calibrated` score of eval.extra_scores instead")
-        labels = self.labels or retriever.get_labels(
-            ice_template=ice_template, prompt_template=prompt_template
-        )
-        builder = (OpenICLPromptBuilder if self.faithful else PromptBuilder)(
-            retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
-        )
-        indices = retriever.retrieve()
-        self.samples = builder.build(range(len(indices)), indices)
-        ignored = self.pad_id if self.faithful else None
-        self.scores = score_samples(self.scorer, self.samples, ignored)
-        best = self.scores[self.score].argmin(axis=1)
-        handler = self._records(retriever, ice_template, labels, [labels[k] for k in best])
+            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.extra_scores instead")
+        labels = self._labels(retriever, ice_template, prompt_template)
+        self.score_rows(retriever, ice_template, prompt_template)
+        chosen = [labels[winner(row)] for row in self.scores[self.score].tolist()]
+        handler = self._records(retriever, ice_template, labels, chosen)
         path = output_json_filepath or self.output_json_filepath
         name = output_json_filename or self.output_json_filename
         handler.subprocess_write_to_json(path, name)
@@ -120,6 +114,34 @@ class PrefixPPLInferencer(PPLInferencer):
         handler.merge_to_main_process(path, name)
         handler.write_to_json(path, name)
         return [record["prediction"] for record in handler.results_dict.values()]
+
+    def score_rows(
+        self,
+        retriever: BaseRetriever,
+        ice_template: PromptTemplate | None,
+        prompt_template: PromptTemplate | None,
+        advance: Advance | None = None,
+    ) -> None:
+        """`samples` and `scores` of all test rows of the retriever; nothing is written.
+
+        advance: told after every batch how many rows it finished.
+        """
+        labels = self._labels(retriever, ice_template, prompt_template)
+        builder = (OpenICLPromptBuilder if self.faithful else PromptBuilder)(
+            retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
+        )
+        indices = retriever.retrieve()
+        self.samples = builder.build(range(len(indices)), indices)
+        ignored = self.pad_id if self.faithful else None
+        self.scores = score_samples(self.scorer, self.samples, ignored, advance)
+
+    def _labels(
+        self,
+        retriever: BaseRetriever,
+        ice_template: PromptTemplate | None,
+        prompt_template: PromptTemplate | None,
+    ) -> list[Any]:
+        return self.labels or retriever.get_labels(ice_template=ice_template, prompt_template=prompt_template)
 
     def _records(
         self,
@@ -157,11 +179,18 @@ def _padding(tokenizer: Any) -> dict[str, Any]:
 
 
 def score_samples(
-    scorer: PrefixScorer, samples: list[Sample], ignored: int | None = None
+    scorer: PrefixScorer, samples: list[Sample], ignored: int | None = None, advance: Advance | None = None
 ) -> dict[str, np.ndarray]:
-    """All SCORES of all samples, arrays [rows, labels]. ignored: a token id that is not counted or scored."""
+    """All SCORES of all samples, arrays [rows, labels].
+
+    ignored: a token id that is not counted or scored; advance: told after every batch how many rows it
+    finished.
+    """
     items = [sample.items() for sample in samples]
-    found = iter(scorer.score([item for of_sample in items for item in of_sample], ignored))
+    flat = [item for of_sample in items for item in of_sample]
+    if len(flat) != len(samples):
+        advance = None  # what finishes is then not rows
+    found = iter(scorer.score(flat, ignored, advance))
     scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
     for sample, parts in zip(samples, items, strict=True):
         results = [next(found) for _ in parts]
@@ -179,12 +208,3 @@ def score_samples(
 
 def _counted(ids: np.ndarray, ignored: int | None) -> int:
     return len(ids) if ignored is None else int((ids != ignored).sum())
-
-
-def context_length(model: Any) -> int | None:
-    """Longest prompt the model was made for, or None when it does not say."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return None

@@ -21,12 +21,12 @@ from eval.icl.openicl_compat import (
     quiet,
 )
 from eval.icl.retrieve import encoder_path
-from eval.icl.tasks import Task, TaskData
+from eval.icl.task_data import TaskData
+from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
 
 RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")
 DENSE = ("topk", "votek", "dpp", "mdl")  # those that embed texts
-INFERENCERS = ("prefix", "ppl")
 SEED = 43  # OpenICL's default for random demonstrations
 CANDIDATES = 30  # nearest rows that dpp and mdl choose among
 

@@ -1,7 +1,7 @@
 """OpenICL 0.1.8 on current libraries: every shim is here, and the rest of `eval` imports OpenICL from here.
 
 What is patched, and why:
-- `openai` is imported by OpenICL but needed for API models only: its absence no longer stops the import.
+- `openai` (needed for API models only), nltk and sentence_transformers are imported when they are used.
 - `encode_plus` left transformers: DatasetEncoder calls the tokenizer instead.
 - BatchEncoding.to passes keyword arguments now: ListWrapper.to takes them.
 - retrievers load tokenizers and sentence models by name: they also take loaded objects.
@@ -16,7 +16,8 @@ What is patched, and why:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
+import importlib.machinery
 import re
 import sys
 import types
@@ -26,12 +27,39 @@ from typing import Any
 import numpy as np
 
 
-def _placeholder_openai() -> None:
-    if importlib.util.find_spec("openai") is None:
-        sys.modules["openai"] = types.ModuleType("openai")
+class _Later(types.ModuleType):
+    """Stands in for a module while OpenICL is imported: what it takes from it is a function that imports the
+    module when it is called. Together these modules take longer to import than torch.
+    """
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        name = self.__name__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(importlib.import_module(name), attribute)(*args, **kwargs)
+
+        return call
 
 
-_placeholder_openai()
+@contextlib.contextmanager
+def _imported_later(*names: str) -> Iterator[None]:
+    """Modules that OpenICL imports at its top but needs for few of its classes."""
+    placeholders = {name: _Later(name) for name in names if name not in sys.modules}
+    for name, module in placeholders.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []  # as a package has
+    sys.modules.update(placeholders)
+    try:
+        yield
+    finally:
+        for name in placeholders:
+            del sys.modules[name]
+
+
+with _imported_later("openai", "sentence_transformers", "nltk", "nltk.tokenize"):
+    import openicl  # noqa: F401
 
 from openicl import (  # noqa: E402
     AccEvaluator,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
+from eval.icl.layout import Item, common_prefix
 from eval.icl.openicl_compat import BaseRetriever, PromptTemplate, Template
-from eval.icl.prefix_scorer import Item
 
 
 @dataclass
@@ -39,19 +39,11 @@ class Sample:
         return [Item(self.ids[0][:shared], [ids[shared:] for ids in self.ids], group)]
 
 
-def common_prefix(rows: Sequence[np.ndarray]) -> int:
-    """Number of leading tokens that all rows share."""
-    shortest = min(len(row) for row in rows)
-    stacked = np.stack([row[:shortest] for row in rows])
-    different = np.nonzero((stacked != stacked[0]).any(axis=0))[0]
-    return int(different[0]) if len(different) else shortest
-
-
 @dataclass
 class PromptBuilder:
     """Renders and tokenises the prompts of a retriever's test rows.
 
-    limit: longest prompt in tokens (None: unlimited). label_first: the label stands before the query's text,
+    limit: longest prompt in tokens (None: unlimited). label_first: the label comes before the query's text,
     so that a bare query is cut at its end. Stock templates are repaired (see Template).
     """
 
@@ -136,7 +128,8 @@ class PromptBuilder:
             removable = shortest - start if self.label_first else start - 1
             if sample.cut > removable:
                 raise UserError(
-                    f"the labels of a prompt need more than {self.limit} tokens; raise --max-tokens"
+                    f"the labels of a prompt need more than {self.limit} tokens, the longest that "
+                    "--max-tokens or the model's context allow"
                 )
             keep = slice(None, -sample.cut) if self.label_first else slice(1 + sample.cut, None)
             first = 0 if self.label_first else 1

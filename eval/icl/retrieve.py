@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
-import os
+import logging
 import uuid
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from common.errors import UserError, one_line
+from eval import store
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
-SEGMENT = 4096  # texts embedded between two writes of the cache
+log = logging.getLogger(__name__)
+
+SHOWN = 128  # texts embedded between two steps of the bar
+SEGMENT = 1024  # texts embedded between two writes of the cache
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
-
-
-def cache_directory() -> Path:
-    """Where embeddings and digests are kept: $EVAL_CACHE, else the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline")
 
 
 def encoder_path(name: str) -> str:
@@ -49,13 +50,20 @@ class Encoder:
     computed: number of texts that this object had to embed.
     """
 
-    def __init__(self, name: str = "minilm", cache: Path | None = None, device: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "minilm",
+        cache: Path | None = None,
+        device: str | None = None,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
         self.name = name
         self.path = encoder_path(name)
         self.device = device
         self.digest = _model_digest(self.path)
-        self.directory = (cache or cache_directory()) / "embeddings" / self.digest[:16]
+        self.directory = (cache or store.cache_directory()) / "embeddings" / self.digest[:16]
         self.computed = 0
+        self._say = say
         self._vectors: dict[bytes, np.ndarray] = {}
         self._read: set[str] = set()
         self._model: Any = None
@@ -67,30 +75,49 @@ class Encoder:
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
         # Longest first keeps batches dense; the order also makes segments reproducible.
         order = sorted(missing, key=lambda key: (-len(missing[key]), key))
-        for start in range(0, len(order), SEGMENT):
-            part = order[start : start + SEGMENT]
-            self._write_segment(part, self._embed([missing[key] for key in part]))
+        with tqdm(total=len(order), desc="embedding", unit="text", disable=None if order else True) as bar:
+            for start in range(0, len(order), SEGMENT):
+                part = order[start : start + SEGMENT]
+                self._write_segment(part, self._embed([missing[key] for key in part], bar))
         return np.stack([self._vectors[key] for key in keys])
 
-    def _embed(self, texts: list[str]) -> np.ndarray:
+    def _embed(self, texts: list[str], bar: tqdm) -> np.ndarray:
         if self._model is None:
-            from sentence_transformers import SentenceTransformer
-
-            try:
-                self._model = SentenceTransformer(self.path, device=self.device)
-            except (OSError, ValueError) as error:
-                reason = one_line(error, 200)
-                raise UserError(f"cannot load sentence model {self.name!r}: {reason}") from None
+            self._model = self._load()
         self.computed += len(texts)
-        vectors = self._model.encode(texts, batch_size=32, show_progress_bar=False, convert_to_numpy=True)
-        return np.asarray(vectors, dtype=np.float32)
+        parts = []
+        for start in range(0, len(texts), SHOWN):
+            part = texts[start : start + SHOWN]
+            parts.append(self._model.encode(part, batch_size=32, show_progress_bar=False))
+            bar.update(len(part))
+        vectors = np.concatenate(parts).astype(np.float32)
+        if not np.isfinite(vectors).all():
+            raise UserError(f"sentence model {self.name!r} gives vectors that are not finite")
+        return vectors
+
+    def _load(self) -> Any:
+        from sentence_transformers import SentenceTransformer
+
+        try:
+            return SentenceTransformer(self.path, device=self.device)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load sentence model {self.name!r}: {one_line(error, 200)}") from None
 
     def _read_segments(self) -> None:
         for path in sorted(self.directory.glob("*.npz")) if self.directory.is_dir() else []:
             if path.name in self._read:
                 continue
-            with np.load(path) as segment:
-                keys, vectors = segment["keys"], segment["vectors"]
+            try:
+                with np.load(path) as segment:
+                    keys, vectors = segment["keys"], segment["vectors"]
+                if vectors.ndim != 2 or len(keys) != len(vectors) or not np.isfinite(vectors).all():
+                    raise ValueError("not one vector per key")
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, EOFError, UnpicklingError, zipfile.BadZipFile, zlib.error):
+                self._say(f"{path} is damaged: embedding its texts again")
+                path.unlink(missing_ok=True)
+                continue
             for key, vector in zip(keys, vectors, strict=True):
                 self._vectors.setdefault(key.tobytes(), vector)
             self._read.add(path.name)
@@ -112,10 +139,8 @@ def _model_digest(path: str) -> str:
     root = Path(path)
     if not root.is_dir():
         return hashlib.sha256(path.encode()).hexdigest()
-    from eval.store import digest_files
-
     files = [p for p in root.rglob("*") if p.suffix in (".json", ".safetensors", ".bin", ".txt", ".model")]
-    return digest_files(root, files)
+    return store.digest_files(root, files)
 
 
 def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
@@ -221,8 +246,3 @@ class StoredRetriever(BaseRetriever):
 
     def retrieve(self) -> list[list[int]]:
         return [list(row) for row in self.indices]
-
-
-def indices_digest(indices: list[list[int]]) -> str:
-    """Identity of a retrieval's result."""
-    return hashlib.sha256(json.dumps(indices).encode()).hexdigest()

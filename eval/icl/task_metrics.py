@@ -6,22 +6,33 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from datasets import Dataset
+
 from eval import stats
 from eval.icl.openicl_compat import AccEvaluator
-from eval.icl.tasks import LABEL, Task, TaskData
+from eval.icl.scores import winner
+from eval.icl.task_data import TaskData
+from eval.icl.tasks import LABEL, Task
 
 WORST = 5  # mistakes that are kept with their text
 
 
 def row_text(task: Task, row: dict[str, str]) -> str:
-    """The inputs of a row; equal texts mean that a test row stands in the pool."""
+    """The inputs of a row; equal texts mean that a test row is also in the pool."""
     return "\n".join(row[name] for name in task.inputs)
 
 
+def row_texts(task: Task, rows: Dataset) -> list[str]:
+    """`row_text` of all rows."""
+    return ["\n".join(inputs) for inputs in zip(*(rows[name][:] for name in task.inputs), strict=True)]
+
+
 def summarise(
-    task: Task, records: list[dict[str, Any]], score: str, scores: Sequence[str], retrieval: dict[str, Any]
+    task: Task, records: list[dict[str, Any]], score: str, scores: Sequence[str], conditions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Metrics of a task's records. score: the one that decided; scores: all that the records hold."""
+    """Metrics of a task's records. score: the one that decided; scores: all that the records hold;
+    conditions: under which they were found.
+    """
     gold = [r["gold"] for r in records]
     groups = [r["group"] for r in records] if task.spec.group else None
     by_score = {name: _metrics(records, task, name, groups) for name in scores}
@@ -40,8 +51,9 @@ def summarise(
         "task": task.name,
         "title": task.spec.title,
         "version": task.version,
-        "retriever": retrieval["retriever"],
-        "shots": retrieval["shots"],
+        "retriever": conditions["compared"]["retriever"],
+        "shots": conditions["compared"]["shots"],
+        "conditions": conditions,
         "labels": task.labels,
         "chance": 1 / len(task.labels),
         "majority": max(Counter(gold).values()) / len(gold),
@@ -73,6 +85,7 @@ def worst(
     return [
         {
             "row": r["row"],
+            "id": r["id"],
             "text": row_text(task, data.rows["test"][r["row"]]),
             "gold": r["gold"],
             "prediction": r["prediction"],
@@ -91,9 +104,7 @@ def _metrics(
     records: list[dict[str, Any]], task: Task, score: str, groups: list[str] | None
 ) -> dict[str, Any]:
     """Accuracy when the smallest value of `score` decides."""
-    predicted = [
-        task.labels[min(range(len(s)), key=s.__getitem__)] for s in (r["scores"][score] for r in records)
-    ]
+    predicted = [task.labels[winner(r["scores"][score])] for r in records]
     return _accuracy([p == r["gold"] for p, r in zip(predicted, records, strict=True)], groups)
 
 

@@ -1,186 +1,163 @@
-"""Figures as inline SVG whose colours are the page's CSS variables, so that they follow light and dark."""
+"""The report's figures, each for one width of the page. Text comes from data: figures show it as it is."""
 
 from __future__ import annotations
 
-import io
-import re
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-# Stand-ins that the SVG is searched for; each becomes var(--...).
-INK, MUTED, RULE, PAPER = "#010203", "#040506", "#070809", "#0a0b0c"
-SERIES = ["#a10001", "#a10002", "#a10003", "#a10004", "#a10005", "#a10006"]
-_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"} | {
-    colour: f"--s{i + 1}" for i, colour in enumerate(SERIES)
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "text.color": INK,
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-}
-_MARKERS = "osD^vP"
+from common.page.figures import INK, MUTED, NARROW, PAPER, colour, compact, marker, shortened, style, svg
 
-
-def colour(index: int) -> str:
-    """Colour of the index-th model, the same in every figure."""
-    return SERIES[index % len(SERIES)]
+COLUMNS = 3  # of panels where the page is wide
+ROW, HEAD = 0.19, 0.62  # inches per model, and per panel for title and scale
+Point = tuple[float, float, float]  # accuracy with its interval, as shares
+Stage = tuple[float, float, float, float]  # steps or tokens, and the Point there
 
 
 def accuracy_figure(
-    titles: Sequence[str],
-    models: Sequence[str],
-    rows: dict[tuple[int, int], dict[str, Any]],
-    chances: Sequence[float],
+    panels: Sequence[tuple[str, Sequence[Point | None], float]], models: Sequence[str], width: float
 ) -> str:
-    """Accuracy and interval per task and model. rows: (task, model) -> row of the report."""
-    with plt.rc_context(_STYLE):
-        height = 0.6 + len(titles) * (0.24 + 0.17 * len(models))
-        figure, axes = plt.subplots(figsize=(8.6, height))
-        step = 0.72 / max(len(models), 1)
-        for m, model in enumerate(models):
-            xs: list[float] = []
-            ys: list[float] = []
-            errors: tuple[list[float], list[float]] = ([], [])
-            for t in range(len(titles)):
-                row = rows.get((t, m))
-                if row is None:
-                    continue
-                xs.append(100 * row["accuracy"])
-                ys.append(t + (m - (len(models) - 1) / 2) * step)
-                errors[0].append(max(0.0, 100 * (row["accuracy"] - row["low"])))
-                errors[1].append(max(0.0, 100 * (row["high"] - row["accuracy"])))
-            style: Any = {"color": colour(m), "marker": _MARKERS[m % len(_MARKERS)], "markersize": 5.5}
-            axes.errorbar(xs, ys, xerr=errors, linestyle="none", elinewidth=1.4, label=model, **style)
-        for t, chance in enumerate(chances):
-            label = "chance" if t == 0 else None
-            axes.plot(
-                [100 * chance] * 2,
-                [t - 0.44, t + 0.44],
-                color=MUTED,
-                linewidth=1.2,
-                linestyle=":",
-                label=label,
-            )
-        axes.set_yticks(range(len(titles)), titles)
-        axes.tick_params(axis="y", length=0, labelcolor=INK)
-        axes.set_ylim(len(titles) - 0.45, -0.55)
-        axes.set_xlim(0, 101.5)  # room for a marker at 100
-        axes.set_xlabel("accuracy (%), 95 % bootstrap interval")
-        axes.grid(axis="y", visible=False)
-        axes.spines["left"].set_visible(False)
-        _legend_above(axes, len(models) + 1)
-        return _svg(figure, "accuracy")
+    """A panel per task: accuracy and interval of each model in its row.
+
+    panels: (title, a point per model, chance). The first model is the baseline: its accuracy is drawn
+    through all rows. Of a single model the tasks are the rows of one panel.
+    """
+    if len(models) == 1:
+        return _one_model(panels, width)
+    columns = min(COLUMNS if width > NARROW else 1, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    name_width = 0.075 * max(len(shortened(m)) for m in models) + 0.15
+    panel_width = min(3.4, (width - name_width) / columns)
+    size = (name_width + panel_width * columns, lines * (HEAD + ROW * len(models)))
+    with style():
+        figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False)
+        for i, axes in enumerate(grid.flat):
+            if i >= len(panels):
+                axes.set_visible(False)
+                continue
+            _panel(axes, *panels[i])
+            axes.set_yticks(range(len(models)), [shortened(m) for m in models] if i % columns == 0 else [])
+        bottom = 0.3 / size[1]
+        figure.subplots_adjust(
+            left=name_width / size[0],
+            right=0.985,
+            top=1 - 0.26 / size[1],
+            bottom=bottom,
+            wspace=0.16,
+            hspace=HEAD / (ROW * len(models)),
+        )
+        return svg(figure, f"accuracy-{_slug(width)}", "Accuracy of each model on each task")
 
 
-def training_figure(logs: dict[str, tuple[int, list[dict[str, float]]]]) -> str:
-    """NLL and DEMD over training tokens; logs: model -> (its colour number, records of metrics.jsonl)."""
+def _one_model(panels: Sequence[tuple[str, Sequence[Point | None], float]], width: float) -> str:
+    """Accuracy, interval and chance of each task on one scale."""
+    with style():
+        figure, axes = plt.subplots(figsize=(width, 0.45 + 0.25 * len(panels)))
+        for i, (_, (point, *_), chance) in enumerate(panels):
+            axes.plot([100 * chance] * 2, [i - 0.32, i + 0.32], color=MUTED, linewidth=1.2, linestyle=":")
+            if point is not None:
+                _point(axes, i, point, 0)
+        axes.set_yticks(range(len(panels)), [shortened(title) for title, _, _ in panels])
+        axes.set_ylim(len(panels) - 0.45, -0.55)
+        axes.set_xlim(0, 100)
+        _plain(axes)
+        return svg(figure, f"accuracy-{_slug(width)}", "Accuracy on each task")
+
+
+def _point(axes: Axes, place: int, point: Point, series: int) -> None:
+    value, least, most = (100 * x for x in point)
+    axes.plot([least, most], [place] * 2, color=colour(series), linewidth=1.6, clip_on=False)
+    style: Any = {"marker": marker(series), "markersize": 5.5, "clip_on": False, "zorder": 3}
+    axes.plot([value], [place], color=colour(series), **style)
+
+
+def _plain(axes: Axes) -> None:
+    """Rows with names, without lines of their own."""
+    axes.tick_params(axis="both", length=0)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+
+
+def _panel(axes: Axes, title: str, points: Sequence[Point | None], chance: float) -> None:
+    shown = [100 * value for point in points if point is not None for value in point]
+    low, high = min(shown), max(shown)
+    reach = max(high - low, 2.0)
+    if low - reach <= 100 * chance <= high + reach:  # far away it would squeeze the models together
+        low, high = min(low, 100 * chance), max(high, 100 * chance)
+        axes.axvline(100 * chance, color=MUTED, linewidth=1.1, linestyle=":", zorder=1)
+    margin = 0.05 * max(high - low, 2.0)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_ylim(len(points) - 0.45, -0.55)
+    if points[0] is not None and len(points) > 1:
+        axes.axvline(100 * points[0][0], color=INK, linewidth=0.8, alpha=0.45, zorder=1)
+    for i, point in enumerate(points):
+        if point is not None:
+            _point(axes, i, point, i)
+    axes.set_title(shortened(title, 30))
+    axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], prune=None))
+    ticks = [t for t in axes.get_xticks() if 0 <= t <= 100 and low - margin <= t <= high + margin]
+    axes.set_xticks(ticks)
+    _plain(axes)
+
+
+def training_figure(logs: Sequence[tuple[int, list[dict[str, float]]]], width: float) -> str:
+    """NLL and DEMD over training tokens; logs: (colour number, records of metrics.jsonl) of each model."""
     panels = [("nll", "NLL (nats per token)"), ("demd", "DEMD (expected transport cost)")]
-    with plt.rc_context(_STYLE):
-        figure, axes_row = plt.subplots(1, 2, figsize=(8.6, 3.1))
-        for axes, (name, title) in zip(axes_row, panels, strict=True):
-            for model, (number, records) in logs.items():
-                points = _points(records, name)
+    panels = [p for p in panels if any(_points(r, x) for _, r in logs for x in (p[0], f"validation_{p[0]}"))]
+    if not panels:
+        return ""
+    columns = len(panels) if width > NARROW else 1
+    lines = math.ceil(len(panels) / columns)
+    with style():
+        figure, grid = plt.subplots(lines, columns, figsize=(width, 2.9 * lines), squeeze=False)
+        for axes, (name, title) in zip(grid.flat, panels, strict=True):
+            for number, records in logs:
+                points, held_out = _points(records, name), _points(records, f"validation_{name}")
                 if points:
-                    axes.plot(*zip(*points, strict=True), color=colour(number), label=model)
-                held_out = _points(records, f"validation_{name}")
+                    axes.plot(*zip(*points, strict=True), color=colour(number))
                 if held_out:
-                    axes.plot(
-                        *zip(*held_out, strict=True),
-                        color=colour(number),
-                        linestyle="none",
-                        marker="o",
-                        markersize=4.5,
-                        markerfacecolor=PAPER,
-                    )
+                    circles: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markerfacecolor": PAPER}
+                    axes.plot(*zip(*held_out, strict=True), color=colour(number), linestyle="none", **circles)
             axes.set_title(title)
             axes.set_xlabel("training tokens")
             axes.margins(x=0.02)
-            axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
-            axes.xaxis.set_major_formatter(_tokens)
-        handles, labels = axes_row[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="upper left", ncols=6, bbox_to_anchor=(0.04, 1.09))
+            axes.tick_params(length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter(compact)
         figure.tight_layout()
-        return _svg(figure, "training")
+        return svg(figure, f"training-{_slug(width)}", "Loss and transport cost over training")
 
 
-def scaling_figure(series: dict[str, list[tuple[float, float, float, float]]], unit: str) -> str:
-    """Mean accuracy over training; series: run -> [(steps or tokens, accuracy, low, high)]."""
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(8.6, 3.2))
-        for i, (name, points) in enumerate(series.items()):
-            xs, ys, lows, highs = zip(*sorted(points), strict=True)
-            axes.plot(
-                xs, [100 * y for y in ys], color=colour(i), marker=_MARKERS[i % 6], markersize=4.5, label=name
-            )
-            axes.fill_between(
-                xs, [100 * x for x in lows], [100 * x for x in highs], color=colour(i), alpha=0.12
-            )
+def scaling_figure(series: Sequence[list[Stage]], unit: str, width: float) -> str:
+    """Mean accuracy over training; series: for each run [(steps or tokens, accuracy, low, high)]."""
+    with style():
+        figure, axes = plt.subplots(figsize=(width, 3.1))
+        for i, points in enumerate(series):
+            xs, ys, lows, highs = (list(x) for x in zip(*sorted(points), strict=True))
+            shares = [[100 * x for x in values] for values in (ys, lows, highs)]
+            axes.plot(xs, shares[0], color=colour(i), marker=marker(i), markersize=4.5)
+            axes.fill_between(xs, shares[1], shares[2], color=colour(i), alpha=0.1, linewidth=0)
         axes.set_xlabel(f"training {unit}")
         axes.set_ylabel("mean accuracy (%)")
-        axes.xaxis.set_major_formatter(_tokens)
-        _legend_above(axes, len(series))
-        return _svg(figure, "scaling")
-
-
-def _legend_above(axes: Axes, columns: int) -> None:
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, borderaxespad=0.2, handletextpad=0.4
-    )
+        axes.tick_params(length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(compact)
+        return svg(figure, f"scaling-{_slug(width)}", "Mean accuracy over training")
 
 
 def _points(records: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:
-    return [(r["tokens"], r[name]) for r in records if r.get(name) is not None]
+    """(tokens, value) of the records that have a finite number there."""
+    return [
+        (r["tokens"], r[name])
+        for r in records
+        if all(isinstance(r.get(x), int | float) and math.isfinite(r[x]) for x in ("tokens", name))
+    ]
 
 
-@matplotlib.ticker.FuncFormatter
-def _tokens(value: float, _: int | None = None) -> str:
-    """1500 -> 1.5k, 2000000 -> 2M."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element; `name` keeps its ids apart from other figures'."""
-    buffer = io.StringIO()
-    with plt.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    # Several figures stand in one page, and matplotlib numbers its parts per figure.
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
-    for stand_in, variable in _VARIABLES.items():
-        text = text.replace(stand_in, f"var({variable})")
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # the page's own
-    return re.sub(
-        r'<svg ([^>]*?)width="[^"]*"', rf'<svg role="img" aria-label="{name}" \1width="100%"', text, count=1
-    )
+def _slug(width: float) -> str:
+    return "narrow" if width == NARROW else "wide"

@@ -27,20 +27,22 @@ from datasets import DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer
+from eval.cli import quiet_libraries
 from eval.icl.inferencer import PrefixPPLInferencer
-from eval.icl.openicl_compat import DatasetReader, PPLInferencer, quiet
+from eval.icl.openicl_compat import PPLInferencer, quiet
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
-from eval.icl.tasks import LABEL, Task, load_data, load_task
-from eval.quiet import quiet_libraries
+from eval.icl.task_data import load_data, reader
+from eval.icl.tasks import Task, load_task
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"
 SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 SCRATCH = Path(tempfile.gettempdir()) / f"bench-evaluation-{os.getuid()}"
 POOL = 1500  # rows that demonstrations come from: enough for real ones, embedded in reasonable time
-TARGETS = {"trec": 10.0, "ag_news": 3.5, "mmlu": 12.0}
-HARNESS_TARGET, FLOOR_TARGET, SCORE_TARGET = 6.0, 0.7, 1e-5
+# The distinct tokens of TREC allow about 6.
+TARGETS = {"trec": 5.5, "ag_news": 3.5, "mmlu": 12.0}
+HARNESS_TARGET, FLOOR_TARGET, SCORE_TARGET = 6.0, 0.9, 1e-5
 
 
 def language_model() -> tuple[Any, Any]:
@@ -75,29 +77,24 @@ class Rows:
         start = (number % (len(self.indices) // self.size)) * self.size
         rows = range(start, start + self.size)
         data = DatasetDict({"train": self.data["train"], "test": self.data["test"].select(rows)})
-        reader = DatasetReader(data, input_columns=self.task.inputs, output_column=LABEL)
         found = [self.indices[r] for r in rows]
-        return StoredRetriever(reader, found, len(found[0]))
+        return StoredRetriever(reader(self.task, data), found, len(found[0]))
 
 
 def task_rows(name: str, size: int) -> Rows:
-    """Real rows; for MMLU whole subjects one after the other, as they stand in the test split."""
+    """Real rows; for MMLU whole subjects one after the other, as they are in the test split."""
     task = load_task(name)
     data = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400).rows
     if name == "mmlu":
         count = task.spec.shots.count
-        indices = GroupRetriever(_reader(task, data), ice_num=count).retrieve()
+        indices = GroupRetriever(reader(task, data), ice_num=count).retrieve()
         return Rows(task, data, indices, size)
     data["train"] = data["train"].select(range(min(POOL, len(data["train"]))))
     encoder = Encoder("minilm", SCRATCH / "cache")
     retriever = DenseRetriever(
-        _reader(task, data), ice_num=task.spec.shots.count, sentence_transformers_model_name=encoder
+        reader(task, data), ice_num=task.spec.shots.count, sentence_transformers_model_name=encoder
     )
     return Rows(task, data, retriever.retrieve(), size)
-
-
-def _reader(task: Task, data: DatasetDict) -> DatasetReader:
-    return DatasetReader(data, input_columns=task.inputs, output_column=LABEL)
 
 
 @dataclass

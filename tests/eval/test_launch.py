@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.__main__ import EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, parser
+from eval.cli import EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -14,13 +15,15 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from common.errors import UserError
+from common.page import figures, parts
 from eval import generate
-from eval.compare import Model, regression, table
 from eval.model import EvaluatedModel
-from eval.report import plots
-from eval.report.gather import gather, write
+from eval.report import numbers
+from eval.report.gather import gather
+from eval.report.write import write
+from eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
+from tests.helpers.results import results_json, write_model, write_result
 
 TASKS = "sst2,mmlu"
 
@@ -103,12 +106,12 @@ def test_the_page_stands_alone(world: Path, tmp_path: Path) -> None:
     assert "@import" not in text and "url(http" not in text
     assert len(set(page.ids)) == len(page.ids), "one id twice: figures would take each other's parts"
     assert "Toy tasks &lt;b&gt;&amp; more&lt;/b&gt;." in text
-    for stand_in in plots._VARIABLES:
+    for stand_in in figures._VARIABLES:
         assert stand_in not in text
     for heading in ("Accuracy", "Scores side by side", "Training", "Accuracy over training",
                     "What the models write", "Confusion", "Worst mistakes", "Made with"):  # fmt: skip
         assert f"<h2>{heading}</h2>" in text, heading
-    assert text.count("<svg") == 3
+    assert text.count("<svg") == 6  # each for two widths of the screen
 
 
 def test_the_three_formats_agree(world: Path, tmp_path: Path) -> None:
@@ -117,14 +120,14 @@ def test_the_three_formats_agree(world: Path, tmp_path: Path) -> None:
     assert {(r["model"], r["task"]) for r in found["rows"]} == {
         (f"{o}-{s}", t) for o in ("mle", "emo") for s in (100, 200) for t in TASKS.split(",")
     }
-    html, md = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    page, md = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     for row in found["rows"]:
         assert {"accuracy", "chance", "n", "low", "high", "openicl_ppl", "suffix_sum", "suffix_mean"} <= set(
             row
         )
         assert row["low"] <= row["accuracy"] <= row["high"]
         shown = f"{100 * row['accuracy']:.1f}"
-        assert shown in html and shown in md
+        assert shown in page and shown in md
     view = json.loads((world / "out" / "models" / "emo-200" / "sst2.json").read_text())
     row = next(r for r in found["rows"] if (r["model"], r["task"]) == ("emo-200", "sst2"))
     assert row["accuracy"] == view["result"]["accuracy"] and row["step"] == 200
@@ -158,11 +161,11 @@ def test_seeds_are_aggregated(world: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "no results in nowhere"),
-        (["OUT", "--baseline", "x"], "no results of a model 'x'; there are: emo-100"),
+        (["OUT", "--baseline", "x"], "no results of a model 'x'; known: emo-100"),
         (["OUT", "--run", "emo-200"], "must read NAME=VALUE"),
         (["OUT", "--run", "emo-200=nowhere"], "nowhere does not exist"),
         (["OUT", "--seeds", "emo=a,b"], "no results of a model 'a'"),
-        (["OUT", "OUT"], "stands in two directories"),
+        (["OUT", "OUT"], "two directories hold a model"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, world: Path, tmp_path: Path) -> None:
@@ -172,55 +175,190 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, world: Path, 
     assert not (tmp_path / "r").exists()
 
 
+# --- the page, from made-up rows --------------------------------------------------------------------------
+
+
+def rows(share: float, n: int = 40) -> list[bool]:
+    return [i < share * n for i in range(n)]
+
+
+def written(out: Path, **options: Any) -> tuple[str, str, dict[str, Any]]:
+    """(HTML, Markdown, JSON) of a report on everything in `out`."""
+    write(gather([out], {}, **options), out)
+    page, markdown = (out / "report.html").read_text(), (out / "report.md").read_text()
+    Page(page)
+    return page, markdown, results_json(out)
+
+
+def ten_models(out: Path, tasks: tuple[str, ...] = ("sst2", "trec")) -> None:
+    for base in ("llama-7b", "llama-13b"):
+        for i, objective in enumerate((None, "emo", "mixce", "tailr", "mle")):
+            name = f"{base}-{objective}" if objective else base
+            facts = {"origin": f"models/{base}", "objective": objective, "step": 9} if objective else {}
+            write_model(out, name, **facts)
+            for task in tasks:
+                write_result(out, name, task, rows(0.4 + 0.1 * i))
+
+
+def test_rows_are_base_model_by_objective(tmp_path: Path) -> None:
+    """defects E: as in the paper's tables, the baseline first and marked."""
+    ten_models(tmp_path)
+    page, markdown, found = written(tmp_path)
+    accuracy = page[page.index("<h2>Accuracy</h2>") : page.index("<figure", page.index("</table>"))]
+    order = re.findall(r'colspan="4" scope="colgroup">([^<]*)<|class="method">([^<]*)<', accuracy)
+    objectives = ["Pre-trained", "MLE", "TaiLr", "MixCE", "EMO"]
+    assert [a or b for a, b in order] == ["llama-7b", *objectives, "llama-13b", *objectives]
+    assert accuracy.count(">baseline<") == 1
+    assert accuracy.index(">baseline<") < accuracy.index("MLE")
+    assert found["baseline"] == "llama-7b" and "Pre-trained (llama-7b), baseline" in markdown
+    other, *_ = written(tmp_path, baseline="llama-13b-mle")
+    first = re.search(r'class="method">([^<]*)</span><span class="pill">baseline', other)
+    assert first is not None and first.group(1) == "MLE"
+    assert other.index('colgroup">llama-13b<') < other.index('colgroup">llama-7b<')
+
+
+def test_ten_models_have_ten_colours_and_room(tmp_path: Path) -> None:
+    """defects E: colours repeated after six, and a legend in one row squeezed the figure to a sixth."""
+    ten_models(tmp_path)
+    page, *_ = written(tmp_path)
+    styles = {(figures.css_colour(i), figures.marker(i)) for i in range(144)}
+    assert len(styles) == 144 and len({figures.css_colour(i) for i in range(12)}) == 12
+    assert len(set(re.findall(r'class="chip" style="background:var\((--s\d+)\)', page))) == 10
+    style = parts.STYLE.read_text()
+    for i in range(12):
+        assert style.count(f"--s{i + 1}:") == 2  # light and dark
+    wide = re.search(r'<svg role="img"[^>]* width="([\d.]+)pt"', page)
+    assert wide is not None and float(wide.group(1)) == pytest.approx(72 * figures.WIDE, rel=0.12)
+    panel = re.search(r'<g id="accuracy-wide-patch_2">\s*<path d="M ([\d.]+) [\d.]+ \s*L ([\d.]+)', page)
+    assert panel is not None and float(panel.group(2)) - float(panel.group(1)) > 130  # points
+    names = re.findall(r">(llama-[^<]*)</text>", page)
+    assert len(set(names)) == 10
+
+
+def test_what_the_tests_say_is_on_the_page(tmp_path: Path) -> None:
+    """defects E: p-values, and for the mean an interval and a test."""
+    for name, share in (("a", 0.5), ("b", 0.9)):
+        write_model(tmp_path, name)
+        for task in ("sst2", "trec"):
+            write_result(tmp_path, name, task, rows(share))
+    page, markdown, found = written(tmp_path)
+    assert "<h2>Difference from a</h2>" in page
+    (mean,) = found["mean_comparisons"]
+    assert mean["difference"] == pytest.approx(0.4) and mean["p"] < 0.001 and mean["direction"] == 1
+    assert mean["interval"]["low"] > 0.2
+    shown = page[page.index("<h2>Difference") :]
+    assert shown.count("p &lt; 0.001") == 3 and shown.count("+40.0") >= 3  # two tasks and the mean
+    (model,) = (m for m in found["models"] if m["name"] == "b")
+    assert model["mean_low"] < 0.89 and model["mean_high"] > 0.91
+    assert model["mean_accuracy"] == pytest.approx(0.9)
+    assert numbers.span(model["mean_low"], model["mean_high"]) in page
+    assert "| b | mean | +40.0 |" in markdown and "| b | sst2 | +40.0 |" in markdown
+
+
+def test_all_right_is_not_known_to_be_all_right(tmp_path: Path) -> None:
+    """defects E: 100 [100, 100]; and its marker is not clipped at the edge."""
+    write_model(tmp_path, "a")
+    write_result(tmp_path, "a", "sst2", [True] * 20)
+    page, _, found = written(tmp_path)
+    (row,) = found["rows"]
+    assert (row["low"], row["high"]) == (pytest.approx(0.8389, abs=1e-3), 1)
+    assert numbers.span(row["low"], 1.0) in page
+    figure = page[page.index("<svg") : page.index("</svg>")]
+    marker = figure[figure.index("<use", figure.index("line2d")) :]
+    assert not re.search(r'<g clip-path="[^"]*">\s*<use[^>]*fill: var\(--s1\)', marker)
+
+
+def test_mistakes_say_row_unit_and_heading(tmp_path: Path) -> None:
+    """defects E: under --limit "row 2" was data row 9; scores had no unit."""
+    write_model(tmp_path, "a")
+    write_result(tmp_path, "a", "sst2", [True, True, False, True])
+    page, *_ = written(tmp_path)
+    assert "Data row 4: a, answered b" in page  # the third of every second row
+    assert "nats per token of the whole prompt" in page and "<h4>Demonstrations</h4>" in page
+
+
+def test_captions_do_not_scroll_with_their_tables(tmp_path: Path) -> None:
+    """defects E: captions were clipped on a narrow screen."""
+    ten_models(tmp_path)
+    page, *_ = written(tmp_path)
+    for scrolled in re.findall(r'<div class="scroll".*?</table></div>', page, flags=re.S):
+        assert "figcaption" not in scrolled
+        assert "<caption" not in scrolled or 'class="confusion"' in scrolled
+    assert page.count("<figcaption>") >= 4
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    """defects A15: no marks, no p-values and no mean over tasks of other prompts; every model's settings."""
+    for name, prompt in (("a", "x"), ("b", "y")):
+        write_model(tmp_path, name)
+        write_result(tmp_path, name, "sst2", rows(0.5 if name == "a" else 1))
+        write_result(
+            tmp_path, name, "trec", rows(0.5 if name == "a" else 1), prompt=prompt, shots=len(prompt)
+        )
+    page, markdown, found = written(tmp_path)
+    assert [c["task"] for c in found["comparisons"]] == ["sst2"]
+    assert [(c["task"], c["reason"]) for c in found["not_compared"]] == [("trec", "other prompts")]
+    assert "b, trec: other prompts" in page and "not comparable: other prompts" in markdown
+    assert page.count("not comparable") == 2  # the task and the mean
+    settings = page[page.index("<h2>Settings</h2>") :]
+    assert "paper" in settings and "minilm" in settings and settings.count(">trec<") == 1
+
+
+HOSTILE = '</td><script>alert("1")</script>|`*_[x](http://x)_*` $a$ \x1b[31m\u202e &amp;\n# x'
+
+
+def test_text_from_data_does_nothing(tmp_path: Path) -> None:
+    """Names, titles, labels, texts, facts and samples are escaped wherever they are shown."""
+    for name in ("a", "b"):
+        directory = write_model(tmp_path, name, objective=HOSTILE, origin=HOSTILE, run=HOSTILE, step=1)
+        for task in ("sst2", "trec"):
+            options: dict[str, Any] = {"title": HOSTILE, "labels": ["a" + HOSTILE, "b"], "text": HOSTILE}
+            write_result(tmp_path, name, task, rows(0.5), **options)
+        samples = [{"prefix": HOSTILE, "text": HOSTILE, "ended": True, "tokens": 3}]
+        samples_file = {"weights": json.loads((directory / "model.json").read_text())["weights"]}
+        (directory / "samples.json").write_text(json.dumps(samples_file | {"samples": samples}))
+    page, markdown, _ = written(tmp_path, title=HOSTILE, notice=HOSTILE, seeds={HOSTILE: ["a", "b"]})
+    assert not {"script", "link", "iframe", "img"} & set(Page(page).tags)
+    assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
+    tables = [line for line in markdown.splitlines() if line.startswith("|")]
+    widths = [len(re.findall(r"(?<!\\)\|", line)) for line in tables]
+    heads = [i for i, line in enumerate(tables) if set(line) <= set("| -")]
+    for start, end in zip(heads, [*(h - 1 for h in heads[1:]), len(tables)], strict=True):
+        assert set(widths[start:end]) == {widths[start]}, "a cell broke its row"
+    assert "<" not in markdown.replace("&lt;", "") and "\x1b" not in markdown
+    assert len([line for line in markdown.splitlines() if line.startswith("#")]) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["_a", "$x^$", "a$b_c$d", "\\frac{1}", "日本語", "x" * 150, "#010203", "%d {0}"]
+)
+def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
+    """defects D3: names with $ or with _ first broke the figure."""
+    write_model(tmp_path, name)
+    write_model(tmp_path, "other")
+    for model in (name, "other"):
+        for task in ("sst2", "trec"):
+            write_result(tmp_path, model, task, rows(0.5), title=f"{name} task")
+    page, *_ = written(tmp_path)
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", page)
+    assert html.escape(figures.shortened(name), quote=False) in drawn
+    assert "var(--ink)" not in drawn
+
+
+def test_a_damaged_store_leaves_a_report(tmp_path: Path) -> None:
+    """defects D3: what the comparison cannot read is named; the rest is shown."""
+    for name in ("a", "b"):
+        write_model(tmp_path, name)
+        for task in ("sst2", "trec"):
+            write_result(tmp_path, name, task, rows(0.5))
+    key = read_models([tmp_path])[1].keys["trec"]
+    chunk = tmp_path / "store" / key / "chunks" / "00000.json"
+    chunk.write_text(chunk.read_text()[:100])
+    page, *_ = written(tmp_path)
+    assert f"b, trec: {chunk} is damaged" in page
+
+
 # --- comparison -------------------------------------------------------------------------------------------
-
-
-def fabricated(root: Path, name: str, right: dict[str, list[bool]]) -> Model:
-    """A model whose rows are right or wrong as given."""
-    results, keys = {}, {}
-    for task, rows in right.items():
-        records = [
-            {"row": i, "gold": "a", "group": "", "prediction": "a" if ok else "b"}
-            for i, ok in enumerate(rows)
-        ]
-        chunk = root / "store" / f"{name}-{task}" / "chunks" / "00000.json"
-        chunk.parent.mkdir(parents=True)
-        chunk.write_text(json.dumps(records))
-        results[task] = {"title": task, "n": len(rows), "accuracy": float(np.mean(rows)), "groups": {}}
-        keys[task] = f"{name}-{task}"
-    return Model(name, {"facts": {}}, results, keys, root)
-
-
-def test_a_clear_regression_is_one(tmp_path: Path) -> None:
-    good = fabricated(tmp_path, "good", {"sst2": [True] * 80 + [False] * 20, "trec": [True] * 50})
-    bad = fabricated(tmp_path, "bad", {"sst2": [True] * 60 + [False] * 40, "trec": [True] * 50})
-    verdict = regression(good, bad)
-    assert verdict.regressions and "sst2 -20.0 points" in verdict.summary
-    assert not regression(bad, good).regressions  # better is no regression
-    assert not regression(good, good).regressions
-    assert "-20.0" in table(good, bad) and "*" in table(good, bad).splitlines()[2]
-
-
-def test_noise_is_no_regression_unless_a_drop_is_forbidden(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    a = rng.random(100) < 0.7
-    b = a.copy()
-    b[:6], b[6:10] = ~b[:6], ~b[6:10]
-    first = fabricated(tmp_path, "a", {"sst2": a.tolist()})
-    second = fabricated(tmp_path, "b", {"sst2": b.tolist()})
-    drop = 100 * (a.mean() - b.mean())
-    worse = (first, second) if drop > 0 else (second, first)
-    assert not regression(*worse).regressions
-    assert regression(*worse, max_drop=abs(drop) - 0.1).regressions
-    assert not regression(*worse, max_drop=abs(drop) + 0.1).regressions
-
-
-def test_other_rows_cannot_be_compared(tmp_path: Path) -> None:
-    a = fabricated(tmp_path, "a", {"sst2": [True] * 10})
-    with pytest.raises(UserError, match="were not asked the same rows"):
-        regression(a, fabricated(tmp_path, "b", {"sst2": [True] * 11}))
-    with pytest.raises(UserError, match="no task in common"):
-        regression(a, fabricated(tmp_path, "c", {"trec": [True] * 10}))
 
 
 def test_the_compare_command(world: Path) -> None:

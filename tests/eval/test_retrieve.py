@@ -14,7 +14,8 @@ from common.errors import UserError
 from eval.icl.openicl_baselines import RETRIEVERS, openicl_retrieve
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
 from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, top_k
-from eval.icl.tasks import load_data, load_task
+from eval.icl.task_data import load_data
+from eval.icl.tasks import load_task
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import tiny_model, write_tasks
 
@@ -87,6 +88,21 @@ def test_a_killed_writer_leaves_a_usable_cache(tmp_path: Path) -> None:
     segment = next(first.directory.glob("*.npz"))
     (segment.parent / f".{segment.name}x").write_bytes(segment.read_bytes()[:50])  # what a kill leaves
     np.testing.assert_array_equal(Encoder("minilm", tmp_path)(["a cat"]), vectors)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "changed"])
+def test_a_damaged_segment_is_embedded_again(how: str, tmp_path: Path) -> None:  # defects D3
+    vectors = Encoder("minilm", tmp_path)(["a cat"])
+    [path] = (tmp_path / "embeddings").glob("*/*.npz")
+    content = path.read_bytes()
+    middle = len(content) // 2
+    changed = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+    spoilt = {"truncated": content[:middle], "empty": b"", "text": b"hello", "changed": changed}
+    path.write_bytes(spoilt[how])
+    said: list[str] = []
+    again = Encoder("minilm", tmp_path, say=said.append)
+    np.testing.assert_allclose(again(["a cat"]), vectors, atol=1e-6)
+    assert again.computed == 1 and "is damaged" in said[0]
 
 
 def test_the_cache_belongs_to_the_encoder(tmp_path: Path) -> None:

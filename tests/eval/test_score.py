@@ -13,15 +13,19 @@ import torch
 import transformers
 from datasets import Dataset, DatasetDict
 
+from common.errors import UserError
 from data_prep.tokenizer import load_tokenizer
-from eval.icl import prefix_scorer as forward
+from eval.icl import layout, probe
 from eval.icl.extra_scores import calibrated, channel
 from eval.icl.inferencer import PrefixPPLInferencer, score_samples
+from eval.icl.layout import Item, common_prefix
 from eval.icl.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
-from eval.icl.prefix_scorer import Item, PrefixScorer
-from eval.icl.prompts import PromptBuilder, common_prefix
+from eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
+from eval.icl.prompts import PromptBuilder
 from eval.icl.retrieve import GroupRetriever, StoredRetriever
-from eval.icl.tasks import Task, load_data, load_task
+from eval.icl.scores import NotFiniteError, winner
+from eval.icl.task_data import load_data
+from eval.icl.tasks import Task, load_task
 from tests.eval.test_tasks import EIGHT
 from tests.helpers.evaluating import load, naive_nll, tiny_model, write_tasks
 
@@ -105,7 +109,7 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
     retriever = demonstrations(task, data, count)
     (mine, ours), (other, theirs), inferencer = both(task, retriever, model, tokenizer, tmp_path)
-    assert inferencer.scorer.tree
+    assert inferencer.scorer.way == TREE
     assert mine == other
     assert worst_difference(ours, theirs) < 1e-5
     for row in theirs:
@@ -289,7 +293,7 @@ def check(scorer: PrefixScorer, items: list[Item], tolerance: float = 1e-5) -> N
 @pytest.mark.parametrize("budget", [1, 64, 8192])
 def test_scores_do_not_depend_on_the_budget(budget: int, tiny: tuple[Any, Any]) -> None:
     scorer = PrefixScorer(tiny[0], budget)
-    assert scorer.tree
+    assert scorer.way == TREE
     check(scorer, random_items(384, 25))
 
 
@@ -300,15 +304,15 @@ def test_a_shared_beginning_is_computed_once(shared: int, tiny: tuple[Any, Any])
     check(scorer, items)
     fed = sum(item.fed for item in items)
     saved = fed - scorer.work.distinct_tokens
-    assert saved >= 0.9 * 19 * (shared - 2) if shared > forward.MIN_CONTEXT else saved == 0
+    assert saved >= 0.9 * 19 * (shared - 2) if shared > layout.MIN_CONTEXT else saved == 0
 
 
 def test_tails_may_begin_with_tokens_that_are_not_scored(tiny: tuple[Any, Any]) -> None:
     items = random_items(384, 12)
     skipping = [Item(i.prefix, i.tails, None, [len(t) // 2 for t in i.tails]) for i in items]
     scorer = PrefixScorer(tiny[0])
-    for tree in (True, False):
-        scorer.tree = tree
+    for way in (TREE, WHOLE, OWN):
+        scorer.way = way
         for item, score in zip(skipping, scorer.score(skipping), strict=True):
             for k, tail in enumerate(item.tails):
                 nll = naive_nll(tiny[0], [*item.prefix, *tail])[len(item.prefix) - 1 :]
@@ -327,10 +331,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
     },
     "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 2,
+        "window_size": 8,
+        "attention_types": [[["global", "local"], 1]],
+    },
     "gpt_neox": {},
+    "falcon": {},
     "bloom": {"n_head": 2, "n_layer": 2},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2},
     "cohere": {"logit_scale": 0.25},
+    "granite": {"num_key_value_heads": 2, "logits_scaling": 8.0, "embedding_multiplier": 3.0},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
+    "mamba": {},
+    "jamba": {
+        "num_key_value_heads": 2,
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 32},
 }
+# Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
+WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mpt", "mamba", "jamba"}
+ONE_BY_ONE = {"recurrent_gemma"}
 COMMON = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -343,17 +370,112 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_other_architectures(kind: str) -> None:
-    """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
+def random_model(kind: str, **config: Any) -> Any:
+    """A random model of a family, with larger weights than initialised ones so that mistakes show."""
     torch.manual_seed(1)
-    config = transformers.AutoConfig.for_model(kind, **(COMMON | ARCHITECTURES[kind]))
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    scorer = PrefixScorer(model)
-    check(scorer, random_items(384, 10))
+    settings = transformers.AutoConfig.for_model(kind, **(COMMON | ARCHITECTURES.get(kind, {}) | config))
+    model = transformers.AutoModelForCausalLM.from_config(settings).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_other_architectures(kind: str) -> None:  # defects A2
+    """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
+    said: list[str] = []
+    scorer = PrefixScorer(random_model(kind), say=said.append)
+    check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
-    whole_prompts = {"gemma2", "mistral", "bloom"}  # sliding windows; distances instead of positions
-    assert scorer.tree == (kind not in whole_prompts)
+    assert scorer.way == (OWN if kind in ONE_BY_ONE else WHOLE if kind in WHOLE_PROMPTS else TREE)
+    assert bool(said) == (scorer.way != TREE)  # what is slower is said
+
+
+def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects A2: a family may do anything to its logits after the head."""
+    model = random_model("llama")
+    forward = type(model).forward
+
+    def biased(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits + torch.linspace(-3, 3, out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(type(model), "forward", biased)
+    said: list[str] = []
+    scorer = PrefixScorer(model, say=said.append)
+    assert scorer.way == OWN and "one whole prompt at a time" in said[-1]
+    check(scorer, random_items(384, 5))
+
+
+def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects A2: a window that no option names, longer than the probe at the start."""
+    model = random_model("llama")
+    body, window = type(model.model), 60
+    forward = body.forward
+
+    def windowed(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        out = forward(self, input_ids, **kwargs)
+        if input_ids.shape[1] > window:
+            out.last_hidden_state[:, window:] = 0.5 * out.last_hidden_state[:, window:]
+        return out
+
+    monkeypatch.setattr(body, "forward", windowed)
+    scorer = PrefixScorer(model, say=lambda text: None)
+    assert scorer.way == TREE
+    check(scorer, random_items(384, 4))
+    assert scorer.way == TREE
+    rng = np.random.default_rng(0)
+    long = [Item(rng.integers(3, 384, 55), [rng.integers(3, 384, 4) for _ in range(4)]) for _ in range(3)]
+    check(scorer, long)
+    assert scorer.way == WHOLE
+
+
+def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> None:
+    """defects A2: dynamic rotary scaling changes every prompt of a batch that holds a long one."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = random_model("llama", max_position_embeddings=32, rope_parameters=rope)
+    scorer = PrefixScorer(model, say=lambda text: None)
+    assert scorer.way == OWN
+    check(scorer, random_items(384, 4, shared=30))
+
+
+def test_a_model_that_sees_the_future_is_not_causal() -> None:  # defects A4
+    assert probe.is_causal(random_model("llama")) and probe.is_causal(random_model("mamba"))
+    assert not probe.is_causal(random_model("bert", is_decoder=False))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
+def test_scores_that_are_not_finite_are_an_error(value: float, way: str) -> None:  # defects A5
+    model = random_model("llama")
+    scorer = PrefixScorer(model, say=lambda text: None)
+    scorer.way = way
+    model.model.norm.weight.data[3] = value
+    with pytest.raises(NotFiniteError, match="not finite"):
+        scorer.score(random_items(384, 3))
+
+
+def test_no_label_is_chosen_by_nan() -> None:  # defects A5
+    assert winner([2.0, 1.0, 1.0]) == 1
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(NotFiniteError):
+            winner([1.0, bad])
+
+
+def test_a_token_beyond_the_embeddings_is_one_line() -> None:  # defects D3
+    with pytest.raises(UserError, match="token id 384, but the model has 384 embeddings"):
+        PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
+
+
+def test_progress_comes_with_every_batch(tiny: tuple[Any, Any]) -> None:  # defects C2
+    items = random_items(384, 40)
+    scorer = PrefixScorer(tiny[0], budget=200, say=lambda text: None)
+    for way in (TREE, WHOLE, OWN):
+        scorer.way, steps = way, []
+        scorer.score(items, advance=steps.append)
+        assert sum(steps) == 40 and len(steps) > 4
 
 
 def test_bfloat16_sums_are_not_quantised(tmp_path: Path) -> None:
@@ -374,13 +496,13 @@ def test_no_batch_exceeds_the_budget(
 ) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
     scorer, seen = PrefixScorer(tiny[0], budget=1500), []
-    run = scorer._run
+    run = scorer._forward
 
-    def watch(ids: np.ndarray, positions: np.ndarray, allowed: torch.Tensor, context: Any) -> torch.Tensor:
-        seen.append((len(ids), len(ids) * allowed.shape[2]))
-        return run(ids, positions, allowed, context)
+    def watch(batch: layout.TreeBatch, context: Any) -> torch.Tensor:
+        seen.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
+        return run(batch, context)
 
-    monkeypatch.setattr(scorer, "_run", watch)
+    monkeypatch.setattr(scorer, "_forward", watch)
     scorer.score(random_items(384, 60, shared=shared))
     assert all(tokens <= 1500 or rows == 1 for rows, tokens in seen)
     assert max(tokens for _, tokens in seen) > 700  # and it is used

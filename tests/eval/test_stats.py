@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
@@ -14,46 +17,76 @@ def outcomes(n: int, p: float, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random(n) < p
 
 
-@pytest.mark.parametrize(("n", "p"), [(20, 0.5), (500, 0.9), (3, 0.99), (50, 0.0)])
-def test_the_bootstrap_is_the_resampling_one(n: int, p: float) -> None:
-    """Percentiles equal those of rows drawn with replacement one by one."""
-    right = outcomes(n, p)
-    rng = np.random.default_rng(1)
-    draws = [rng.choice(right, n).mean() for _ in range(8000)]
-    found = stats.accuracy(right.tolist()).bootstrap
-    assert (found.low, found.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=1.5 / n)
-
-
-def test_groups_are_averaged_unweighted_and_resampled_inside() -> None:
-    right = np.concatenate([outcomes(400, 0.9), outcomes(10, 0.2, 3)])
-    groups = ["big"] * 400 + ["small"] * 10
-    found = stats.accuracy(right.tolist(), groups)
-    assert found.value == pytest.approx((right[:400].mean() + right[400:].mean()) / 2)
-    rng = np.random.default_rng(1)
-    draws = [
-        (rng.choice(right[:400], 400).mean() + rng.choice(right[400:], 10).mean()) / 2 for _ in range(8000)
-    ]
-    assert (found.bootstrap.low, found.bootstrap.high) == pytest.approx(
-        np.quantile(draws, [0.025, 0.975]), abs=0.02
-    )
-    assert found.correct == right.sum() and found.n == 410
-
-
 def test_wilson() -> None:
-    found = stats.accuracy([True] * 45 + [False] * 5).wilson  # 45 of 50, from the closed formula
+    found = stats.accuracy([True] * 45 + [False] * 5).interval  # 45 of 50, from the closed formula
     z, n, p = 1.959964, 50, 0.9
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     assert (found.low, found.high) == pytest.approx((centre - half, centre + half), abs=1e-6)
 
 
-def test_intervals_cover() -> None:
-    """95 % of intervals hold the true accuracy, give or take."""
-    inside = sum(
-        (i := stats.accuracy(outcomes(200, 0.7, seed).tolist(), seed=seed).bootstrap).low <= 0.7 <= i.high
-        for seed in range(300)
+@pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (28, 28), (500, 500), (7, 3)])
+def test_an_interval_has_width_and_holds_its_accuracy(n: int, correct: int) -> None:
+    """defects E: 100 % of 20 rows is not known to be 100 %."""
+    outcomes = [True] * correct + [False] * (n - correct)
+    expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
+    for groups in (None, [str(i) for i in range(n)]):
+        found = stats.accuracy(outcomes, groups)
+        assert 0 <= found.interval.low <= found.value <= found.interval.high <= 1
+        assert found.interval.high - found.interval.low > 0.007
+        if groups is None or correct in (0, n):
+            assert found.interval.low == pytest.approx(expected.low)
+            assert found.interval.high == pytest.approx(expected.high)
+
+
+def test_groups_are_averaged_unweighted() -> None:
+    right = np.concatenate([outcomes(400, 0.9), outcomes(100, 0.2, 3)])
+    groups = ["big"] * 400 + ["small"] * 100
+    found = stats.accuracy(right.tolist(), groups)
+    assert found.value == pytest.approx((right[:400].mean() + right[400:].mean()) / 2)
+    assert found.correct == right.sum() and found.n == 500
+    rng = np.random.default_rng(1)  # many rows per group: what resampling inside the groups gives
+    draws = (rng.binomial(400, right[:400].mean(), 8000) / 400) / 2
+    draws += (rng.binomial(100, right[400:].mean(), 8000) / 100) / 2
+    assert (found.interval.low, found.interval.high) == pytest.approx(
+        np.quantile(draws, [0.025, 0.975]), abs=0.01
     )
-    assert 270 <= inside <= 297
+
+
+SIZES = {
+    "1 row": [1] * 57,
+    "2 rows": [2] * 57,
+    "4 rows": [4] * 57,
+    "20 rows": [20] * 57,
+    "28 subjects of 1 row": [1] * 28,
+    "1 to 40 rows": [1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 20, 30, 40] * 3,
+    "no groups": [200],
+}
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_intervals_cover(name: str) -> None:
+    """defects A14: 95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
+    sizes = np.array(SIZES[name])
+    groups = np.arange(len(sizes)).repeat(sizes)
+    rng = np.random.default_rng(len(name))
+    inside, rounds = np.zeros(3), 600
+    for number in range(rounds):
+        accuracy = (0.3, 0.6, 0.9)[number % 3]
+        p = rng.beta(5 * accuracy, 5 * (1 - accuracy), len(sizes))  # easy and hard subjects
+        truth = (0.85 * p + 0.1 * (1 - p)).mean() - p.mean()
+        a = rng.random(len(groups)) < p.repeat(sizes)
+        b = np.where(a, rng.random(len(a)) < 0.85, rng.random(len(a)) < 0.1)
+        other = stats.paired(stats.pairs(rng.random(300) < 0.8, rng.random(300) < 0.75))
+        pair = stats.paired(stats.pairs(a, b, groups))
+        both = [(x.difference, x.interval.low, x.interval.high) for x in (pair, other)]
+        found = [
+            (stats.accuracy(a, groups).interval, p.mean()),
+            (pair.interval, truth),
+            (stats.mean_interval(both)[1], (truth - 0.05) / 2),
+        ]
+        inside += [i.low <= true <= i.high for i, true in found]
+    assert (inside / rounds >= 0.93).all(), inside / rounds
 
 
 def test_confusion_and_macro_f1_are_sklearns() -> None:
@@ -66,31 +99,75 @@ def test_confusion_and_macro_f1_are_sklearns() -> None:
     assert stats.macro_f1([[3, 0, 0], [1, 2, 0], [0, 0, 0]]) == pytest.approx((6 / 7 + 4 / 5) / 2)
 
 
+def compared(a: Any, b: Any, groups: Any = None) -> stats.Paired:
+    return stats.paired(stats.pairs(list(a), list(b), groups))
+
+
 def test_mcnemar_is_exact() -> None:
     a = [True] * 10 + [False] * 2 + [True] * 50
     b = [False] * 10 + [True] * 2 + [True] * 50
-    found = stats.paired(a, b)
+    found = compared(a, b)
     assert (found.only_a, found.only_b) == (10, 2)
     assert found.p_mcnemar == pytest.approx(2 * scipy_stats.binom.cdf(2, 12, 0.5))
     assert found.difference == pytest.approx(-8 / 62)
-    assert found.interval.high < 0 and found.p_bootstrap < 0.05
+    assert found.interval.high < 0
 
 
-def test_the_paired_bootstrap_is_the_resampling_one() -> None:
-    a, b = outcomes(150, 0.6, 1), outcomes(150, 0.66, 2)
+def test_the_paired_interval_is_bonett_and_prices() -> None:
+    """Their formula, and with many rows what resampling pairs gives."""
+    found = compared([True] * 12 + [False] * 88, [False] * 9 + [True] * 3 + [True] * 4 + [False] * 84)
+    p12, p21 = 10 / 102, 5 / 102
+    half = 1.959964 * np.sqrt((p12 + p21 - (p21 - p12) ** 2) / 102)
+    expected = (p21 - p12 - half, p21 - p12 + half)
+    assert (found.interval.low, found.interval.high) == pytest.approx(expected, abs=1e-6)
+    a, b = outcomes(1500, 0.6, 1), outcomes(1500, 0.66, 2)
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, 150, (8000, 150))
+    rows = rng.integers(0, 1500, (4000, 1500))
     draws = (b[rows].astype(int) - a[rows]).mean(axis=1)
-    found = stats.paired(a.tolist(), b.tolist())
-    assert (found.interval.low, found.interval.high) == pytest.approx(
-        np.quantile(draws, [0.025, 0.975]), abs=0.01
-    )
+    interval = compared(a, b).interval
+    assert (interval.low, interval.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.005)
 
 
 def test_equal_models_do_not_differ() -> None:
     a = outcomes(100, 0.5).tolist()
-    found = stats.paired(a, a)
-    assert (found.difference, found.p_mcnemar, found.p_bootstrap) == (0, 1, 1)
+    found = compared(a, a)
+    assert (found.difference, found.p_mcnemar) == (0, 1)
+    assert found.interval.low < 0 < found.interval.high
+    assert stats.mean_difference([stats.pairs(a, a)] * 3).p == 1
+
+
+def test_the_test_of_one_task_is_mcnemars() -> None:
+    a, b = outcomes(150, 0.6, 1), outcomes(150, 0.75, 2)
+    found = stats.mean_difference([stats.pairs(a.tolist(), b.tolist())])
+    assert found.p == compared(a, b).p_mcnemar
+    assert (found.difference, found.interval.low) == pytest.approx(
+        (compared(a, b).difference, compared(a, b).interval.low)
+    )
+
+
+def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
+    """Against all sign patterns of a few rows with unequal weights."""
+    first = stats.pairs([True] * 6 + [False] * 4, [False] * 5 + [True] + [True] + [False] * 3)
+    second = stats.pairs([True] * 3 + [False] * 37, [False] * 3 + [True] * 2 + [False] * 35)
+    weights = np.array([1 / 20] * 6 + [1 / 80] * 5)
+    signs = np.array(list(itertools.product((-1, 1), repeat=11)))
+    observed = abs(-4 / 20 - 1 / 80)
+    exact = (np.abs(signs @ weights) >= observed - 1e-12).mean()
+    assert stats.mean_difference([first, second]).p == pytest.approx(exact, abs=0.01)
+
+
+def test_the_test_of_the_mean_keeps_its_level() -> None:
+    """Tasks of unequal size, one with groups of a single row."""
+    rejected = 0
+    for seed in range(300):
+        tasks = [
+            stats.pairs(
+                outcomes(n, 0.6, 10 * seed + n).tolist(), outcomes(n, 0.6, 10 * seed + n + 1).tolist(), g
+            )
+            for n, g in ((28, [str(i) for i in range(28)]), (60, None), (200, None))
+        ]
+        rejected += stats.mean_difference(tasks, seed).p < 0.05
+    assert rejected <= 26  # more in 1 of 1,000 tries
 
 
 def test_tests_keep_their_level() -> None:
@@ -98,7 +175,7 @@ def test_tests_keep_their_level() -> None:
     alone = family = 0
     for seed in range(60):
         seeds = [1000 * seed + t for t in range(8)]
-        p = [stats.paired(outcomes(60, 0.6, s), outcomes(60, 0.6, s + 500)).p_mcnemar for s in seeds]
+        p = [compared(outcomes(60, 0.6, s), outcomes(60, 0.6, s + 500)).p_mcnemar for s in seeds]
         alone += p[0] < 0.05
         family += min(stats.holm(p)) < 0.05
     assert alone <= 8 and family <= 8
@@ -117,4 +194,4 @@ def test_mean_and_deviation_over_seeds() -> None:
 
 def test_pairs_must_be_of_the_same_rows() -> None:
     with pytest.raises(ValueError, match="same rows"):
-        stats.paired([True], [True, False])
+        stats.pairs([True], [True, False])

@@ -19,15 +19,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from common.errors import UserError
 from eval import store
 from eval.icl import job
-from eval.icl.job import Job, Settings, run_all
+from eval.icl.job import Job, run_all
+from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.model import EvaluatedModel
 from eval.store import Entry, Lease, StoreConflictError, held, publish
-from tests.helpers.evaluating import tiny_model, write_tasks
+from tests.helpers.evaluating import command, tiny_model, write_tasks
 
 KILLS = int(os.environ.get("EVAL_KILLS", "100"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -243,7 +245,7 @@ def test_many_workers_share_the_work(world: Path, tmp_path: Path) -> None:
     assert set(Counter(log.read_text().splitlines()).values()) == {1}
 
 
-def test_a_worker_goes_on_for_one_that_died(world: Path, tmp_path: Path) -> None:
+def test_a_worker_continues_for_one_that_died(world: Path, tmp_path: Path) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     first, second = (child(evaluate, world, out, log) for _ in range(2))
     _until(lambda: log.is_file())
@@ -296,8 +298,102 @@ def test_the_batch_budget_is_not_part_of_the_key(world: Path, tmp_path: Path) ->
     assert len(list(tmp_path.glob("store/*/result.json"))) == 1
 
 
+def spoil(path: Path, how: str) -> None:
+    """Damage a file as disks, editors and killed copies do."""
+    text = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(text[: len(text) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "binary":
+        path.write_bytes(bytes(range(256)))
+    elif how == "other json":
+        path.write_text("[]")
+    elif how == "changed":
+        path.write_bytes(text.replace(b"1", b"2"))
+    else:  # fewer rows
+        value = json.loads(text)
+        value["value"] = value["value"][:-1]
+        path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "binary", "other json", "changed", "fewer rows"])
+@pytest.mark.parametrize("file", ["*/result.json", "*/chunks/00001.json", "retrieval/*.json"])
+def test_damaged_files_are_computed_again(how: str, file: str, world: Path, tmp_path: Path) -> None:
+    """defects D3: it is said, and the same files come out."""
+    if how == "fewer rows" and "result" in file:
+        return
+    model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
+    settings, said = Settings(data=str(world / "data"), retriever="random"), []
+    job.CHUNK = 8
+    Job(model, settings, tmp_path).run(task)
+    wanted = everything(tmp_path)
+    [path] = (tmp_path / "store").glob(file)
+    spoil(path, how)
+    Job(model, settings, tmp_path, said.append).run(task)
+    assert everything(tmp_path) == wanted
+    assert any("is damaged" in text and str(path) in text for text in said)
+
+
+def test_a_report_does_not_believe_damaged_records(world: Path, tmp_path: Path) -> None:  # defects D3
+    model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
+    job.CHUNK = 8
+    Job(model, Settings(data=str(world / "data"), retriever="random"), tmp_path).run(task)
+    [path] = (tmp_path / "store").glob("*/chunks/00001.json")
+    key, whole = path.parts[-3], path.read_bytes()
+    assert len(store.read_records(tmp_path, key, 24)) == 24
+    spoil(path, "truncated")
+    with pytest.raises(UserError, match=r"00001.json is damaged"):
+        store.read_records(tmp_path, key, 24)
+    path.write_bytes(whole)
+    path.unlink()
+    with pytest.raises(UserError, match=r"holds 16 of 24 rows"):
+        store.read_records(tmp_path, key, 24)
+
+
+def test_damaged_digests_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """defects D3"""
+    monkeypatch.setenv("EVAL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.bin").write_bytes(b"x" * 1000)
+    wanted = store.digest_files(tmp_path, [tmp_path / "a.bin"])
+    [remembered] = (tmp_path / "cache" / "digests").iterdir()
+    for text in (b"", b"abc", b"\xff" * 64):
+        remembered.write_bytes(text)
+        assert store.digest_files(tmp_path, [tmp_path / "a.bin"]) == wanted
+
+
+INTERRUPTED = (
+    (KeyboardInterrupt(), 130, "interrupted; run the same command again to resume"),
+    (PermissionError(13, "Permission denied", "/x"), 2, "Permission denied"),
+    (NotADirectoryError(20, "Not a directory", "/x"), 2, "Not a directory"),
+    (OSError(28, "No space left on device"), 75, "run the same command again to resume"),
+    (ConnectionError("reset"), 75, "run the same command again to resume"),
+    (torch.OutOfMemoryError("out of memory"), 75, "lower --budget"),
+    (StoreConflictError("a exists with another content"), 1, "another content"),
+)
+
+
+@pytest.mark.parametrize(("error", "code", "message"), INTERRUPTED, ids=lambda v: type(v).__name__)
+def test_exit_codes_tell_what_may_pass(
+    error: BaseException,
+    code: int,
+    message: str,
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # defects D3
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(job, "run_all", fail)
+    found, _, err = command(
+        "run", "--model", world / "model", "--data", world / "data", "--tasks", "sst2", "--out", tmp_path
+    )
+    assert found == code and message in err and err.count("\n") == 1
+
+
 def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path) -> None:
-    """Three test rows stand verbatim in the pool; the score without them is beside the score with them."""
+    """Three test rows are verbatim in the pool; the score without them is beside the score with them."""
     data = tmp_path / "data"
     write_tasks(data, ["sst2"], train=30, test=24)
     test = (data / "sst2" / "test.jsonl").read_text().splitlines()
@@ -305,8 +401,8 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
         file.write("\n".join([test[3], test[7], test[20]]) + "\n")
     model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
     result = Job(model, Settings(data=str(data)), tmp_path / "out").run(task)
-    chunks = sorted(tmp_path.glob("out/store/*/chunks/*.json"))
-    records = [r for chunk in chunks for r in json.loads(chunk.read_text())]
+    [key] = [path.parent.name for path in tmp_path.glob("out/store/*/result.json")]
+    records = store.read_records(tmp_path / "out", key, 24)
     assert [r["row"] for r in records if r["leaked"]] == [3, 7, 20]
     assert result["leaked"] == 3 and result["clean"]["n"] == 21
     clean = [r["prediction"] == r["gold"] for r in records if not r["leaked"]]

@@ -14,7 +14,8 @@ import zstandard
 
 from common.errors import UserError
 from eval.icl.openicl_compat import PromptTemplate, Template
-from eval.icl.tasks import DIRECTORY, known_tasks, load_data, load_task, select_tasks
+from eval.icl.task_data import load_data
+from eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
 from tests.conftest import REPO
 from tests.helpers.evaluating import command
 
@@ -204,6 +205,19 @@ MALFORMED = {
     "negative shots": (GOOD + "shots: {count: -1}", "greater than or equal to 0"),
     "reserved input": (GOOD.replace("{text: text}", "{text: text, row: x}"), "is a name that every row has"),
     "wrong type": (GOOD.replace("title: T", "title: [T]"), "title"),
+    # defects D3: what would silently stay in the prompt
+    "attribute": (GOOD.replace("{text} is", "{text.__class__} is"), "{text.__class__} would stay as it is"),
+    "spaced slot": (GOOD.replace("{text} is", "{ text } is"), "{ text } would stay as it is"),
+    "conversion": (GOOD.replace("{text} is", "{text!r} is"), "{text!r} would stay as it is"),
+    "empty slot": (GOOD.replace("{text} is", "{} is"), "{} would stay as it is"),
+    "doubled braces": (GOOD.replace("{text} is", "{{text}} is"), "braces around a slot would stay"),
+    "demonstrations' token": (
+        GOOD.replace("{text} is", "</E> {text} is"),
+        "contains </E>, which is reserved",
+    ),
+    "an input's token": (GOOD.replace("{text} is", "</text> {text} is"), "contains </text>"),
+    "input called E": (GOOD.replace("{text: text}", "{text: text, E: e}"), "OpenICL's name"),
+    "unusable input": (GOOD.replace("{text: text}", "{text: text, a b: c}"), "cannot be written as {name}"),
     "other version": (GOOD.replace("paper", "other"), "no prompt version 'paper'; it has other"),
 }
 
@@ -251,6 +265,8 @@ def test_wrong_task_names(names: str, message: str) -> None:
         ('{"text": "a"}', r"none of the label columns label_text, label"),
         ('{"text": "a", "label_text": "good"}', r"unknown label 'good'; known: positive, negative"),
         ('{"text": "a", "label_text": "positive"}', r"8 demonstrations wanted of 1 rows"),
+        ('{"text": null, "label_text": "positive"}', r"column text is None, not text"),
+        ('{"text": ["a"], "label_text": "positive"}', r"column text is \['a'\], not text"),
     ],
 )
 def test_wrong_rows_are_one_clear_line(rows: str, message: str, tmp_path: Path) -> None:
@@ -260,6 +276,52 @@ def test_wrong_rows_are_one_clear_line(rows: str, message: str, tmp_path: Path) 
     with pytest.raises(UserError, match=message) as error:
         load_data(load_task("sst2"), str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model", "samples"])
+def test_a_task_cannot_have_the_name_of_a_file_beside_its_result(name: str, tmp_path: Path) -> None:
+    """defects D3"""
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(GOOD)
+    with pytest.raises(UserError, match=f"results use the name {name} themselves"):
+        load_task(str(path))
+
+
+def test_a_task_named_by_path_and_by_name_is_named_twice(tmp_path: Path) -> None:
+    path = tmp_path / "sst2.yaml"
+    path.write_text((DIRECTORY / "sst2.yaml").read_text())
+    with pytest.raises(UserError, match="names a task twice"):
+        select_tasks(f"sst2,{path}")
+
+
+def test_damaged_rows_are_one_clear_line(tmp_path: Path) -> None:
+    write(tmp_path, "sst2", [{"text": "t", "label_text": "positive"}] * 9, "train", packed=True)
+    path = tmp_path / "sst2" / "train.jsonl.zst"
+    path.write_bytes(b"not zstandard")
+    with pytest.raises(UserError, match=r"train.jsonl.zst cannot be unpacked"):
+        load_data(load_task("sst2"), str(tmp_path))
+    path.with_suffix("").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=r"train.jsonl line 2 is not UTF-8"):
+        load_data(load_task("sst2"), str(tmp_path))
+
+
+def test_mistakes_are_told_before_anything_heavy_is_imported() -> None:  # defects C2
+    """Reports and comparisons, and mistakes in arguments, wait for neither torch nor datasets."""
+    code = (
+        "import sys, eval.cli, eval.compare, eval.report.gather\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules)\n"
+        "print(*heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+def test_openicl_is_imported_without_what_it_seldom_needs() -> None:  # defects C2
+    code = (
+        "import sys, eval.icl.job\nprint(*({'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def test_missing_data_names_what_is_expected(tmp_path: Path) -> None:

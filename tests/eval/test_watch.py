@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 
+from eval import targets as targets_module
 from eval import watch as watch_module
-from eval.icl.job import Job, Settings
+from eval.icl.job import Job
+from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
-from eval.watch import Watch, targets
+from eval.targets import targets
+from eval.watch import Watch
 from pipeline import checkpoint
 from pipeline.run_dir import HF, describe, list_files, partial_directory
 from tests.helpers.evaluating import command, tiny_model, write_tasks
@@ -175,14 +178,18 @@ def test_a_torn_checkpoint_is_never_scored(kind: str, world: Path, tmp_path: Pat
     whole = publish(world, run, 3)
     BROKEN[kind](whole)
     watch = watcher(world, run)
-    assert watch.once() == 0 and not done(run)
+    assert watch.once() == 0
+    listed = kind not in ("no COMPLETE", "no export")  # what is not listed is not a checkpoint
+    assert [facts["state"] for facts in done(run).values()] == ["failed"] * listed
+    assert list(watch.failed) == ["run-step-000003"] * listed
     assert not (run / "eval" / "models").exists()
     shutil.rmtree(whole)
     publish(world, run, 3)  # written again, whole
-    assert watch.once() == 1
+    assert watch.once() == 1 and not watch.failed
+    assert done(run)["run-step-000003"]["state"] == "evaluated"
 
 
-def test_a_partial_directory_is_no_checkpoint(world: Path, tmp_path: Path) -> None:
+def test_a_partial_directory_is_not_a_checkpoint(world: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     complete(write_partial(world, run, 5))  # not renamed yet
     assert targets(run) == [] and watcher(world, run).once() == 0
@@ -199,28 +206,190 @@ def test_the_final_export_counts(world: Path, tmp_path: Path) -> None:
     assert sorted(done(run)) == ["run", "run-step-000003"]
 
 
+def trainer_checkpoint(world: Path, run: Path, step: int, age: float = 0.0) -> Path:
+    """A checkpoint of the Hugging Face Trainer whose last file was written `age` seconds ago."""
+    path = run / f"checkpoint-{step}"
+    shutil.copytree(world / "models" / f"{step}", path)
+    (path / "trainer_state.json").write_text("{}")
+    rest(path, age)
+    return path
+
+
+def rest(path: Path, age: float) -> None:
+    for file in path.iterdir():
+        os.utime(file, (time.time() - age,) * 2)
+
+
 def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) -> None:
-    """Foreign runs have no marker: trainer_state.json, every shard of the index, unchanged over two looks."""
+    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest."""
     run = tmp_path / "run"
-    path = run / "checkpoint-500"
-    shutil.copytree(world / "models" / "5", path)
+    path = trainer_checkpoint(world, run, 5, age=60)
+    said: list[str] = []
+    watch = watcher(world, run, said)
+
+    def not_ready(reason: str) -> None:
+        assert watch.once() == 0 and list(watch.waiting) == ["run-checkpoint-5"]
+        assert reason in watch.waiting["run-checkpoint-5"] and reason in said[-1]
+
+    (path / "trainer_state.json").rename(tmp_path / "state")
+    not_ready("trainer_state.json is missing")
+    (tmp_path / "state").rename(path / "trainer_state.json")
     weights = path / "model.safetensors"
     kept = weights.read_bytes()
-    watch = watcher(world, run)
-    assert watch.once() == watch.once() == 0  # no trainer_state.json
-    (path / "trainer_state.json").write_text("{}")
-    assert watch.once() == 0  # it has just changed
-    weights.write_bytes(kept[:1000])
-    assert watch.once() == 0  # and again
+    for cut in (kept[: len(kept) // 2], kept[:-1], kept[:5], b""):
+        weights.write_bytes(cut)
+        rest(path, 60)
+        not_ready("model.safetensors is cut short")
     weights.write_bytes(kept)
+    not_ready("changed less than 20 s ago")
+    rest(path, 60)
     weights.rename(path / "model-00001-of-00002.safetensors")
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert watch.once() == watch.once() == 0  # the second shard is missing
-    (path / "model.safetensors.index.json").unlink()
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    not_ready("model-00002-of-00002.safetensors is missing")
+    index.write_text(json.dumps({"weight_map": names})[:-4])
+    not_ready("model.safetensors.index.json is unreadable")
+    index.unlink()
+    not_ready("model.safetensors or pytorch_model.bin is missing")
     (path / "model-00001-of-00002.safetensors").rename(weights)
-    assert watch.once() == 0
-    assert watch.once() == 1 and list(done(run)) == ["run-checkpoint-500"]
+    rest(path, 60)
+    assert watch.once() == 1 and list(done(run)) == ["run-checkpoint-5"]
+
+
+def test_one_pass_evaluates_a_trainer_checkpoint(world: Path, tmp_path: Path) -> None:
+    """defects A16: schedulers run `--once`, a new process each time."""
+    run = tmp_path / "run"
+    trainer_checkpoint(world, run, 5, age=60)
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
+    code, out, _ = command(*arguments)
+    assert (code, out.splitlines()[-1]) == (0, f"{run}: 1 evaluated, 0 not ready or held elsewhere")
+    trainer_checkpoint(world, run, 6)  # just written
+    code, out, _ = command(*arguments)
+    assert (code, out.splitlines()[-1]) == (0, f"{run}: 0 evaluated, 1 not ready or held elsewhere")
+
+
+def test_passes_remember_how_long_a_checkpoint_rests(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times in the future (another machine's clock) do not keep a checkpoint from being evaluated."""
+    run = tmp_path / "run"
+    path = trainer_checkpoint(world, run, 5, age=-3600)
+    assert watcher(world, run).once() == 0
+    seen = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json"
+    note = json.loads(seen.read_text())
+    seen.write_text(json.dumps(note | {"since": note["since"] - 60}))  # a minute later
+    (path / "config.json").write_text((path / "config.json").read_text() + " ")
+    rest(path, -3600)
+    assert watcher(world, run).once() == 0  # it has changed since
+    note = json.loads(seen.read_text())
+    seen.write_text(json.dumps(note | {"since": note["since"] - 60}))
+    assert watcher(world, run).once() == 1
+
+
+def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path) -> None:
+    """defects A16: a mark counts for the tasks, settings and data it was made with."""
+    run, data = tmp_path / "run", write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)
+    publish(world, run, 3)
+
+    def passed(tasks: str, *options: object) -> str:
+        arguments = ["watch", run, "--once", "--no-report", "--data", data, "--tasks", tasks]
+        code, out, _ = command(*arguments, *options)
+        assert code == 0
+        return out.splitlines()[-1].split(": ")[1].split(",")[0]
+
+    assert (passed("sst2"), passed("sst2")) == ("1 evaluated", "0 evaluated")
+    assert (passed("sst2,trec"), passed("sst2,trec")) == ("1 evaluated", "0 evaluated")
+    assert (passed("sst2", "--shots", 2), passed("sst2", "--shots", 2)) == ("1 evaluated", "0 evaluated")
+    assert passed("sst2", "--prompts", "released") == "1 evaluated"
+    assert passed("sst2") == passed("sst2,trec") == "0 evaluated"  # both are remembered
+    assert passed("sst2", "--budget", 4096) == "0 evaluated"  # decides nothing
+    rows = (data / "sst2" / "test.jsonl").read_text().splitlines()
+    (data / "sst2" / "test.jsonl").write_text("\n".join(rows[:-1]) + "\n")
+    assert (passed("sst2"), passed("sst2")) == ("1 evaluated", "0 evaluated")
+
+
+def test_an_export_that_was_replaced_is_evaluated_again(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(world / "models" / "4", run / "export")
+    assert (watcher(world, run).once(), watcher(world, run).once()) == (1, 0)
+    shutil.rmtree(run / "export")
+    shutil.copytree(world / "models" / "5", run / "export")
+    assert (watcher(world, run).once(), watcher(world, run).once()) == (1, 0)
+    assert done(run)["run"]["step"] == 5
+
+
+def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Path) -> None:
+    """defects A16: it is marked with a reason, the next is evaluated, and the exit code tells."""
+    run = tmp_path / "run"
+    for step in (3, 4, 5):
+        publish(world, run, step)
+    _change(run / "step-000003" / "hf" / "model.safetensors", lambda b: b[:-9] + b"\x55" + b[-8:])
+    partial = write_partial(world, run, 6)  # complete, and yet not a model
+    (partial / "hf" / "config.json").write_text('{"model_type": "llama", "hidden_size": 48}')
+    complete(partial)
+    checkpoint.publish(run, 6)
+    publish(world, run, 7)
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
+    code, out, _ = command(*arguments)
+    assert code == 1
+    assert out.splitlines()[-1] == (
+        f"{run}: 3 evaluated, 0 not ready or held elsewhere, 2 failed (run-step-000003, run-step-000006)"
+    )
+    marks = done(run)
+    assert [marks[f"run-step-00000{step}"]["state"] for step in (3, 4, 5, 6, 7)] == [
+        "failed", "evaluated", "evaluated", "failed", "evaluated"]  # fmt: skip
+    assert "model.safetensors has another content" in marks["run-step-000003"]["reason"]
+    code, out, _ = command(*arguments)  # not tried again, and not forgotten
+    assert code == 1 and "0 evaluated" in out.splitlines()[-1] and "2 failed" in out.splitlines()[-1]
+    shutil.rmtree(run / "step-000003")
+    shutil.rmtree(run / "step-000006")
+    publish(world, run, 3)
+    assert command(*arguments)[0] == 0
+    assert done(run)["run-step-000003"]["state"] == "evaluated"
+
+
+def test_data_at_fault_are_not_a_checkpoints_fault(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data"]
+    code, _, err = command(*arguments, tmp_path / "nowhere")
+    assert code == 2 and "nowhere" in err and not done(run)
+    assert command(*arguments, world / "data")[0] == 0
+
+
+def test_a_passing_trouble_is_tried_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    publish(world, run, 4)
+    evaluate = watch_module.run_all
+
+    def lost(model: Any, *arguments: Any) -> Any:
+        if model.name.endswith("3"):
+            raise OSError(5, "Input/output error")
+        return evaluate(model, *arguments)
+
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
+    with monkeypatch.context() as patch:
+        patch.setattr(watch_module, "run_all", lost)
+        code, out, _ = command(*arguments)
+    assert code == 75 and "1 evaluated" in out and "1 to be tried again (run-step-000003)" in out
+    assert list(done(run)) == ["run-step-000004"]
+    code, out, _ = command(*arguments)
+    assert code == 0 and "1 evaluated" in out
+
+
+def test_damaged_marks_are_made_again(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    publish(world, run, 3)
+    watcher(world, run).once()
+    mark = run / "eval" / "watch" / "done" / "run-step-000003.json"
+    for text in ("", "[]", "{", '{"asked": 3}'):
+        mark.write_text(text)
+        assert watcher(world, run).once() == 1
+    assert done(run)["run-step-000003"]["state"] == "evaluated"
 
 
 def test_pruned_while_it_is_evaluated(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +412,7 @@ def test_pruned_before_it_is_evaluated(world: Path, tmp_path: Path, monkeypatch:
     publish(world, run, 3)
     listed = targets(run)
     checkpoint.remove(run / "step-000003")
-    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
+    monkeypatch.setattr(targets_module, "targets", lambda run_dir: listed)
     said: list[str] = []
     assert watcher(world, run, said).once() == 0
     assert done(run)["run-step-000003"]["state"] == "gone"
@@ -259,7 +428,8 @@ def test_the_command_for_schedulers(world: Path, tmp_path: Path) -> None:
     code, out, _ = command(*arguments)
     assert (code, out.splitlines()[-1]) == (0, f"{run}: 2 evaluated, 0 not ready or held elsewhere")
     assert "Accuracy over training" in (run / "eval" / "report.html").read_text()
-    assert command(*arguments)[:2] == (0, f"{run}: 0 evaluated, 0 not ready or held elsewhere\n")
+    code, out, _ = command(*arguments)
+    assert (code, out.splitlines()[-1]) == (0, f"{run}: 0 evaluated, 0 not ready or held elsewhere")
 
 
 def test_a_regression_ends_the_watch_with_code_3(world: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer, train_sentencepiece
 from data_prep.world.corpora import documents, task_rows
-from eval.__main__ import main
+from eval.cli import main
 
 
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:

@@ -1,0 +1,124 @@
+"""Figures as inline SVG whose colours are the page's CSS variables, so that they follow light and dark.
+
+The only file of `common` that needs matplotlib; nothing else of `common` imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from common.page.parts import Markup, safe
+from common.text import printable
+
+# Stand-ins that the SVG is searched for; each becomes var(--...).
+INK, MUTED, RULE, PAPER = "#010203", "#040506", "#070809", "#0a0b0c"
+SERIES = [f"#a1{i:02x}7f" for i in range(12)]
+_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"} | {
+    stand_in: f"--s{i + 1}" for i, stand_in in enumerate(SERIES)
+}
+_MARKERS = "osD^vPX<>ph*"
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a name with two $ is a name
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "figure.facecolor": "none",
+    "lines.linewidth": 1.8,
+}
+WIDE, NARROW = 9.7, 3.7  # inches
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Figures made inside look as the page does."""
+    with plt.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser draws the text
+        yield
+
+
+def colour(index: int) -> str:
+    """Colour of the index-th series, as the figures draw it."""
+    return SERIES[index % len(SERIES)]
+
+
+def css_colour(index: int) -> str:
+    """The same colour for the page."""
+    return f"var({_VARIABLES[colour(index)]})"
+
+
+def marker(index: int) -> str:
+    """Marker of the index-th series; colour and marker together repeat after 144 series."""
+    return _MARKERS[(index + index // len(SERIES)) % len(_MARKERS)]
+
+
+def shortened(name: str, limit: int = 26) -> str:
+    """A name that leaves room for the figure, its middle left out."""
+    text = printable(" ".join(name.split()))
+    if len(text) <= limit:
+        return text
+    half = (limit - 1) // 2
+    return f"{text[: limit - 1 - half]}…{text[-half:]}"
+
+
+@FuncFormatter
+def compact(value: float, _: int | None = None) -> str:
+    """1500 -> 1.5k, 2000000 -> 2M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def svg(figure: Figure, name: str, label: str) -> str:
+    """The figure as an <svg> element. name: keeps its ids apart from other figures'; label: what it shows."""
+    buffer = io.StringIO()
+    with plt.rc_context({"svg.hashsalt": name}):
+        figure.savefig(
+            buffer,
+            format="svg",
+            bbox_inches="tight",
+            pad_inches=0.04,
+            metadata={"Date": None, "Creator": None},
+        )
+    plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r"<[^>]*>", lambda match: _for_page(match.group(), name), text)  # tags: text stays as it is
+    return Markup(re.sub(r"<svg ", f'<svg role="img" aria-label="{safe(label)}" ', text, count=1))
+
+
+def _for_page(element: str, name: str) -> str:
+    """A tag of matplotlib's with ids of its own, the page's colours and the page's font."""
+    element = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", element)  # figures share the page
+    for stand_in, variable in _VARIABLES.items():
+        element = element.replace(stand_in, f"var({variable})")
+    element = re.sub(r"font-family: [^;\"]*;? ?", "", element)
+    return re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", element)

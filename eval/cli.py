@@ -1,0 +1,300 @@
+"""python -m eval run | watch | compare | report | generate: in-context evaluation of language models.
+
+Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
+mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
+pass, run the same command again to resume; 130 interrupted (Ctrl-C), likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError, one_line
+from common.text import printable
+from eval.icl.batching import BUDGET
+from eval.icl.settings import INFERENCERS, Settings
+from eval.icl.tasks import select_tasks
+from eval.model import DTYPES, EvaluatedModel
+from eval.store import StoreConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
+DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
+SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
+EXIT_OK, EXIT_FAILURE, EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
+# What the system says of a mistake: nothing but a change by the user makes it pass.
+_MISTAKES = "EACCES EPERM EROFS ENOENT ENOTDIR EISDIR ENAMETOOLONG EEXIST ELOOP EINVAL"
+PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = argparse.ArgumentParser(
+        prog="python -m eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="score one model on tasks")
+    run.add_argument("--model", required=True, help="model directory (an export) or hub id")
+    run.add_argument("--name", help="how results call it (its directory)")
+    run.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    _evaluation_arguments(run)
+
+    watch = commands.add_parser("watch", help="score every complete checkpoint of a run, each exactly once")
+    watch.add_argument("run_dir", type=Path, help="run directory: step-*/ with hf/, checkpoint-*/, export/")
+    watch.add_argument("--out", type=Path, help="results directory (RUN_DIR/eval)")
+    watch.add_argument("--once", action="store_true", help="one pass, for cron and other schedulers")
+    watch.add_argument("--poll", type=float, default=30.0, help="seconds between passes (30)")
+    watch.add_argument("--until-finished", action="store_true", help="end when the run's export is evaluated")
+    watch.add_argument("--no-report", action="store_true", help="do not rewrite the report after a pass")
+    _evaluation_arguments(watch)
+
+    generate = commands.add_parser("generate", help="sample text, without truncating the distribution")
+    generate.add_argument("--model", required=True, help="model directory (an export) or hub id")
+    generate.add_argument("--name", help="how results call it (its directory)")
+    generate.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    generate.add_argument("--dtype", default="auto", help=DTYPE_HELP)
+    generate.add_argument("--samples", type=int, default=8, help="texts per prefix (8)")
+    generate.add_argument(
+        "--prefix", action="append", help="text to continue; repeatable; default: begin one"
+    )
+    generate.add_argument("--tokens", type=int, default=80, help="longest continuation in tokens (80)")
+    generate.add_argument("--seed", type=int, default=0)
+
+    report = commands.add_parser("report", help="write report.html, report.md and results.json")
+    report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
+    report.add_argument("--out", type=Path, help="where to write (the first results directory)")
+    report.add_argument(
+        "--run", action="append", default=[], metavar="NAME=DIR", help="a model's training run"
+    )
+    report.add_argument(
+        "--seeds", action="append", default=[], metavar="LABEL=NAME,NAME", help="aggregate models"
+    )
+    report.add_argument("--baseline", help="model that the others are compared with (the first)")
+    report.add_argument("--title", default="")
+    report.add_argument("--notice", default="", help="a sentence shown at the top")
+
+    compare = commands.add_parser("compare", help="two models side by side, with paired tests")
+    compare.add_argument("a", help="name of the baseline")
+    compare.add_argument("b", help="name of the other model")
+    compare.add_argument("--results", nargs="+", type=Path, default=[Path("runs/eval")])
+    compare.add_argument(
+        "--fail-on-regression", action="store_true", help="exit with 3 when B is worse than A"
+    )
+    compare.add_argument("--max-drop", type=float, help="points that the mean may fall at most")
+    return top
+
+
+def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--tasks", default="all", help="all, or names or task files, comma-separated")
+    add("--data", required=True, help="directory of <task>/<split>.jsonl[.zst], or `hub`")
+    add("--prompts", default="paper", help="prompt version: paper (default) or released")
+    add("--dtype", default="auto", help=DTYPE_HELP)
+    add("--retriever", default="minilm", help=RETRIEVER_HELP)
+    add("--encoder", default="minilm", help="sentence model of OpenICL's dense retrievers (minilm)")
+    add("--inferencer", default="prefix", help=f"{INFERENCERS[0]} (ours) or {INFERENCERS[1]} (OpenICL's own)")
+    add("--faithful", action="store_true", help="prompts and counts exactly as OpenICL's, faults included")
+    add("--shots", type=int, help="demonstrations per prompt (the task's own number)")
+    add("--limit", type=int, help="evenly spaced test rows per task (all)")
+    add("--score", default="openicl_ppl", help=SCORE_HELP)
+    add("--extra-scores", default="", help="also compute: channel, calibrated (comma-separated)")
+    add("--max-tokens", type=int, help="longest prompt (the model's context)")
+    add("--budget", type=int, default=BUDGET, help=f"tokens per batch, padding included ({BUDGET})")
+    add(
+        "--fail-on-regression",
+        metavar="NAME",
+        help="exit with 3 when worse than this model of the same --out",
+    )
+    add("--max-drop", type=float, help="points that the mean may fall at most")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if args.max_drop is not None and not args.max_drop >= 0:
+        raise UserError("--max-drop must be a number of points, not below 0")
+    return Settings(
+        data=args.data,
+        retriever=args.retriever,
+        encoder=args.encoder,
+        inferencer=args.inferencer,
+        faithful=args.faithful,
+        shots=args.shots,
+        limit=args.limit,
+        score=args.score,
+        extra=tuple(name for name in args.extra_scores.split(",") if name),
+        max_tokens=args.max_tokens,
+        budget=args.budget,
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
+    model = EvaluatedModel(args.model, args.name, args.dtype)
+    if args.fail_on_regression:
+        from eval.compare import regression
+        from eval.results import pick, read_models
+
+        pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
+    with _libraries(f"{model.name}: {len(tasks)} tasks"):
+        from eval.icl.job import run_all
+    results = run_all(model, tasks, settings, args.out, say)
+    mean = sum(r["accuracy"] for r in results) / len(results)
+    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {len(results)} tasks; results in {args.out}")
+    if args.fail_on_regression:
+        models = read_models([args.out])
+        verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
+        say(verdict.summary)
+        return EXIT_REGRESSION if verdict.regressions else EXIT_OK
+    return EXIT_OK
+
+
+def _watch(args: argparse.Namespace) -> int:
+    tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
+    if not args.poll > 0:
+        raise UserError("--poll must be a positive number of seconds")
+    if not args.run_dir.is_dir():
+        raise UserError(f"run directory {args.run_dir} does not exist")
+    out = args.out or args.run_dir / "eval"
+    with _libraries(f"{args.run_dir}: {len(tasks)} tasks"):
+        from eval.report.gather import gather
+        from eval.report.write import write
+        from eval.watch import Watch
+    watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say)
+    while True:
+        count = watch.once()
+        if count and not args.no_report:
+            write(gather([out], {}), out)
+        if args.once or watch.troubled or (args.until_finished and watch.finished()):
+            break
+        time.sleep(0 if count else args.poll)
+    worse = watch.regressions(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
+    for sentence in worse:
+        say(sentence)
+    say(watch.summary())
+    if worse:
+        return EXIT_REGRESSION
+    return EXIT_RETRY if watch.troubled else EXIT_FAILURE if watch.failed else EXIT_OK
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from eval.generate import require_counts, write_samples
+    from eval.results import claim_name
+
+    require_counts(args.samples, args.tokens)
+    model = EvaluatedModel(args.model, args.name, args.dtype)
+    with _libraries(model.name):
+        claim_name(model, args.out, say)
+    for item in write_samples(model, args.out, args.prefix or [""], args.samples, args.tokens, args.seed):
+        say(f"{model.name}: {item['prefix']}{item['text']}".replace("\n", " ⏎ "))
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _libraries(what: str) -> Iterator[None]:
+    """Says that libraries are loaded, which takes seconds, and keeps them quiet: commands report progress."""
+    say(f"{what}: loading libraries")
+    quiet_libraries()
+    yield
+
+
+def quiet_libraries() -> None:
+    """No bars and notices of transformers, datasets and sentence-transformers; our warnings remain."""
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
+        transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from eval.report.gather import gather
+    from eval.report.write import write
+
+    runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
+    seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
+    report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
+    target = args.out or args.results[0]
+    write(report, target)
+    say(f"report of {len(report.models)} models on {len(report.tasks)} tasks: {target / 'report.html'}")
+    return EXIT_OK
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from eval.compare import regression, table
+    from eval.results import pick, read_models
+
+    models = read_models(args.results)
+    a, b = pick(models, args.a), pick(models, args.b)
+    print(table(a, b))
+    verdict = regression(a, b, args.max_drop)
+    print(printable(verdict.summary))
+    return EXIT_REGRESSION if args.fail_on_regression and verdict.regressions else EXIT_OK
+
+
+def _pairs(option: str, given: list[str]) -> dict[str, str]:
+    """["A=x", ...] as a dictionary."""
+    pairs = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise UserError(f"{option} {text!r} must read NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+def say(text: str) -> None:
+    """A line for the human, above any bar; text from data cannot act on the terminal."""
+    from tqdm import tqdm
+
+    tqdm.write(printable(text))
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
+    args = parser().parse_args()
+    # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    commands = {"run": _run, "watch": _watch, "generate": _generate, "report": _report, "compare": _compare}
+    try:
+        return commands[args.command](args)
+    except KeyboardInterrupt:
+        return _end("interrupted; run the same command again to resume", EXIT_INTERRUPTED)
+    except UserError as error:
+        return _end(f"error: {error}", EXIT_ERROR)
+    except StoreConflictError as error:
+        return _end(f"error: {error}; another computation came to another result", EXIT_FAILURE)
+    except OSError as error:
+        if error.errno in PERMANENT:
+            return _end(f"error: {one_line(error)}", EXIT_ERROR)
+        return _end(
+            f"error: {one_line(error)}; this may pass: run the same command again to resume", EXIT_RETRY
+        )
+    except Exception as error:
+        # Other people's use of the GPU's memory may pass.
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        return _end(
+            f"error: out of memory ({one_line(error, 120)}); lower --budget, or run the same command again",
+            EXIT_RETRY,
+        )
+
+
+def _end(text: str, code: int) -> int:
+    print(printable(text), file=sys.stderr)
+    return code

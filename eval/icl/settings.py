@@ -1,0 +1,56 @@
+"""What may be chosen about an evaluation. Light: mistakes in it are told before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import UserError
+from eval.icl.batching import BUDGET
+from eval.icl.scores import EXTRA_SCORES, SCORES
+
+INFERENCERS = ("prefix", "ppl")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of it is part of the result's key except `budget`."""
+
+    data: str
+    retriever: str = "minilm"  # a sentence model, or the name of one of OpenICL's retrievers
+    encoder: str = "minilm"  # sentence model of OpenICL's dense retrievers
+    inferencer: str = "prefix"  # or ppl: OpenICL's own
+    faithful: bool = False  # prompts and token counts as OpenICL makes them, faults included
+    shots: int | None = None  # None: the task's own number
+    limit: int | None = None
+    score: str = "openicl_ppl"
+    extra: tuple[str, ...] = ()  # further scores
+    max_tokens: int | None = None  # longest prompt; None: the model's context
+    budget: int = BUDGET  # tokens per batch
+
+    def __post_init__(self) -> None:
+        _known("--inferencer", self.inferencer, INFERENCERS)
+        _known("--score", self.score, (*SCORES, *EXTRA_SCORES))
+        for name in self.extra:
+            _known("--extra-scores", name, EXTRA_SCORES)
+        if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
+            raise UserError("--inferencer ppl gives openicl_ppl only")
+        if self.shots is not None and self.shots < 0:
+            raise UserError("--shots must not be negative")
+        for name in ("limit", "max_tokens", "budget"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Further scores, the deciding one included."""
+        return tuple(name for name in EXTRA_SCORES if name in (*self.extra, self.score))
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """All scores that records hold."""
+        return ("openicl_ppl",) if self.inferencer == "ppl" else (*SCORES, *self.extras)
+
+
+def _known(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{option} {value!r}; known: {', '.join(known)}")

@@ -1,0 +1,175 @@
+"""Rows of a task: read from files or the hub, and brought into one form.
+
+A canonical row holds the inputs as text, `label` as the label's name, `group`, and `row`, its number in the
+full split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, DatasetDict
+
+from common.errors import UserError, nearest, one_line
+from eval import store
+from eval.icl.task_file import GROUP, LABEL, ROW, Column
+from eval.icl.tasks import Task
+
+if TYPE_CHECKING:
+    from eval.icl.openicl_compat import DatasetReader
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Canonical rows, and digests of their content."""
+
+    rows: DatasetDict  # "train": where demonstrations come from; "test"
+    digests: dict[str, str]  # by split
+
+    def reader(self, task: Task) -> DatasetReader:
+        """OpenICL's reader over the rows."""
+        return reader(task, self.rows)
+
+
+def reader(task: Task, rows: DatasetDict) -> DatasetReader:
+    """OpenICL's reader over canonical rows of a task."""
+    from eval.icl.openicl_compat import DatasetReader
+
+    return DatasetReader(rows, input_columns=task.inputs, output_column=LABEL)
+
+
+def load_data(task: Task, source: str, limit: int | None = None, shots: int | None = None) -> TaskData:
+    """Rows of a task from a directory (<source>/<task>/<split>.jsonl[.zst]) or, for `hub`, from the hub.
+
+    limit: evenly spaced test rows, so that every group and label keeps its share.
+    shots: demonstrations per prompt (None: the task's own number); UserError when the pool has fewer rows.
+    """
+    splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
+    canonical: dict[str, list[dict[str, Any]]] = {}
+    for role, split in splits.items():
+        raw, where = _hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
+        canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
+        if not canonical[role]:
+            raise UserError(f"{where} has no rows")
+    canonical["train"] = canonical["train"][: task.prompt.pool_first]
+    if limit is not None and limit < len(canonical["test"]):
+        n = len(canonical["test"])
+        canonical["test"] = [canonical["test"][i * n // limit] for i in range(limit)]
+    count, pool = task.spec.shots.count if shots is None else shots, len(canonical["train"])
+    if task.spec.shots.by == "retrieval" and pool < count:
+        raise UserError(f"task {task.name}: {count} demonstrations wanted of {pool} rows; lower --shots")
+    rows = DatasetDict({k: Dataset.from_list(v) for k, v in canonical.items()})
+    return TaskData(rows, {k: store.digest(v) for k, v in canonical.items()})
+
+
+def _file_rows(task: Task, root: Path, split: str) -> tuple[Iterator[dict[str, Any]], str]:
+    directory = root / task.name
+    for name in (f"{split}.jsonl", f"{split}.jsonl.zst"):
+        if (directory / name).is_file():
+            return _read_lines(directory / name), str(directory / name)
+    raise UserError(
+        f"no {split}.jsonl or {split}.jsonl.zst in {directory}; "
+        "--data names a directory of <task>/<split>.jsonl, or hub"
+    )
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_content(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number} is not JSON: {error.msg}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path} line {number} is not an object")
+        yield row
+
+
+def _content(path: Path) -> str:
+    """Text of a file, unpacked if its name ends in .zst."""
+    data = path.read_bytes()
+    if path.suffix == ".zst":
+        import zstandard
+
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+                data = stream.read()
+        except zstandard.ZstdError as error:
+            raise UserError(f"{path} cannot be unpacked: {one_line(error)}") from None
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{path} line {line} is not UTF-8") from None
+
+
+def _hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+    from datasets import ClassLabel, load_dataset
+
+    hub = task.spec.hub
+    if hub is None:
+        raise UserError(f"task {task.name} has no hub id; give --data DIRECTORY")
+    where = f"{hub.path} {split}"
+    try:
+        data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)
+    except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
+        cause = one_line(error, 200)
+        raise UserError(
+            f"cannot load {where} from the hub ({type(error).__name__}: {cause}); give --data DIRECTORY"
+        ) from None
+    for column, feature in data.features.items():
+        if isinstance(feature, ClassLabel):  # numbers become the names that the data set itself gives them
+            names = [None if v is None or v < 0 else feature.int2str(v) for v in data[column]]
+            data = data.remove_columns(column).add_column(column, names)
+    return data, where
+
+
+def _canonical(task: Task, row: dict[str, Any], place: int, where: str) -> dict[str, Any]:
+    """One row: inputs as text, the label by name, the group, and its number in the full split."""
+    number = row.get(ROW)
+    canonical: dict[str, Any] = {ROW: number if type(number) is int else place}
+    for name, column in task.spec.input.items():
+        spec = Column(column=column) if isinstance(column, str) else column
+        text = _text(row, spec.column, where)
+        for old, new in spec.replace.items():
+            text = text.replace(old, new)
+        canonical[name] = text
+    label = next((c for c in task.spec.label.columns if c in row), None)
+    if label is None:
+        raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
+    canonical[LABEL] = _label_name(task, row[label], f"{where}: column {label}")
+    canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
+    return canonical
+
+
+def _text(row: dict[str, Any], column: str, where: str) -> str:
+    """A column's (or, as in choices.0, an element's) text; numbers are spelt out, the rest is refused."""
+    name, dot, element = column.partition(".")
+    if name not in row:
+        raise UserError(f"{where}: no column {name}; {nearest(name, row)}")
+    value = row[name]
+    if dot:
+        try:
+            value = value[int(element)]
+        except (IndexError, ValueError, TypeError, KeyError):
+            raise UserError(f"{where}: column {name} has no element {element}") from None
+    if not isinstance(value, str | int | float):
+        raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text")
+    return str(value)
+
+
+def _label_name(task: Task, value: Any, where: str) -> str:
+    for label, accepted in task.spec.label.names.items():
+        if any(type(a) is type(value) and a == value for a in accepted):
+            return label
+    if isinstance(value, int):
+        raise UserError(
+            f"{where}: label {value} is a number without a name; the task file checks names, not numbers"
+        )
+    known = ", ".join(str(a) for accepted in task.spec.label.names.values() for a in accepted)
+    raise UserError(f"{where}: unknown label {value!r}; known: {known}")

@@ -1,0 +1,160 @@
+"""What a results directory shows: models by name, and for each the results of its tasks.
+
+OUT/models/NAME/model.json      path, digest of the weights, what the trainer said about it
+OUT/models/NAME/TASK.json       a view: key into the store, digest of the weights, and a copy of the result
+OUT/models/NAME/samples.json    sampled text
+
+Other files there, and files that cannot be read, are skipped with a line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from common.errors import UserError, nearest
+from eval import store
+
+if TYPE_CHECKING:
+    from eval.model import EvaluatedModel
+
+MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
+DESCRIPTION: dict[str, type] = {"name": str, "path": str, "weights": str, "dtype": str, "facts": dict}
+RESULT: dict[str, type] = {
+    "title": str,
+    "accuracy": float,
+    "interval": dict,
+    "n": int,
+    "labels": list,
+    "conditions": dict,
+}
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Model:
+    """One evaluated model: its description, its result per task, its text and its training log."""
+
+    name: str
+    description: dict[str, Any]
+    results: dict[str, dict[str, Any]]
+    keys: dict[str, str]
+    out: Path
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """step, tokens, objective, run: as far as the trainer left them."""
+        return self.description["facts"]
+
+    def records(self, task: str) -> list[dict[str, Any]]:
+        """Per-row records of a task, in row order. UserError when files of the store are damaged."""
+        return store.read_records(self.out, self.keys[task], self.results[task]["n"])
+
+
+def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
+    """Describe the model under its name. Views of other weights under the same name are removed."""
+    directory = out / MODELS / model.name
+    described = store.read_json(directory / MODEL)
+    if isinstance(described, dict) and described.get("weights") != model.digest:
+        say(f"{model.name}: other weights than in the last run; its earlier results are no longer shown")
+        for path in (p for p in directory.glob("*.json") if p.is_file()):
+            if path.name == SAMPLES or _is_view(store.read_json(path)):
+                path.unlink(missing_ok=True)
+    facts = {
+        "name": model.name,
+        "path": model.given,
+        "weights": model.digest,
+        "tokenizer": model.tokenizer_digest,
+        "dtype": model.dtype,
+        "facts": model.facts,
+    }
+    store.replace(directory / MODEL, store.dump(facts))
+
+
+def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
+    """All models evaluated under some results directories. say: told which files are skipped (stderr).
+
+    UserError when a directory has none, or when one name stands for two models.
+    """
+    tell = say or _on_stderr
+    models = []
+    for out in outs:
+        found = list(_models(out, tell))
+        if not found:
+            raise UserError(
+                f"no results in {out}; make them with: python -m eval run --model DIR --data DIR --out {out}"
+            )
+        models += found
+    names = [m.name for m in models]
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise UserError(f"two directories hold a model {twice!r}; evaluate one under another --name")
+    return models
+
+
+def pick(models: Sequence[Model], name: str) -> Model:
+    """The model called `name`, or UserError with the nearest name or all of them."""
+    for model in models:
+        if model.name == name:
+            return model
+    raise UserError(f"no results of a model {name!r}; {nearest(name, [m.name for m in models])}")
+
+
+def _models(out: Path, say: Say) -> Iterator[Model]:
+    for directory in sorted(p for p in (out / MODELS).glob("*") if p.is_dir()):
+        description = store.read_json(directory / MODEL)
+        if not _has(description, DESCRIPTION):
+            say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
+            continue
+        views = dict(_views(directory, description["weights"], say))
+        yield Model(
+            name=description["name"],
+            description=description,
+            results={task: view["result"] for task, view in views.items()},
+            keys={task: view["key"] for task, view in views.items()},
+            out=out,
+            samples=_samples(directory / SAMPLES, description["weights"], say),
+        )
+
+
+def _views(directory: Path, weights: str, say: Say) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(task, view) of every result of these weights."""
+    for path in sorted(directory.glob("*.json")):
+        if path.name in (MODEL, SAMPLES) or not path.is_file():
+            continue
+        view = store.read_json(path)
+        if not _is_view(view):
+            say(f"skipped {path}: damaged, or not a result")
+        elif not _has(view["result"], RESULT):
+            say(f"skipped {path}: a result of another version; evaluate it again")
+        elif view["weights"] == weights:
+            yield path.stem, view
+
+
+def _samples(path: Path, weights: str, say: Say) -> list[dict[str, Any]]:
+    """Text sampled from these weights."""
+    found = store.read_json(path)
+    if _has(found, {"samples": list, "weights": str}):
+        return found["samples"] if found["weights"] == weights else []
+    if path.is_file():
+        say(f"skipped {path}: damaged; sample again with python -m eval generate")
+    return []
+
+
+def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
+    return _has(value, {"key": str, "weights": str, "result": dict})
+
+
+def _has(value: Any, kinds: dict[str, type]) -> TypeGuard[dict[str, Any]]:
+    """Whether a value from a file is an object with fields of these kinds."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
+
+
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,140 @@
+"""What there is to evaluate in a run directory, and whether it is whole.
+
+Ours: every file of the checkpoint's export has the size and hash that COMPLETE lists. The run's export
+appears by renaming, so it is whole. A checkpoint of the Hugging Face Trainer has no such marker: it counts
+when trainer_state.json, the configuration and every weight file of the index are there, the weight files are
+as long as their own headers say, and nothing has changed for SETTLE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import one_line
+from eval import store
+from eval.model import clean_name
+from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
+
+SETTLE_SECONDS = 20.0
+TRAINER_STATE, CONFIG = "trainer_state.json", "config.json"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of them, or its index
+FOREIGN = "checkpoint-"  # how the Trainer names its checkpoints, before the step
+
+
+class NotWholeError(Exception):
+    """Files are missing or still being written; they may be whole later."""
+
+
+class DamagedError(Exception):
+    """Files that were whole are not any more, or never will be."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to evaluate: its name in the results and the directory of the model's files."""
+
+    name: str
+    path: Path
+    checkpoint: Path | None = None  # ours: holds COMPLETE
+    foreign: bool = False  # the Hugging Face Trainer's
+
+    def fingerprint(self) -> str:
+        """Changes when the files do; reads no weights. Empty when they are gone."""
+        with contextlib.suppress(OSError):
+            files = [p for p in sorted(self.path.iterdir()) if p.is_file()]
+            if self.checkpoint is not None:
+                files.append(self.checkpoint / COMPLETE)
+            stats = [(p.name, p.stat()) for p in files]
+            return store.digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+        return ""
+
+    def require_whole(self, files: Path, settled: bool) -> None:
+        """Check `files`, links to those of `path`. settled: nothing has changed there for long enough.
+
+        NotWholeError when they may be whole later, DamagedError when they will not.
+        """
+        if self.foreign:
+            _require_trainers(files, settled)
+        elif self.checkpoint is None:
+            if not (files / CONFIG).is_file():
+                raise NotWholeError(f"{CONFIG} is missing")
+        else:
+            _require_listed(self.checkpoint, files)
+
+
+def targets(run_dir: Path) -> list[Target]:
+    """What there is to evaluate in a run directory, oldest first; whether it is whole is asked later."""
+    found, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
+    for path in checkpoints(run_dir):
+        if (path / HF).is_dir():
+            found.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))
+    foreign = [p for p in run_dir.glob(f"{FOREIGN}*") if _step(p).isdecimal() and p.is_dir()]
+    for path in sorted(foreign, key=lambda p: int(_step(p))):
+        found.append(Target(f"{run}-{path.name}", path, foreign=True))
+    if (run_dir / EXPORT).is_dir():
+        found.append(Target(run, run_dir / EXPORT))
+    return found
+
+
+def _step(path: Path) -> str:
+    return path.name.removeprefix(FOREIGN)
+
+
+def _require_listed(checkpoint: Path, files: Path) -> None:
+    """The exported files have the sizes and hashes that COMPLETE lists."""
+    listed = listed_files(checkpoint)
+    mine = {n.removeprefix(f"{HF}/"): facts for n, facts in (listed or {}).items() if n.startswith(f"{HF}/")}
+    reason = mismatch(files, mine) if mine else f"{COMPLETE} is unreadable or lists no file of {HF}/"
+    if reason is None:
+        return
+    if not is_complete(checkpoint):
+        raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
+    raise DamagedError(reason)
+
+
+def _require_trainers(files: Path, settled: bool) -> None:
+    for name in (TRAINER_STATE, CONFIG):
+        if not (files / name).is_file():
+            raise NotWholeError(f"{name} is missing")
+    for name in _weight_files(files):
+        if not (files / name).is_file():
+            raise NotWholeError(f"{name} is missing")
+        if not _as_long_as_it_says(files / name):
+            raise NotWholeError(f"{name} is cut short")
+    if not settled:
+        raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")
+
+
+def _weight_files(files: Path) -> list[str]:
+    for name in WEIGHTS:
+        index = files / f"{name}.index.json"
+        if index.is_file():
+            try:
+                named = json.loads(index.read_text())["weight_map"].values()
+                return sorted({str(n) for n in named if Path(n).name == n})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise NotWholeError(f"{index.name} is unreadable: {one_line(error, 80)}") from None
+        if (files / name).is_file():
+            return [name]
+    raise NotWholeError(f"{' or '.join(WEIGHTS)} is missing")
+
+
+def _as_long_as_it_says(path: Path) -> bool:
+    """Whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
+    if path.suffix != ".safetensors":
+        return zipfile.is_zipfile(path)
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                return False
+            header = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return path.stat().st_size == 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
+        return False

@@ -1,0 +1,174 @@
+"""Models side by side: what is compared, what is refused, and what counts as a regression."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from eval.compare import compare_pair, regression, table
+from eval.results import read_models
+from tests.helpers.evaluating import command
+from tests.helpers.results import COMPARED, fabricated, write_model, write_result
+
+
+def test_a_clear_regression_is_one(tmp_path: Path) -> None:
+    good = fabricated(tmp_path, "good", {"sst2": [True] * 80 + [False] * 20, "trec": [True] * 50})
+    bad = fabricated(tmp_path, "bad", {"sst2": [True] * 60 + [False] * 40, "trec": [True] * 50})
+    verdict = regression(good, bad)
+    assert verdict.regressions and "sst2 -20.0 points" in verdict.summary
+    assert "mean -10.0 points" in verdict.summary
+    assert not regression(bad, good).regressions  # better is no regression
+    assert not regression(good, good).regressions
+    assert "-20.0" in table(good, bad) and "*" in table(good, bad).splitlines()[2]
+
+
+def test_noise_is_no_regression_unless_a_drop_is_forbidden(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    a = rng.random(100) < 0.7
+    b = a.copy()
+    b[:6], b[6:10] = ~b[:6], ~b[6:10]
+    first = fabricated(tmp_path, "a", {"sst2": a.tolist()})
+    second = fabricated(tmp_path, "b", {"sst2": b.tolist()})
+    drop = 100 * (a.mean() - b.mean())
+    worse = (first, second) if drop > 0 else (second, first)
+    assert not regression(*worse).regressions
+    assert regression(*worse, max_drop=abs(drop) - 0.1).regressions
+    assert not regression(*worse, max_drop=abs(drop) + 0.1).regressions
+
+
+def test_one_row_per_subject_is_not_a_regression(tmp_path: Path) -> None:
+    """defects A14: 28 rows of as many subjects, two more wrong: exit code 3."""
+    subjects = [f"s{i}" for i in range(28)]
+    a = [i % 3 == 0 for i in range(28)]
+    b = [not ok if i in (0, 3, 6, 9, 12, 1, 2, 4) else ok for i, ok in enumerate(a)]
+    first = fabricated(tmp_path, "a", {"mmlu": a}, groups=subjects)
+    second = fabricated(tmp_path, "b", {"mmlu": b}, groups=subjects)
+    found = compare_pair(first, second, ["mmlu"])
+    c = found.tasks["mmlu"]
+    assert (c["only_a"], c["only_b"]) == (5, 3)
+    assert c["difference"] == pytest.approx(-2 / 28)
+    assert c["p_mcnemar"] == pytest.approx(0.7265625)
+    assert c["interval"]["low"] < -0.2 and c["interval"]["high"] > 0.1
+    assert found.mean is not None and found.mean["p"] == c["p_mcnemar"]
+    assert not regression(first, second).regressions
+
+
+def test_no_difference_is_a_regression_in_one_of_twenty_at_most(tmp_path: Path) -> None:
+    """defects A14, the gate as a whole: two equal models, few rows per subject, two tasks."""
+    rng = np.random.default_rng(3)
+    groups = [f"s{i // 2}" for i in range(40)]
+    raised, rounds = 0, 150
+    for number in range(rounds):
+        out = tmp_path / str(number)
+        for name in "ab":
+            write_model(out, name)
+            write_result(out, name, "mmlu", (rng.random(40) < 0.5).tolist(), groups)
+            write_result(out, name, "sst2", (rng.random(40) < 0.7).tolist())
+        raised += bool(regression(*read_models([out])).regressions)
+    assert raised <= 10  # one-sided, so far fewer than 5 % are expected
+
+
+DIFFERENT: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x"}, "other prompts"),
+    ({"shots": 4}, "shots: 8 and 4"),
+    ({"retriever": "bm25"}, "retriever: minilm and bm25"),
+    ({"encoder": "x"}, "other weights of the sentence model"),
+    ({"test_rows": "x"}, "other test rows"),
+    ({"pool_rows": "x"}, "other rows that demonstrations come from"),
+    ({"score": "suffix_sum"}, "score: openicl_ppl and suffix_sum"),
+    ({"inferencer": "ppl"}, "inferencer: prefix and ppl"),
+    ({"faithful": True}, "faithful: False and True"),
+    ({"max_tokens": 512}, "--max-tokens: not set and 512"),
+    ({"scorer": 2}, "version of the scorer: 1 and 2"),
+    ({"unheard_of": 1}, "unheard_of: not set and 1"),
+]
+
+
+@pytest.mark.parametrize(("changed", "reason"), DIFFERENT)
+def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """defects A15: gold labels are the same, and yet other texts or settings were asked."""
+    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
+    fabricated(tmp_path, "b", {"sst2": [True] * 10})
+    write_result(tmp_path, "b", "trec", [True] * 10, **changed)
+    a, b = read_models([tmp_path])
+    found = compare_pair(a, b, ["sst2", "trec"])
+    assert list(found.tasks) == ["sst2"] and reason in found.refused["trec"]
+    for refuse in (regression, table):
+        with pytest.raises(UserError, match="a and b cannot be compared: trec: ") as raised:
+            refuse(a, b)
+        assert reason in str(raised.value) and "\n" not in str(raised.value)
+    for options in ([], ["--fail-on-regression"]):
+        code, out, err = command("compare", "a", "b", "--results", tmp_path, *options)
+        assert code == 2 and not out and reason in err and err.count("\n") == 1
+
+
+def test_other_records_cannot_be_compared(tmp_path: Path) -> None:
+    a = fabricated(tmp_path, "a", {"sst2": [True] * 10})
+    b = fabricated(tmp_path, "b", {"sst2": [True] * 11})
+    assert "different rows" in compare_pair(a, b, ["sst2"]).refused["sst2"]
+    with pytest.raises(UserError, match="no task in common"):
+        regression(a, fabricated(tmp_path, "c", {"trec": [True] * 10}))
+
+
+def test_damaged_records_are_told(tmp_path: Path) -> None:
+    fabricated(tmp_path, "a", {"sst2": [True] * 10})
+    b = fabricated(tmp_path, "b", {"sst2": [True] * 10})
+    chunk = tmp_path / "store" / b.keys["sst2"] / "chunks" / "00000.json"
+    chunk.write_text(chunk.read_text()[:-20])
+    code, out, err = command("compare", "a", "b", "--results", tmp_path)
+    assert code == 2 and str(chunk) in err and err.count("\n") == 1 and not out
+
+
+def test_every_condition_is_one_of_those_that_results_hold() -> None:
+    """Nothing here invents a condition: the names are the ones that scoring writes."""
+    from eval.compare import DIGESTS, OPTIONS
+
+    assert COMPARED.keys() >= DIGESTS.keys() | OPTIONS.keys()
+
+
+@pytest.mark.parametrize("stray", ["notes.json", "sst3.json", "list.json"])
+def test_stray_and_truncated_files_are_skipped_with_a_line(stray: str, tmp_path: Path) -> None:
+    """defects D3."""
+    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
+    fabricated(tmp_path, "b", {"sst2": [True] * 10})
+    directory = tmp_path / "models" / "a"
+    view = (directory / "sst2.json").read_text()
+    texts = {"notes.json": '{"mine": 1}', "sst3.json": view[: len(view) // 2], "list.json": "[1, 2]"}
+    (directory / stray).write_text(texts[stray])
+    (directory / "directory.json").mkdir()
+    (tmp_path / "models" / "c").mkdir()
+    (tmp_path / "models" / "c" / "model.json").write_text('{"name": "c"')
+    (tmp_path / "models" / ".DS_Store").write_text("")
+    code, out, err = command("report", tmp_path)
+    assert code == 0 and "report of 2 models on 2 tasks" in out
+    page = (tmp_path / "report.html").read_text()
+    assert f"skipped {directory / stray}" in page and f"skipped {tmp_path / 'models' / 'c'}" in page
+    code, _, err = command("compare", "a", "b", "--results", tmp_path)
+    assert code == 0
+    assert f"skipped {directory / stray}" in err and f"skipped {tmp_path / 'models' / 'c'}" in err
+    assert (directory / stray).exists()
+
+
+def test_a_result_of_another_version_is_skipped(tmp_path: Path) -> None:
+    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
+    path = tmp_path / "models" / "a" / "trec.json"
+    view = json.loads(path.read_text())
+    del view["result"]["conditions"]
+    path.write_text(json.dumps(view))
+    said: list[str] = []
+    (model,) = read_models([tmp_path], said.append)
+    assert list(model.results) == ["sst2"]
+    assert said == [f"skipped {path}: a result of another version; evaluate it again"]
+
+
+def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:
+    hostile = "\x1b[31mred\x1b[0m\u202e"
+    for name in "ab":
+        fabricated(tmp_path, name, {"sst2": [True] * 10}, title=hostile)
+    code, out, _ = command("compare", "a", "b", "--results", tmp_path)
+    assert code == 0 and "\x1b" not in out and "\u202e" not in out and "\\x1b[31mred" in out

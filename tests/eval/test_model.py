@@ -1,0 +1,235 @@
+"""What may be evaluated: whole, finite, causal models with their own tokenizers; the rest is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from eval.model import EvaluatedModel, clean_name, default_name
+from tests.helpers.evaluating import command, tiny_model, tiny_tokenizer, write_tasks
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    tiny_model(directory / "whole")
+    write_tasks(directory / "data", ["sst2"], train=12, test=6)
+    return directory
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    """A copy of the whole model, to be spoilt."""
+    return Path(shutil.copytree(root / "whole", tmp_path / "model"))
+
+
+def change(model: Path, edit: Callable[[Weights], Any]) -> Path:
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+    return model
+
+
+def set_value(weights: Weights, name: str, value: float) -> None:
+    weights[name].view(-1)[1] = value
+
+
+SPOILT: dict[str, tuple[Callable[[Weights], Any], str]] = {
+    "head missing": (lambda w: w.pop("lm_head.weight"), "lm_head.weight missing"),
+    "layer missing": (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight missing"),
+    "one too many": (lambda w: w.update(extra=torch.ones(3)), "extra unexpected"),
+    "classifier": (
+        lambda w: w.update({"score.weight": w.pop("lm_head.weight")[:2].clone()}),
+        "lm_head.weight missing",
+    ),
+    "wrong shape": (
+        lambda w: w.update({"model.norm.weight": torch.ones(7)}),
+        "cannot load|model.norm.weight mismatched",
+    ),
+    "nan": (
+        lambda w: set_value(w, "model.layers.0.mlp.up_proj.weight", float("nan")),
+        "up_proj.weight contains NaN",
+    ),
+    "inf": (
+        lambda w: set_value(w, "model.norm.weight", float("inf")),
+        "norm.weight contains NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(SPOILT))
+def test_spoilt_weights_are_one_line(kind: str, copy: Path) -> None:  # defects A4, A5
+    edit, message = SPOILT[kind]
+    change(copy, edit)
+    with pytest.raises(UserError, match=message) as error:
+        _ = EvaluatedModel(str(copy)).model
+    assert "\n" not in str(error.value) and str(copy) in str(error.value)
+
+
+def test_run_and_generate_publish_nothing_of_a_spoilt_model(copy: Path, root: Path, tmp_path: Path) -> None:
+    """defects A4, A5"""
+    change(copy, SPOILT["nan"][0])
+    out = tmp_path / "out"
+    common = ["--model", copy, "--out", out]
+    run = command("run", *common, "--data", root / "data", "--tasks", "sst2", "--retriever", "random")
+    generated = command("generate", *common, "--samples", 1)
+    for code, _, err in (run, generated):
+        assert code == 2 and "contains NaN" in err and err.count("\n") == 1
+    assert not list(out.rglob("result.json")) and not list(out.rglob("chunks"))
+    assert not list(out.rglob("sst2.json")) and not list(out.rglob("samples.json"))
+
+
+def test_an_overflow_is_one_line_and_publishes_nothing(copy: Path, root: Path, tmp_path: Path) -> None:
+    """defects A5: every weight is finite, the scores are not."""
+    change(copy, lambda w: w["model.norm.weight"].fill_(3e38))
+    code, _, err = command(
+        "run", "--model", copy, "--out", tmp_path / "out", "--data", root / "data", "--tasks", "sst2",
+        "--retriever", "random",
+    )  # fmt: skip
+    assert code == 2 and err.count("\n") == 1 and "not finite" in err
+    assert not list((tmp_path / "out").rglob("result.json"))
+
+
+def test_tied_heads_are_whole(tmp_path: Path) -> None:  # defects A4
+    path = tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    assert EvaluatedModel(str(path)).model.lm_head.weight.shape[1] == 32
+
+
+@pytest.mark.parametrize("kind", ["classifier", "encoder", "sequence to sequence"])
+def test_models_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None:  # defects A4
+    tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any
+    if kind == "classifier":
+        model = transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
+        )
+    elif kind == "encoder":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=len(tokenizer), **sizes))
+    else:
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+            )
+        )
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"missing|not a causal language model|Unrecognized config") as error:
+        _ = EvaluatedModel(str(tmp_path / "model")).model
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_of_a_larger_model_is_one_line(tmp_path: Path) -> None:  # defects D3
+    path = tiny_model(tmp_path / "model", vocab_size=200)
+    with pytest.raises(UserError, match="tokenizer has 384 pieces but the model has only 200 embeddings"):
+        _ = EvaluatedModel(str(path)).model
+
+
+def test_a_padding_token_that_was_added_does_no_harm(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model")
+    tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(path)
+    assert EvaluatedModel(str(path)).model.config.vocab_size == 384
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', '{"step": "ten"}', ""])
+def test_a_bad_export_json_is_one_line(text: str, copy: Path) -> None:  # defects D3
+    (copy / "export.json").write_text(text)
+    with pytest.raises(UserError, match=r"export\.json") as error:
+        _ = EvaluatedModel(str(copy)).facts
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["$x$", "_first", ".hidden", "-x", "a/b", "a,b", "a=b", "", "x\n", "x" * 300]
+)
+def test_names_that_results_cannot_have(name: str, copy: Path) -> None:  # defects D3
+    with pytest.raises(UserError, match="--name"):
+        EvaluatedModel(str(copy), name)
+    assert EvaluatedModel(str(copy), "emo 7B_v1.2+x").name == "emo 7B_v1.2+x"
+
+
+def test_names_from_directories_are_usable() -> None:  # defects D3
+    assert default_name(Path("/runs/$emo_1/export")) == "emo_1"
+    assert default_name(Path("/runs/emo/step-000100/hf")) == "emo-step-000100"
+    assert clean_name("__a=b,c$") == "a-b-c-" and clean_name("/") == "model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--tokens", 0], "--tokens must be at least 1"),
+        (["generate", "--samples", 0], "--samples must be at least 1"),
+        (["generate", "--samples", 1, "--tokens", 2000], "exceed the model's context of 1024"),
+        (["run", "--max-tokens", 2000], "--max-tokens 2000 exceeds the model's context of 1024"),
+        (["run", "--shots", 99], "99 demonstrations wanted of 12 rows"),
+        (["run", "--max-drop", "nan"], "--max-drop must be a number"),
+        (["watch", "--poll", 0], "--poll must be a positive"),
+    ],
+)
+def test_impossible_numbers_are_one_line(
+    arguments: list[Any], message: str, root: Path, tmp_path: Path
+) -> None:  # defects D3
+    rest: list[Any] = [root] if arguments[0] == "watch" else ["--model", root / "whole"]
+    if arguments[0] != "generate":
+        rest += ["--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
+    code, _, err = command(*arguments, *rest, "--out", tmp_path / "out")
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_fewer_shots_need_a_smaller_pool(root: Path, tmp_path: Path) -> None:  # defects D3
+    data = write_tasks(tmp_path / "data", ["sst2"], train=3, test=4)
+    arguments = [
+        "run",
+        "--model",
+        root / "whole",
+        "--data",
+        data,
+        "--tasks",
+        "sst2",
+        "--out",
+        tmp_path / "out",
+    ]
+    arguments += ["--retriever", "random"]
+    assert command(*arguments)[0] == 2  # the task wants eight
+    code, _, err = command(*arguments, "--shots", 2)
+    assert code == 0, err
+
+
+def test_a_result_says_under_which_conditions(root: Path, tmp_path: Path) -> None:  # defects A15
+    arguments = ["run", "--model", root / "whole", "--tasks", "sst2", "--retriever", "random"]
+
+    def conditions(out: str, *options: Any, data: Path = root / "data") -> dict[str, Any]:
+        command(*arguments, "--data", data, "--out", tmp_path / out, *options)
+        view = json.loads((tmp_path / out / "models" / "whole" / "sst2.json").read_text())
+        return view["result"]["conditions"]
+
+    usual = conditions("a")
+    assert usual["noted"]["prompt_version"] == "paper" and usual["compared"]["shots"] == 8
+    other = Path(shutil.copytree(root / "data", tmp_path / "data"))
+    test = other / "sst2" / "test.jsonl"
+    test.write_text(test.read_text().replace('{"text": "', '{"text": "well, ', 1))  # the same gold labels
+    for out, options, data, key in [
+        ("b", ["--shots", 2], root / "data", "shots"),
+        ("c", ["--limit", 3], root / "data", "test_rows"),
+        ("d", ["--retriever", "bm25"], root / "data", "retriever"),
+        ("e", [], other, "test_rows"),
+        ("f", ["--max-tokens", 300], root / "data", "max_tokens"),
+    ]:
+        found = conditions(out, *options, data=data)["compared"]
+        assert {k for k in found if found[k] != usual["compared"][k]} == {key}
+    assert conditions("g", "--dtype", "float32")["compared"] == usual["compared"]

@@ -1,0 +1,96 @@
+"""Results directories made up from rows that are right or wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval import stats, store
+from eval.results import MODEL, MODELS, Model, read_models
+
+LABELS = ["a", "b"]
+COMPARED = {
+    "test_rows": "0123456789abcdef",
+    "pool_rows": "123456789abcdef0",
+    "prompt": "23456789abcdef01",
+    "shots": 8,
+    "retriever": "minilm",
+    "encoder": "3456789abcdef012",
+    "inferencer": "prefix",
+    "faithful": False,
+    "score": "openicl_ppl",
+    "max_tokens": None,
+    "scorer": 1,
+}
+
+
+def write_model(out: Path, name: str, **facts: Any) -> Path:
+    """The directory of a described model without results."""
+    directory = out / MODELS / name
+    directory.mkdir(parents=True, exist_ok=True)
+    description = {
+        "name": name,
+        "path": f"models/{name}",
+        "weights": store.digest(name),
+        "tokenizer": "t",
+        "dtype": "auto",
+        "facts": facts,
+    }
+    (directory / MODEL).write_text(store.dump(description))
+    return directory
+
+
+def write_result(
+    out: Path,
+    name: str,
+    task: str,
+    right: Sequence[bool],
+    groups: Sequence[str] | None = None,
+    title: str = "",
+    labels: Sequence[str] = LABELS,
+    text: str = "a text",
+    **compared: Any,
+) -> None:
+    """A finished result of `name`; compared: conditions that differ from COMPARED."""
+    key = store.digest([str(out), name, task])[:32]
+    records = [
+        {"row": i, "id": 2 * i, "gold": labels[0], "group": groups[i] if groups else "",
+         "prediction": labels[0] if ok else labels[1]}
+        for i, ok in enumerate(right)
+    ]  # fmt: skip
+    chunk = out / "store" / key / "chunks" / "00000.json"
+    chunk.parent.mkdir(parents=True, exist_ok=True)
+    chunk.write_text(store.seal(records))
+    found = stats.as_dict(stats.accuracy(list(right), groups))
+    found = {"accuracy": found.pop("value"), **found}
+    mistakes = [
+        {"row": r["row"], "id": r["id"], "text": text, "gold": labels[0], "prediction": labels[1],
+         "scores": {labels[0]: 2.0, labels[1]: 1.0}, "dropped": 0,
+         "demonstrations": [{"text": text, "label": labels[0]}]}
+        for r in records if r["prediction"] != labels[0]
+    ]  # fmt: skip
+    hits, noted = sum(right), {"prompt_version": "paper", "dtype": "auto"}
+    result = {
+        "task": task, "title": title or task, "version": "paper", "retriever": "minilm", "shots": 8,
+        "labels": list(labels), "chance": 1 / len(labels), "majority": 1.0, "score": "openicl_ppl", **found,
+        "scores": {"openicl_ppl": found}, "macro_f1": 0.5, "groups": {"g": {}} if groups else {},
+        "confusion": [[hits, len(right) - hits], [0, 0]], "leaked": 0, "clean": found,
+        "rows_shortened": 0, "rows_cut": 0, "worst": mistakes[:2],
+        "conditions": {"compared": COMPARED | compared, "noted": noted},
+    }  # fmt: skip
+    view = {"key": key, "weights": store.digest(name), "result": result}
+    (out / MODELS / name / f"{task}.json").write_text(store.dump(view))
+
+
+def fabricated(out: Path, name: str, right: dict[str, Sequence[bool]], **options: Any) -> Model:
+    """A model whose rows are right or wrong as given, by task."""
+    write_model(out, name)
+    for task, rows in right.items():
+        write_result(out, name, task, rows, **options)
+    return next(m for m in read_models([out]) if m.name == name)
+
+
+def results_json(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "results.json").read_text())
