@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from data_prep.config import load_data_config
 
 
@@ -22,8 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or one_line(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     return 0
 

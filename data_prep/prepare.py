@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -23,17 +24,27 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import full_disk, locked, remove_abandoned, write_once, write_text
 from data_prep import contamination
 from data_prep.config import DataConfig
-from data_prep.encode import Encoded, EncodeSettings, encode_part, set_up
+from data_prep.encode import (
+    Encoded,
+    EncodeSettings,
+    counting,
+    encoding,
+    limit_tokens,
+    losses,
+    words_agree,
+)
+from data_prep.inputs import Input
 from data_prep.parallel import Workers
 from data_prep.rows import plain_text, take
-from data_prep.scan import SPLITS, Part, Plan, make_plan
+from data_prep.scan import SPLITS, Assignment, Part, describe, scan_inputs, scanner
 from data_prep.shards import (
     FORMAT,
     MANIFEST,
@@ -43,9 +54,9 @@ from data_prep.shards import (
     shard_name,
     token_dtype,
 )
-from data_prep.sources import Input, open_inputs
+from data_prep.sources import open_inputs
 from data_prep.templates import VERSIONS
-from data_prep.tokenizer import TokenizerFacts, save_tokenizer, train_sentencepiece
+from data_prep.tokenizer import TokenizerFacts, require_end, save_tokenizer, train_sentencepiece
 from data_prep.write import overlap_path, read_note, write_shard
 
 TOOL = f"data_prep {FORMAT}"
@@ -66,21 +77,32 @@ def prepare(
     directory = config.dir
     if force and shard[1] > 1:
         raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
-    directory.mkdir(parents=True, exist_ok=True)
+    _make_directory(directory)
     with locked(directory / LOCK, lambda: say("another job is planning; waiting for it")):
         if force or not (directory / PLAN).is_file():
             _clear(directory)
             _begin(config, workers, say)
-        plan = Plan.load(directory / PLAN)
+        plan = Assignment.load(directory / PLAN)
     _compare(config, plan)
     if all((directory / split / MANIFEST).is_file() for split in _splits(config)):
         say(f"{directory} is already prepared; nothing to do")
         return
-    inputs = open_inputs(config)
+    inputs = [] if finish else open_inputs(config)
     settings = _settings(config, plan)
     if not finish:
+        plan.require(inputs)
         _shards(config, plan, inputs, settings, shard, workers, say)
     _finish(config, plan, settings, finish, say)
+
+
+def _make_directory(directory: Path) -> None:
+    """Make the directory, and make sure that it can be written. Raises UserError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        reason = "it is a file" if directory.is_file() else error.strerror or one_line(error)
+        raise UserError(f"data.dir={directory} cannot be written: {reason}; set another data.dir") from None
 
 
 def _begin(config: DataConfig, workers: int, say: Say) -> None:
@@ -90,26 +112,40 @@ def _begin(config: DataConfig, workers: int, say: Say) -> None:
     for one in inputs:
         if one.source.hub and not one.source.revision:
             say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
-    with Workers(workers, _nothing) as pool:
-        plan = make_plan(config, inputs, pool)
-    rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
-    say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
-    say(f"rejected: {rejected or 'none'}")
-    with full_disk(config.dir):
-        plan.summary["tokenizer"] = _save_tokenizer(config, plan, inputs, say)._asdict()
+    facts = None
+    if (
+        config.train_tokenizer is None
+    ):  # what the recipe names is looked at before the scan, which takes longer
+        facts = _save_tokenizer(config, None, inputs, say)
     if config.contamination is not None:
         grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
         contamination.save(grams, config.dir / GRAMS)
+    with Workers(workers, scanner, config.dedup == "near") as pool:
+        plan = scan_inputs(config, inputs, pool)
+    say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
+    plan.summary["tokenizer"] = (facts or _save_tokenizer(config, plan, inputs, say))._asdict()
+    plan = _fit_tokens(config, plan, inputs, workers, say)
+    for line in describe(plan.summary):
+        say(line)
     write_text(config.dir / SETTINGS, json.dumps(_decisive(config), indent=1, sort_keys=True) + "\n")
     plan.save(config.dir / PLAN)
 
 
-def _nothing() -> None:
-    """Planning workers need no setting up."""
+def _fit_tokens(
+    config: DataConfig, plan: Assignment, inputs: list[Input], workers: int, say: Say
+) -> Assignment:
+    """What takes a tokenizer to decide: whether texts are encoded by words, and data.limit_tokens."""
+    plan.summary["by_words"] = words_agree(_settings(config, plan), plan, inputs)
+    if not plan.summary["by_words"]:
+        say("note: with this tokenizer words get other ids than whole texts; the word cache is switched off")
+    if config.limit_tokens is None:
+        return plan
+    with Workers(workers, counting, _settings(config, plan)._replace(grams=None)) as pool:
+        return limit_tokens(config, plan, inputs, pool)
 
 
-def _compare(config: DataConfig, plan: Plan) -> None:
-    """Refuse to go on with other settings or other files than what is there was planned with.
+def _compare(config: DataConfig, plan: Assignment) -> None:
+    """Refuse settings or files that differ from those that the directory was prepared with.
 
     Files that are gone are not missed here.
     """
@@ -125,7 +161,7 @@ def _compare(config: DataConfig, plan: Plan) -> None:
         path = config.root / source["name"]
         if "bytes" in source and path.is_file() and path.stat().st_size != source["bytes"]:
             raise UserError(
-                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was planned it had "
+                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was prepared it had "
                 f"{source['bytes']:,}; prepare with --force"
             )
 
@@ -137,9 +173,24 @@ def _decisive(config: DataConfig) -> dict[str, Any]:
     return tree | {"format": FORMAT, "template": template}
 
 
-def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Say) -> TokenizerFacts:
+def _save_tokenizer(
+    config: DataConfig, plan: Assignment | None, inputs: list[Input], say: Say
+) -> TokenizerFacts:
+    """The tokenizer in its place; one that is trained needs the rows that were scanned."""
+    with full_disk(config.dir):
+        facts = _make_tokenizer(config, plan, inputs, say)
+    name = str(config.tokenizer or config.dir / TOKENIZER)
+    if note := require_end(facts, name, config.kind):
+        say(note)
+    return facts
+
+
+def _make_tokenizer(
+    config: DataConfig, plan: Assignment | None, inputs: list[Input], say: Say
+) -> TokenizerFacts:
     place = config.dir / TOKENIZER
     if config.train_tokenizer is not None:
+        assert plan is not None
         say(f"training a tokenizer of {config.train_tokenizer} pieces")
         model = config.dir / TOKENIZER / "tokenizer.model"
         train_sentencepiece(_training_texts(config, plan, inputs), config.train_tokenizer, model)
@@ -150,7 +201,7 @@ def _save_tokenizer(config: DataConfig, plan: Plan, inputs: list[Input], say: Sa
     return save_tokenizer(source, config.tokenizer_revision, place)
 
 
-def _settings(config: DataConfig, plan: Plan) -> EncodeSettings:
+def _settings(config: DataConfig, plan: Assignment) -> EncodeSettings:
     """What workers need to encode."""
     return EncodeSettings(
         config.dir / TOKENIZER,
@@ -159,20 +210,22 @@ def _settings(config: DataConfig, plan: Plan) -> EncodeSettings:
         config.block,
         config.overlong,
         config.dir / GRAMS if config.contamination is not None else None,
+        plan.summary.get("by_words", True),
     )
 
 
-def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
+def _training_texts(config: DataConfig, plan: Assignment, inputs: list[Input]) -> Iterator[str]:
     """The training rows' text, an even sample of it if there is much."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
-    parts = (part for shard in range(config.shards) for part in plan.parts(inputs, shard))
-    rows = (row for part in parts for row in take(part.payload, part.spec, (part.copies > 0).tolist()))
+    training = np.flatnonzero((plan.shard >= 0) & (plan.shard < config.shards))
+    parts = plan.once(training).parts(inputs, 0)
+    rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
     return map(plain_text, islice(rows, 0, None, step))
 
 
 def _shards(
     config: DataConfig,
-    plan: Plan,
+    plan: Assignment,
     inputs: list[Input],
     settings: EncodeSettings,
     shard: tuple[int, int],
@@ -195,38 +248,35 @@ def _shards(
     dtype = token_dtype(settings.tokenizer.vocab_size)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-    with Workers(min(workers, len(plan.pieces)), set_up, settings) as pool, bar:
+    with Workers(min(workers, len(plan.pieces)), encoding, settings) as pool, bar:
         count = sum(plan.part_count(planned) for _, _, planned in todo)
         stream = _Shards(plan, inputs, [planned for _, _, planned in todo])
-        stream.encoded = pool.map(encode_part, bar.track(stream.parts(), count, description="encoding"))
+        stream.encoded = pool.map(bar.track(stream.parts(), count, description="encoding"))
+        began, tokens = time.perf_counter(), 0
+        quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, one, planned in todo:
-            began = time.perf_counter()
-            info = write_shard(directory, one, config, dtype, stream.of(planned))
-            stream.leave(planned)
-            seconds = time.perf_counter() - began
-            say(
-                f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
-                f"{info.tokens / seconds:,.0f} tokens/s"
-            )
+            quota = quotas[planned] if planned < len(quotas) else None
+            info = write_shard(directory, one, config, dtype, stream.of(planned), quota)
+            tokens += info.tokens
+            say(f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens")
+        seconds = time.perf_counter() - began
+        say(f"{len(todo)} shards, {tokens:,} tokens in {seconds:,.1f} s: {tokens / seconds:,.0f} tokens/s")
 
 
 class _Shards:
-    """The parts of several shards as one stream, so that workers go on with the next shard while this process
+    """The parts of several shards as one stream, so that workers begin the next shard while this process
     finishes the last; and what became of them, given back to each shard."""
 
-    def __init__(self, plan: Plan, inputs: list[Input], planned: list[int]) -> None:
+    def __init__(self, plan: Assignment, inputs: list[Input], planned: list[int]) -> None:
         self.plan, self.inputs, self.planned = plan, inputs, planned
         self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
         self._order: deque[int] = deque()  # shards of the parts that were taken and have not come back
         self._next: tuple[int, Encoded] | None = None
-        self._left: set[int] = set()
 
     def parts(self) -> Iterator[Part]:
-        """All parts, shard after shard; those of a shard end when it is left."""
+        """All parts, shard after shard."""
         for planned in self.planned:
             for part in self.plan.parts(self.inputs, planned):
-                if planned in self._left:
-                    break
                 self._order.append(planned)
                 yield part
 
@@ -243,14 +293,8 @@ class _Shards:
             (_, one), self._next = self._next, None
             yield one
 
-    def leave(self, planned: int) -> None:
-        """The shard is written; what it did not take, because it has its tokens, is passed over."""
-        self._left.add(planned)
-        for _ in self.of(planned):
-            pass
 
-
-def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: bool, say: Say) -> None:
+def _finish(config: DataConfig, plan: Assignment, settings: EncodeSettings, required: bool, say: Say) -> None:
     """Write the manifest of every split whose shards are all there; exactly one job does."""
     for split in _splits(config):
         directory = config.dir / split
@@ -270,6 +314,8 @@ def _finish(config: DataConfig, plan: Plan, settings: EncodeSettings, required: 
                 f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
                 f"{manifest.waste:.2%} padding"
             )
+            for line in losses(manifest.counts, manifest.documents, config.block):
+                say(f"{directory}: {line}")
 
 
 def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
@@ -285,7 +331,7 @@ def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
 
 
 def _manifest(
-    config: DataConfig, plan: Plan, settings: EncodeSettings, split: str, infos: list[Any]
+    config: DataConfig, plan: Assignment, settings: EncodeSettings, split: str, infos: list[Any]
 ) -> Manifest:
     decisive, facts = _decisive(config), settings.tokenizer
     counts: Counter[str] = Counter()
@@ -295,10 +341,17 @@ def _manifest(
         key: sum(getattr(info, key) for info in infos)
         for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
     }
-    if split == "train" and not total["rows"]:
+    if not total["rows"]:
+        what = "training" if split == "train" else "validation"
+        if config.kind == "instruct":
+            raise UserError(
+                f"no {what} example has a response within data.block={config.block} tokens; set a larger one "
+                "and prepare with --force"
+            )
+        more = " or fewer data.shards" if config.shards > 1 else ""
         raise UserError(
-            f"the training data are less than one block of {config.block} tokens; "
-            "set a smaller data.block and prepare with --force"
+            f"the {what} data are less than one block of {config.block} tokens in every shard; "
+            f"set a smaller data.block{more}, or add {what} data, and prepare with --force"
         )
     return Manifest(
         format=FORMAT,

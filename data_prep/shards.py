@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from common.errors import UserError, one_line
 from common.recipe import Section
 
-FORMAT = 1  # raised whenever the same configuration would give other bytes
+FORMAT = 2  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 IGNORE = -100  # label of a position that predicts nothing
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
