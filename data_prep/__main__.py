@@ -39,11 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        again = "" if error.errno in MISTAKES else "; run the same command again to continue"
+        again = "" if error.errno in MISTAKES else "; run the same command again to resume"
         print(f"error: {one_line(error)}{again}", file=sys.stderr)
         return 2 if error.errno in MISTAKES else 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to continue", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     return 0
 

@@ -34,11 +34,13 @@ SPLITS = ("train", "validation")
 class Source(Section):
     """Where rows come from. Exactly one of `hub`, `files` and `embedded`."""
 
-    hub: str | None = None  # hub id, "owner/name"
+    hub: str | None = Field(None, min_length=1)  # hub id, "owner/name"
     config: str | None = mark("hub", None)  # the hub data set's configuration
     revision: str | None = mark("hub", None)  # commit of the hub data set
-    split: str = mark("hub", "train")  # split of the hub data set, slices allowed
-    files: str | None = None  # path or glob under data.root: txt, jsonl, json, parquet, each also .zst / .gz
+    split: str = "train"  # split of the hub data set, slices allowed; or of a saved one
+    # Path or glob under data.root: txt, jsonl, json (each also .zst, .gz), parquet, directories that
+    # `save_to_disk` of the datasets library wrote.
+    files: str | None = Field(None, min_length=1)
     embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
     seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
@@ -47,9 +49,12 @@ class Source(Section):
     format: Literal["auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages"] = (
         "auto"
     )
-    column: str | None = None  # column of the text; unset: text, content, sentence, document or story
+    # Column of the text (unset: text, content, sentence, document, story); in instructions of the messages
+    # (messages, conversations) or of the prompt (instruction, prompt, question, query).
+    column: str | None = Field(None, min_length=1)
     clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
-    weight: float = Field(1.0, gt=0)  # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times
+    # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times, spread over the shard.
+    weight: float = Field(1.0, gt=0, le=10_000)
     limit: int | None = Field(None, gt=0)  # rows of this source that are read at most
 
     @model_validator(mode="after")
@@ -75,17 +80,15 @@ class DataConfig(Section):
     shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
     template: Literal["alpaca", "chat"] = mark("instruct", "alpaca")  # how examples are written as text
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")  # examples above block
-    limit_rows: int | None = Field(None, gt=0)  # training rows (documents, lines, examples), all sources
+    limit_rows: int | None = Field(None, gt=0)  # training rows (documents, examples, copies), all sources
     limit_tokens: int | None = Field(None, gt=0)  # training tokens, all sources
-    strict: bool = mark(
-        "report", True
-    )  # a broken line or missing column is an error, not a counted rejection
+    # A broken line or missing column is an error, not a counted rejection.
+    strict: bool = mark("report", True)
     max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
     dedup: Literal["none", "exact", "near"] = "exact"  # near: MinHash over 5-word shingles as well
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
-    contamination: str | None = mark(
-        "report", None
-    )  # directory under root: <task>/test.jsonl are looked for in the text
+    # Directory under root: the rows of its <task>/test.jsonl are looked for in the text.
+    contamination: str | None = mark("report", None)
     contamination_ngram: int = mark("contamination", 8, ge=3)  # words in a row that count as an overlap
     seed: int = 0  # of weighted subsampling and of the split
 

@@ -1,4 +1,4 @@
-"""Do test rows of the evaluation tasks stand in the training text? An n-gram overlap report.
+"""Does the training text contain test rows of the evaluation tasks? An n-gram overlap report.
 
 A gram is n consecutive words, letters and digits only, lower case; a test row of fewer words (but at least
 SHORTEST) is one gram of its own length. Grams are compared by a 64-bit rolling hash that numpy computes for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import write_atomically
-from data_prep.sources import open_text
+from data_prep.inputs import chunks, open_text
 
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows
 EXAMPLES = 5  # shown per task
 SIEVE_BITS = 22
+POWERS = 1 << 20  # letters of a usual piece at most
 
 _rng = np.random.default_rng(20240501)
 _VALUES = _rng.integers(1, 2**63, 512, np.uint64)  # of a byte inside a word, and of one that begins it
@@ -76,27 +78,27 @@ def words(texts: Sequence[str]) -> Words:
     return Words(text, np.append(np.flatnonzero(first), len(letters)), prefix, inverses)
 
 
-_tables = (np.ones(1, np.uint64), np.ones(1, np.uint64))
-
-
 def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Powers of the multiplier and of its inverse modulo 2**64, uint64 [count] each."""
-    global _tables
-    if len(_tables[0]) < count:
-        size = 1 << count.bit_length()
-        bases = np.array([_MULTIPLIER, pow(_MULTIPLIER, -1, 2**64)], np.uint64)
-        _tables = tuple(  # type: ignore[assignment]
-            np.cumprod(np.concatenate([[np.uint64(1)], np.full(size, base)]), dtype=np.uint64)
-            for base in bases
-        )
-    return _tables[0][:count], _tables[1][:count]
+    powers, inverses = _power_tables(max(1 << count.bit_length(), POWERS))
+    return powers[:count], inverses[:count]
+
+
+@lru_cache(maxsize=1)
+def _power_tables(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of `size` powers; the last one is kept, since most pieces are alike."""
+    bases = np.array([_MULTIPLIER, pow(_MULTIPLIER, -1, 2**64)], np.uint64)
+    first, second = (
+        np.cumprod(np.concatenate([[np.uint64(1)], np.full(size, base)]), dtype=np.uint64) for base in bases
+    )
+    return first, second
 
 
 def collect(directory: Path, n: int) -> Grams:
     """Grams of <directory>/<task>/test.jsonl of every task. Raises UserError when there are none."""
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
-        raise UserError(f"data.contamination={directory} holds no <task>/test.jsonl (.zst, .gz)")
+        raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
     rows = [(file.parent.name, *row) for file in files for row in _test_rows(file)]
     split = words([text for _, _, text in rows])
     size = np.minimum(np.bincount(split.text, minlength=len(rows)), n)  # words in each row's grams
@@ -116,16 +118,20 @@ def collect(directory: Path, n: int) -> Grams:
 def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of a task's test rows."""
     with open_text(file) as stream:
-        lines = stream.read().split(b"\n")
+        lines = b"".join(chunks(stream, str(file))).split(b"\n")
     for i, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             row: dict[str, Any] = json.loads(line)
             text = next(row[column] for column in COLUMNS if column in row)
-        except (ValueError, StopIteration):
-            raise UserError(f"{file} line {i + 1} is no JSON row with {' or '.join(COLUMNS)}") from None
-        yield int(row.get("row", i)), str(text)
+            number = int(row.get("row", i))
+        except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
+            raise UserError(f"{file} line {i + 1} is not a JSON row with {' or '.join(COLUMNS)}") from None
+        if not isinstance(text, str):
+            found = "null" if text is None else type(text).__name__
+            raise UserError(f"{file} line {i + 1}: {' or '.join(COLUMNS)} must be text, not {found}")
+        yield number, text
 
 
 def save(grams: Grams, path: Path) -> None:
@@ -148,7 +154,7 @@ class Finder:
         self.sieve[grams.hashes >> np.uint64(64 - SIEVE_BITS)] = True
 
     def overlap(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Numbers of the grams that stand in the texts, int64, distinct; and how many texts hold one."""
+        """Numbers of the grams that the texts contain, int64, distinct; and how many texts contain one."""
         split = words(texts)
         grams = [split.grams(n) for n in self.grams.lengths.tolist()]
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))

@@ -1,27 +1,37 @@
 """Texts and conversations -> token ids, in a worker process.
 
-A worker parses a payload again (cheap), takes the rows that the plan gave to the shard, and returns their ids
+A worker parses a payload again (cheap), takes the rows that are assigned to the shard, and returns their ids
 flat, so that little travels between processes. It imports no transformers, so it starts fast.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import UserError
+from data_prep.config import DataConfig
 from data_prep.contamination import Finder, load
-from data_prep.rows import checksum, plain_text, take
-from data_prep.scan import Part
+from data_prep.inputs import AGAIN, Input
+from data_prep.parallel import Workers
+from data_prep.rows import Row, checksum, plain_text, take
+from data_prep.scan import Assignment, Part
+from data_prep.selection import deal, in_turn
 from data_prep.shards import token_dtype
 from data_prep.templates import Conversation, render
 from data_prep.tokenizer import TokenizerFacts
 from data_prep.words import TextEncoder
 
 NONE = np.zeros(0, np.int64)
+
+SAMPLE_EACH, SAMPLE_CHARS = 24, 2000  # pieces, rows of each, and characters of a row to compare
+
+Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the supervised ones among them
 
 
 class EncodeSettings(NamedTuple):
@@ -33,6 +43,7 @@ class EncodeSettings(NamedTuple):
     block: int  # instruct: longest example
     overlong: str  # instruct: drop, truncate or split longer ones
     grams: Path | None  # test rows to look for, see contamination.py
+    by_words: bool = True  # see words.py
 
 
 class Encoded(NamedTuple):
@@ -43,35 +54,39 @@ class Encoded(NamedTuple):
     spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
     documents: int  # rows that went in
     counts: Counter[str]  # what was cut or dropped, by reason
-    overlap: np.ndarray  # int64: grams of test rows that stand in the rows
-    overlapping: int  # rows in which one stands
+    overlap: np.ndarray  # int64: grams of test rows that the rows contain
+    overlapping: int  # rows that contain one
 
 
-class Encoder:
+class RowEncoder:
     """Encodes the rows of payloads."""
 
     def __init__(self, settings: EncodeSettings) -> None:
         self.settings = settings
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
-        self.text = TextEncoder(settings.place, self.dtype)
+        self.text = TextEncoder(settings.place, self.dtype, settings.by_words)
         self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
-        """Encode the rows of a payload that the shard takes, copies next to each other."""
-        if checksum(part.payload) != part.check:
-            raise UserError(f"{part.name} changed since it was planned; run prepare with --force")
-        rows = take(part.payload, part.spec, part.copies.tolist())
-        if part.spec.kind == "text":
-            encoded = self.texts([row for row in rows if isinstance(row, str)])
-        else:
-            encoded = self.conversations([row for row in rows if isinstance(row, Conversation)])
+        """Encode the rows of a payload that the shard takes, as often as it takes them."""
+        rows = _rows(part, part.copies)
+        texts, conversations = _of_kind(rows)
+        encoded = self.texts(texts) if part.spec.kind == "text" else self.conversations(conversations)
         if self.finder is None:
             return encoded
-        hits, texts = self.finder.overlap([plain_text(row) for row in rows])
-        return encoded._replace(overlap=hits, overlapping=texts)
+        hits, overlapping = self.finder.overlap([plain_text(row) for row in rows])
+        return encoded._replace(overlap=hits, overlapping=overlapping)
+
+    def count(self, part: Part) -> np.ndarray:
+        """Tokens of each row that the shard takes, of one copy: int64."""
+        texts, conversations = _of_kind(_rows(part, part.copies > 0))
+        if part.spec.kind == "text":
+            return self.texts(texts).lengths
+        examples = self._examples(conversations, Counter())
+        return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
     def texts(self, texts: list[str]) -> Encoded:
         """Each text as BOS, its tokens, EOS."""
@@ -80,7 +95,15 @@ class Encoder:
         return Encoded(self._array(b"".join(found)), lengths, [], len(texts), Counter(), NONE, 0)
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
-        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS.
+        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
+        counts: Counter[str] = Counter()
+        sequences = [one for example in self._examples(conversations, counts) for one in example]
+        lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
+        flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
+        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
+
+    def _examples(self, conversations: list[Conversation], counts: Counter[str]) -> list[Sequences]:
+        """The sequences of each conversation.
 
         Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
         as the very ids that generation will give the model.
@@ -89,8 +112,7 @@ class Encoder:
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
-        counts: Counter[str] = Counter()
-        sequences: list[tuple[np.ndarray, np.ndarray]] = []
+        found = []
         for example in examples:
             ids, spans = bytearray(self.bos), []
             for _ in example:
@@ -98,10 +120,8 @@ class Encoder:
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
                 spans.append((begin, self._count(ids)))
-            sequences += self._fit(self._array(ids), np.array(spans, np.int64), counts)
-        lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
-        flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
+            found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
+        return found
 
     def _count(self, ids: bytes | bytearray) -> int:
         return len(ids) // self.dtype.itemsize
@@ -109,9 +129,7 @@ class Encoder:
     def _array(self, ids: bytes | bytearray) -> np.ndarray:
         return np.frombuffer(ids, self.dtype)
 
-    def _fit(
-        self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _fit(self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]) -> Sequences:
         """An example as sequences of at most `block` tokens, each with something supervised."""
         block, policy = self.settings.block, self.settings.overlong
         if len(ids) <= block:
@@ -141,16 +159,183 @@ class Encoder:
         return fitted
 
 
-_ENCODER: Encoder | None = None
+def _rows(part: Part, copies: np.ndarray) -> list[Row]:
+    if checksum(part.payload) != part.check:
+        raise UserError(f"{part.name} changed after it was scanned; {AGAIN}")
+    return take(part.payload, part.spec, copies.tolist())
 
 
-def set_up(settings: EncodeSettings) -> None:
-    """Make this process's encoder; the first thing that a worker does."""
-    global _ENCODER
-    _ENCODER = Encoder(settings)
+def _of_kind(rows: list[Row]) -> tuple[list[str], list[Conversation]]:
+    """The texts and the conversations among some rows, which are all one or the other."""
+    return (
+        [row for row in rows if isinstance(row, str)],
+        [row for row in rows if isinstance(row, Conversation)],
+    )
 
 
-def encode_part(part: Part) -> Encoded:
-    """Encode with this process's encoder."""
-    assert _ENCODER is not None, "set_up comes first"
-    return _ENCODER.encode(part)
+def encoding(settings: EncodeSettings) -> Callable[[Part], Encoded]:
+    """The function of workers that encode."""
+    return RowEncoder(settings).encode
+
+
+def counting(settings: EncodeSettings) -> Callable[[Part], np.ndarray]:
+    """The function of workers that only count tokens."""
+    return RowEncoder(settings).count
+
+
+class PartStream:
+    """The parts of several shards as one stream, so that workers begin the next shard while this process
+    finishes the last; and what became of them, given back to each shard."""
+
+    def __init__(self, plan: Assignment, inputs: list[Input], planned: list[int]) -> None:
+        self.plan, self.inputs, self.planned = plan, inputs, planned
+        self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
+        self._order: deque[int] = deque()  # shards of the parts that were taken and have not come back
+        self._next: tuple[int, Encoded] | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, shard after shard."""
+        for planned in self.planned:
+            for part in self.plan.parts(self.inputs, planned):
+                self._order.append(planned)
+                yield part
+
+    def of(self, planned: int) -> Iterator[Encoded]:
+        """What is next in the stream, as long as it belongs to the shard."""
+        while True:
+            if self._next is None:
+                one = next(self.encoded, None)
+                if one is None:
+                    return
+                self._next = self._order.popleft(), one
+            if self._next[0] != planned:
+                return
+            (_, one), self._next = self._next, None
+            yield one
+
+
+def losses(counts: dict[str, int], documents: int, block: int) -> list[str]:
+    """Lines for the user: what of the rows of a split was cut or dropped while it was encoded and packed."""
+    lines = []
+    if overlong := counts.get("overlong"):
+        kinds = ("truncated", "split", "dropped", "without_response")
+        parts = [(counts.get(f"overlong_{kind}", 0), kind.replace("_", " ")) for kind in kinds]
+        what = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
+        lost = counts.get("overlong_tokens_lost", 0)
+        lines.append(
+            f"{overlong:,} of {documents:,} examples are longer than {block} tokens ({what}); "
+            f"{lost:,} tokens lost"
+        )
+    if rest := counts.get("remainder_tokens_dropped"):
+        lines.append(f"{rest:,} tokens at the ends of shards, less than a row each, dropped")
+    if beyond := counts.get("tokens_beyond_limit"):
+        lines.append(f"{beyond:,} tokens beyond data.limit_tokens dropped")
+    return lines
+
+
+def words_agree(settings: EncodeSettings, assignment: Assignment, inputs: list[Input]) -> bool:
+    """Whether a sample of real rows gets the same ids by words as from the tokenizer itself."""
+    by_words = TextEncoder(settings.place, token_dtype(settings.tokenizer.vocab_size))
+    if by_words.words is None:
+        return True
+    whole = TextEncoder(by_words.place, by_words.dtype, by_words=False)
+    texts: list[str] = []
+    for part in assignment.once(_sample(assignment)).parts(inputs, 0):
+        for row in _rows(part, part.copies):
+            if isinstance(row, str):
+                texts.append(row[:SAMPLE_CHARS])
+                continue
+            for turn in render(row, settings.template):
+                texts += [turn.text[: turn.start][:SAMPLE_CHARS], turn.text[turn.start :][:SAMPLE_CHARS]]
+    return all(by_words.encode(texts, way) == whole.encode(texts, way) for way in (False, True))
+
+
+def _sample(assignment: Assignment) -> np.ndarray:
+    """Some of the rows that are used: a few of each of some pieces, from all over the inputs."""
+    ends = np.cumsum(assignment.pieces[:, 3])
+    used = np.flatnonzero(assignment.shard >= 0)
+    pieces, begins = np.unique(np.searchsorted(ends, used, side="right"), return_index=True)
+    firsts = np.unique(assignment.pieces[pieces, 0], return_index=True)[1]  # of each input
+    chosen = np.concatenate([_even(np.arange(len(pieces))), _even(firsts)])
+    bounds = np.append(begins, len(used))
+    return np.unique(np.concatenate([_even(used[bounds[i] : bounds[i + 1]]) for i in chosen.tolist()]))
+
+
+def _even(values: np.ndarray) -> np.ndarray:
+    """At most SAMPLE_EACH of some values, evenly spaced."""
+    return values[np.linspace(0, len(values) - 1, min(len(values), SAMPLE_EACH)).astype(np.int64)]
+
+
+def limit_tokens(
+    config: DataConfig, assignment: Assignment, inputs: list[Input], workers: Workers
+) -> Assignment:
+    """The training rows that data.limit_tokens takes: of each source its first ones, in proportion.
+
+    `workers` count (see `counting`). Rows are dealt to the shards anew, by their tokens. For text the summary
+    then has a quota of tokens for each shard, whose sum is the limit in whole blocks. Instructions are not
+    cut: less than one example is missing.
+    """
+    limit = config.limit_tokens
+    assert limit is not None
+    training = np.flatnonzero((assignment.shard >= 0) & (assignment.shard < config.shards))
+    order = training[in_turn(np.unique(assignment.inputs_of(training), return_inverse=True)[1])]
+    copies = assignment.copies[order].astype(np.int64)
+    step = max(256, 3 * limit * int(copies.sum()) // max(1, assignment.summary["chars"]["train"]))
+    tokens = np.zeros(0, np.int64)  # of one copy of the first rows in this order
+    want = target = limit // config.block * config.block if config.kind == "text" else limit
+    while True:
+        while len(tokens) < len(order) and int((tokens * copies[: len(tokens)]).sum()) < target:
+            rows = order[len(tokens) : len(tokens) + step]
+            tokens = np.append(tokens, _counted(assignment, rows, inputs, workers))
+        ends = np.cumsum(tokens * copies[: len(tokens)])
+        if config.kind == "instruct":
+            kept = int(np.searchsorted(ends, limit, side="right"))
+            if kept < len(tokens):  # some copies of the next
+                copies[kept] = (limit - (ends[kept - 1] if kept else 0)) // tokens[kept]
+            return _limited(config, assignment, order, copies, tokens[: kept + 1])[0]
+        kept = min(int(np.searchsorted(ends, target)) + 1, len(tokens))
+        limited, blocks = _limited(config, assignment, order, copies, tokens[:kept])
+        short = want - int(blocks.sum()) * config.block
+        if short <= 0 or kept == len(order):
+            quotas = _trimmed(blocks, max(0, -short // config.block)) * config.block
+            limited.summary["token_quotas"] = quotas.tolist()
+            return limited
+        target = int(ends[kept - 1]) + short  # what the ends of shards lose
+
+
+def _counted(assignment: Assignment, rows: np.ndarray, inputs: list[Input], workers: Workers) -> np.ndarray:
+    """Tokens of one copy of some rows, int64, in their order."""
+    found = np.concatenate(list(workers.map(assignment.once(rows).parts(inputs, 0))))
+    tokens = np.zeros(len(rows), np.int64)
+    tokens[np.argsort(rows)] = found
+    return tokens
+
+
+def _limited(
+    config: DataConfig, assignment: Assignment, order: np.ndarray, copies: np.ndarray, tokens: np.ndarray
+) -> tuple[Assignment, np.ndarray]:
+    """The assignment with the first rows of `order`, as many as `tokens` has, dealt by their tokens; and the
+    whole blocks in each training shard, int64 [shards]."""
+    kept = len(tokens)
+    ascending = np.argsort(order[:kept])
+    rows, amount = order[:kept][ascending], (tokens * copies[:kept])[ascending]
+    dealt = deal(amount, config.shards)
+    shard, times = assignment.shard.copy(), assignment.copies.copy()
+    shard[order] = -1
+    shard[rows] = np.where(copies[:kept][ascending] > 0, dealt, -1)
+    times[order] = 0
+    times[rows] = copies[:kept][ascending]
+    blocks = np.bincount(dealt, weights=amount, minlength=config.shards).astype(np.int64) // config.block
+    left_out = order[times[order] == 0]
+    return assignment.restricted(shard, times, left_out, config.shards), blocks
+
+
+def _trimmed(blocks: np.ndarray, surplus: int) -> np.ndarray:
+    """Blocks of each shard with `surplus` less in all, taken from the longest."""
+    total = int(blocks.sum()) - surplus
+    level = (
+        bisect_right(range(int(blocks.max()) + 1), total, key=lambda x: int(np.minimum(blocks, x).sum())) - 1
+    )
+    trimmed = np.minimum(blocks, level)
+    trimmed[np.flatnonzero(blocks > level)[: total - int(trimmed.sum())]] += 1
+    return trimmed

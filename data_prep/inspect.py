@@ -28,8 +28,8 @@ def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
     if overlap.is_file():
         console.print(_overlap(overlap))
     tokenizer = load_tokenizer(place.parent / "tokenizer")
-    chosen = np.random.default_rng(seed).permutation(len(data))[:samples]
-    for row in np.sort(chosen).tolist():
+    drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
+    for row in np.sort(drawn).tolist():
         file, at = data.provenance(np.array([row]))[0]
         console.rule(f"row {row}  ({file} row {at}, {data.valid[row]} supervised tokens)")
         console.print(coloured(data, row, tokenizer))

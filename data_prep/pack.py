@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Ragged rows, flat: what a shard's columns are made of."""
 
     ids: np.ndarray  # tokens of all rows, one after the other
@@ -40,7 +40,7 @@ class BlockPacker:
         """Tokens that wait for the rest of their block."""
         return len(self._ids)
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray) -> Rows:
+    def add(self, ids: np.ndarray, lengths: np.ndarray) -> PackedRows:
         """Append documents (flat ids and their lengths); returns the rows that became full."""
         ids = np.concatenate([self._ids.astype(ids.dtype), ids])
         lengths = np.concatenate([self._lengths, lengths])
@@ -54,7 +54,7 @@ class BlockPacker:
         rest = np.diff(np.concatenate([[used], ends[ends > used]]))
         self._lengths = rest[rest > 0]
         none = np.zeros(0, np.int64)
-        return Rows(
+        return PackedRows(
             ids[:used],
             np.full(full, self.block),
             segments,
@@ -93,8 +93,8 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]
 
 def packed_rows(
     ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, spans: list[np.ndarray], block: int
-) -> Iterator[Rows]:
-    """Examples into rows, one `Rows` of a single row at a time.
+) -> Iterator[PackedRows]:
+    """Examples into rows, one `PackedRows` of a single row at a time.
 
     ids: flat tokens (may be a memory map); starts, lengths: int64 [n] places of the examples in it;
     spans: for each example int64 [k, 2], supervised tokens relative to its start.
@@ -106,7 +106,7 @@ def packed_rows(
         # The first token of a segment has nothing before it that could predict it.
         valid = sum(int((s[:, 1] - np.maximum(s[:, 0], 1)).sum()) for s in (spans[m] for m in members))
         flat = np.concatenate(row_spans).reshape(-1)
-        yield Rows(
+        yield PackedRows(
             np.concatenate([ids[starts[m] : starts[m] + lengths[m]] for m in members]),
             sizes.sum(keepdims=True),
             sizes,

@@ -19,11 +19,12 @@ import contextlib
 import json
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -41,10 +42,19 @@ from common.files import (
 )
 from data_prep import contamination
 from data_prep.config import DataConfig, settings
-from data_prep.encode import Encoded, EncodeSettings, encode_part, set_up
+from data_prep.encode import (
+    EncodeSettings,
+    PartStream,
+    counting,
+    encoding,
+    limit_tokens,
+    losses,
+    words_agree,
+)
+from data_prep.inputs import Input
 from data_prep.parallel import Workers
 from data_prep.rows import plain_text, take
-from data_prep.scan import Part, Plan, make_plan
+from data_prep.scan import Assignment, describe, scan_inputs, scanner
 from data_prep.shards import (
     FORMAT,
     MANIFEST,
@@ -55,13 +65,14 @@ from data_prep.shards import (
     shard_name,
     token_dtype,
 )
-from data_prep.sources import Input
-from data_prep.tokenizer import TokenizerFacts, save_tokenizer, train_sentencepiece
+from data_prep.sources import is_saved
+from data_prep.tokenizer import TokenizerFacts, require_end, save_tokenizer, train_sentencepiece
 from data_prep.verify import (
     Missing,
     check_inputs,
     check_settings,
     check_tokenizer,
+    content,
     file_of,
     load_plan,
     missing_shards,
@@ -162,35 +173,59 @@ def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
 def _make_shared(config: DataConfig, place: Path, workers: int, say: Say) -> Hashes:
     """What all jobs share, into `place`; the hashes of the sources."""
     inputs = planned_inputs(config)
-    before = {one.name: signature(path) for one in inputs if (path := file_of(config, one)) is not None}
-    facts = None if config.tokenizer is None else _save_tokenizer(config, config.tokenizer, place / TOKENIZER)
-    if config.contamination is not None:
-        grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
-        contamination.save(grams, place / GRAMS)
     say(f"reading {len(inputs)} inputs")
     for one in inputs:
-        if one.source.hub and not one.source.revision:
+        if one.source.hub and not one.source.revision and not is_saved(Path(one.source.hub)):
             say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
-    with Workers(workers, _nothing) as pool:
-        plan = make_plan(config, inputs, pool)
-    rejected = ", ".join(f"{n:,} {reason}" for reason, n in plan.summary["rejected"].items())
+    files = {one.name: path for one in inputs if (path := file_of(config, one)) is not None}
+    seen = {name: signature(path) for name, path in files.items()}
+    tokenizer, facts = place / TOKENIZER, None
+    if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
+        facts = _save_tokenizer(config, config.tokenizer, tokenizer)
+    grams = None if config.contamination is None else place / GRAMS
+    if config.contamination is not None and grams is not None:
+        found = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+        contamination.save(found, grams)
+    with Workers(workers, scanner, config.dedup == "near") as pool:
+        plan = scan_inputs(config, inputs, pool)
     say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
-    say(f"rejected: {rejected or 'none'}")
-    if facts is None:
-        facts = _train_tokenizer(config, plan, inputs, place / TOKENIZER, say)
+    facts = facts or _train_tokenizer(config, plan, inputs, tokenizer, say)
+    if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
+        say(note)
     plan.summary["tokenizer"] = facts._asdict()
+    hashes = Hashes(config.dir / HASHES)
+    for source in plan.summary["sources"]:
+        name = source["name"]
+        if "bytes" in source:
+            hashes.remember(files[name], seen[name], source["sha256"])
+        elif name in files:
+            source["content"] = content(files[name], hashes)
+    plan = _fit_tokens(config, plan, inputs, _encode_settings(config, plan, place), workers, say)
+    for line in describe(plan.summary):
+        say(line)
     tree = settings(config) | {"format": FORMAT}
     write_text(place / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
     plan.save(place / PLAN)
-    hashes = Hashes(config.dir / HASHES)
-    for source in plan.summary["sources"]:
-        if "sha256" in source and source["name"] in before:
-            hashes.remember(config.root / source["name"], before[source["name"]], source["sha256"])
     return hashes
 
 
-def _nothing() -> None:
-    """Planning workers need no setting up."""
+def _fit_tokens(
+    config: DataConfig,
+    plan: Assignment,
+    inputs: list[Input],
+    encode: EncodeSettings,
+    workers: int,
+    say: Say,
+) -> Assignment:
+    """What takes a tokenizer to decide: whether texts are encoded by words, and data.limit_tokens."""
+    plan.summary["by_words"] = words_agree(encode, plan, inputs)
+    if not plan.summary["by_words"]:
+        say("note: with this tokenizer words get other ids than whole texts; the word cache is switched off")
+    if config.limit_tokens is None:
+        return plan
+    encode = encode._replace(by_words=plan.summary["by_words"], grams=None)
+    with Workers(workers, counting, encode) as pool:
+        return limit_tokens(config, plan, inputs, pool)
 
 
 def _save_tokenizer(config: DataConfig, tokenizer: str, place: Path) -> TokenizerFacts:
@@ -199,7 +234,7 @@ def _save_tokenizer(config: DataConfig, tokenizer: str, place: Path) -> Tokenize
 
 
 def _train_tokenizer(
-    config: DataConfig, plan: Plan, inputs: list[Input], place: Path, say: Say
+    config: DataConfig, plan: Assignment, inputs: list[Input], place: Path, say: Say
 ) -> TokenizerFacts:
     assert config.train_tokenizer is not None
     say(f"training a tokenizer of {config.train_tokenizer} pieces")
@@ -208,29 +243,31 @@ def _train_tokenizer(
     return save_tokenizer(model, None, place)
 
 
-def _encode_settings(config: DataConfig, plan: Plan) -> EncodeSettings:
-    """What workers need to encode."""
+def _encode_settings(config: DataConfig, plan: Assignment, place: Path) -> EncodeSettings:
+    """What workers need to encode; `place` holds the tokenizer and the grams."""
     return EncodeSettings(
-        config.dir / TOKENIZER,
+        place / TOKENIZER,
         TokenizerFacts(**plan.summary["tokenizer"]),
         config.template,
         config.block,
         config.overlong,
-        config.dir / GRAMS if config.contamination is not None else None,
+        place / GRAMS if config.contamination is not None else None,
+        plan.summary.get("by_words", True),
     )
 
 
-def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
+def _training_texts(config: DataConfig, plan: Assignment, inputs: list[Input]) -> Iterator[str]:
     """The training rows' text, an even sample of it if there is much."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
-    parts = (part for shard in range(config.shards) for part in plan.parts(inputs, shard))
-    rows = (row for part in parts for row in take(part.payload, part.spec, (part.copies > 0).tolist()))
+    training = np.flatnonzero((plan.shard >= 0) & (plan.shard < config.shards))
+    parts = plan.once(training).parts(inputs, 0)
+    rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
     return map(plain_text, islice(rows, 0, None, step))
 
 
 def _shards(
     config: DataConfig,
-    plan: Plan,
+    plan: Assignment,
     inputs: list[Input] | str,
     todo: list[Missing],
     workers: int,
@@ -242,68 +279,28 @@ def _shards(
         return
     if isinstance(inputs, str):
         raise UserError(f"{len(todo)} shards must be made again, but {inputs}")
-    settings = _encode_settings(config, plan)
+    settings = _encode_settings(config, plan, config.dir)
     dtype = token_dtype(settings.tokenizer.vocab_size)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-    with Workers(min(workers, len(plan.pieces)), set_up, settings) as pool, bar:
+    with Workers(min(workers, len(plan.pieces)), encoding, settings) as pool, bar:
         count = sum(plan.part_count(planned) for _, _, planned in todo)
-        stream = _Shards(plan, inputs, [planned for _, _, planned in todo])
-        stream.encoded = pool.map(encode_part, bar.track(stream.parts(), count, description="encoding"))
+        stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
+        stream.encoded = pool.map(bar.track(stream.parts(), count, description="encoding"))
+        began, tokens = time.perf_counter(), 0
+        quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, one, planned in todo:
-            began = time.perf_counter()
-            info = write_shard(directory, one, config, dtype, stream.of(planned))
-            stream.leave(planned)
-            seconds = time.perf_counter() - began
+            quota = quotas[planned] if planned < len(quotas) else None
+            info = write_shard(directory, one, config, dtype, stream.of(planned), quota)
+            tokens += info.tokens
             path = directory / info.file
             hashes.remember(path, signature(path), info.sha256)
-            say(
-                f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens, "
-                f"{info.tokens / seconds:,.0f} tokens/s"
-            )
+            say(f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens")
+        seconds = time.perf_counter() - began
+        say(f"{len(todo)} shards, {tokens:,} tokens in {seconds:,.1f} s: {tokens / seconds:,.0f} tokens/s")
 
 
-class _Shards:
-    """The parts of several shards as one stream, so that workers go on with the next shard while this process
-    finishes the last; and what became of them, given back to each shard."""
-
-    def __init__(self, plan: Plan, inputs: list[Input], planned: list[int]) -> None:
-        self.plan, self.inputs, self.planned = plan, inputs, planned
-        self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
-        self._order: deque[int] = deque()  # shards of the parts that were taken and have not come back
-        self._next: tuple[int, Encoded] | None = None
-        self._left: set[int] = set()
-
-    def parts(self) -> Iterator[Part]:
-        """All parts, shard after shard; those of a shard end when it is left."""
-        for planned in self.planned:
-            for part in self.plan.parts(self.inputs, planned):
-                if planned in self._left:
-                    break
-                self._order.append(planned)
-                yield part
-
-    def of(self, planned: int) -> Iterator[Encoded]:
-        """What is next in the stream, as long as it belongs to the shard."""
-        while True:
-            if self._next is None:
-                one = next(self.encoded, None)
-                if one is None:
-                    return
-                self._next = self._order.popleft(), one
-            if self._next[0] != planned:
-                return
-            (_, one), self._next = self._next, None
-            yield one
-
-    def leave(self, planned: int) -> None:
-        """The shard is written; what it did not take, because it has its tokens, is passed over."""
-        self._left.add(planned)
-        for _ in self.of(planned):
-            pass
-
-
-def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
+def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> None:
     """Write the manifest of every split whose shards are all there; exactly one job does."""
     for split in config.splits:
         directory = config.dir / split
@@ -324,12 +321,14 @@ def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
                 f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
                 f"{manifest.waste:.2%} padding"
             )
+            for line in losses(manifest.counts, manifest.documents, config.block):
+                say(f"{directory}: {line}")
         elif file.read_bytes() != text.encode():
             write_text(file, text)
             say(f"{file} was not that of its shards; written again")
 
 
-def _as_expected(config: DataConfig, plan: Plan, split: str) -> bool:
+def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
     """Whether a split is complete and its manifest is what its shards' notes give."""
     directory = config.dir / split
     infos = [info for i in range(config.shards) if (info := read_note(directory, i, config.shards))]
@@ -353,7 +352,7 @@ def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
     say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {tasks}")
 
 
-def _manifest(config: DataConfig, plan: Plan, split: str, infos: list[ShardInfo]) -> Manifest:
+def _manifest(config: DataConfig, plan: Assignment, split: str, infos: list[ShardInfo]) -> Manifest:
     decisive, facts = settings(config), TokenizerFacts(**plan.summary["tokenizer"])
     counts: Counter[str] = Counter()
     for info in infos:
@@ -362,10 +361,17 @@ def _manifest(config: DataConfig, plan: Plan, split: str, infos: list[ShardInfo]
         key: sum(getattr(info, key) for info in infos)
         for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
     }
-    if split == "train" and not total["rows"]:
+    if not total["rows"]:
+        what = "training" if split == "train" else "validation"
+        if config.kind == "instruct":
+            raise UserError(
+                f"no {what} example has a response within data.block={config.block} tokens; set a larger one "
+                "and prepare with --force"
+            )
+        more = " or fewer data.shards" if config.shards > 1 else ""
         raise UserError(
-            f"the training data are less than one block of {config.block} tokens; "
-            "set a smaller data.block and prepare with --force"
+            f"the {what} data are less than one block of {config.block} tokens in every shard; "
+            f"set a smaller data.block{more}, or add {what} data, and prepare with --force"
         )
     return Manifest(
         format=FORMAT,

@@ -1,6 +1,6 @@
 """Raw bytes or table rows -> texts or conversations, each valid or rejected with a reason.
 
-Works on one piece of a source at a time, the same way in the planning pass and in the encoding pass.
+Works on one piece of a source at a time, the same way when rows are scanned and when they are encoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from data_prep.templates import Conversation, Exchange
 
-# Reasons. Those of STRUCTURE mean that a file is not what it was taken for: errors when data.strict.
+# Why rows are not used. STRUCTURE: a file is not what it was taken for, an error when data.strict.
 STRUCTURE = ("broken_json", "not_an_object", "missing_column", "wrong_type")
 CONTENT = (
     "bad_utf8",
@@ -28,15 +28,28 @@ CONTENT = (
     "empty_response",
     "bad_roles",
 )
-CHOICE = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see plan.py
-REASONS = ("", *STRUCTURE, *CONTENT, *CHOICE)
+UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # of a file that is not UTF-8
+SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see selection.py
+REASONS = ("", *STRUCTURE, *CONTENT, *SELECTION)
 
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "story")
-PROMPT_COLUMNS, RESPONSE_COLUMNS = ("instruction", "prompt"), ("output", "response", "completion")
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+PROMPT_COLUMNS = ("instruction", "prompt", "question", "query")
+INPUT_COLUMNS = ("input", "context")
+RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+HISTORY = "history"  # earlier exchanges: pairs of prompt and response
+CHAT_COLUMNS = ("messages", "conversations")
+ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
+}
+ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+
+HEAD = 64  # rows whose columns are told
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
-_HEADING = re.compile(rb"(?:\A|(?<=\n))[ \t]*\n(?= = (?!=)[^\n]* = *\r?\n[ \t]*\r?\n)")
+_HEADING = re.compile(rb"(?:\A|(?<=\n))[ \t]*\r?\n(?= ?= (?!=)[^\n]* = *\r?\n[ \t]*\r?\n)")
 _NEWLINE = re.compile(rb"\n")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -76,13 +89,13 @@ def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:
     for raw, times in zip(raw_rows(payload, spec), copies, strict=True):
         if times:
             row = _row(raw, spec)
-            assert not isinstance(row, Rejected), "the plan takes good rows only"
+            assert not isinstance(row, Rejected), "only good rows are assigned to a shard"
             rows += [row] * times
     return rows
 
 
 def checksum(payload: Payload) -> int:
-    """To notice that a source changed between the planning pass and the encoding pass."""
+    """To notice that a source changed after it was scanned."""
     return zlib.crc32(payload if isinstance(payload, bytes) else repr(payload).encode("utf-8", "replace"))
 
 
@@ -112,7 +125,7 @@ def cuts(payload: bytes, spec: RowSpec) -> Iterator[int]:
 
 def content_hash(row: Row) -> int:
     """Identity of a row by content, 64 bits: the same in every run and on every machine."""
-    text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
+    text = row if isinstance(row, str) else json.dumps((row.exchanges, row.system), ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -127,6 +140,31 @@ def plain_text(row: Row) -> str:
     return "\n".join(parts)
 
 
+def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
+    """The columns that the first rows of a payload give text from, and those that are not read."""
+    read: set[str] = set()
+    there: set[str] = set()
+    for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
+        if isinstance(_row(raw, spec), Rejected):
+            continue
+        row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
+        there |= set(map(str, row))
+        read |= _read_columns(row, spec)
+    return read, there - read
+
+
+def _read_columns(raw: dict[str, Any], spec: RowSpec) -> set[str]:
+    if spec.kind == "text":
+        found = [_first(raw, (spec.column,) if spec.column else TEXT_COLUMNS)]
+    elif talk := _chat_column(raw, spec):
+        found = [_first(raw, SYSTEM_COLUMNS), talk]
+    else:
+        prompts = (spec.column,) if spec.column else PROMPT_COLUMNS
+        parts = (SYSTEM_COLUMNS, (HISTORY,), prompts, INPUT_COLUMNS, RESPONSE_COLUMNS)
+        found = [_first(raw, names) for names in parts]
+    return {name for name in found if name is not None}
+
+
 def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
     """A raw row as text or conversation, cleaned."""
     if isinstance(raw, bytes):
@@ -138,67 +176,122 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
             return Rejected("bad_utf8", f"byte {error.object[error.start]:#04x}")
         raw = raw.removeprefix("\ufeff")
         if not spec.lines:
-            return _clean(raw.removesuffix("\r"), spec.clean)
+            return _clean(raw.replace("\r\n", "\n").removesuffix("\r"), spec.clean)
         try:
             raw = json.loads(raw)
         except (json.JSONDecodeError, RecursionError) as error:
             return Rejected("broken_json", getattr(error, "msg", "nested too deep"))
+    raw = _object(raw)
     if not isinstance(raw, dict):
         return Rejected("not_an_object", f"a row must be an object, not {type(raw).__name__}")
-    if len(raw) == 1 and isinstance(only := next(iter(raw.values())), dict):
-        raw = only  # a row in one column, as in the recycled Evol-Instruct set
     return _text(raw, spec) if spec.kind == "text" else _conversation(raw, spec)
+
+
+def _object(raw: Any) -> Any:
+    """A row; one in a single column, as in the recycled Evol-Instruct set, is taken out of it."""
+    if isinstance(raw, dict) and len(raw) == 1 and isinstance(only := next(iter(raw.values())), dict):
+        return only
+    return raw
+
+
+def _first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The first of some columns that a row has, one with a value if there is any."""
+    there = [name for name in names if name in raw]
+    return next((name for name in there if raw[name] not in (None, "")), there[0] if there else None)
 
 
 def _text(raw: dict[str, Any], spec: RowSpec) -> str | Rejected:
     """The text column of a row."""
     names = (spec.column,) if spec.column else TEXT_COLUMNS
-    name = next((n for n in names if n in raw), None)
+    name = _first(raw, names)
     if name is None:
-        return Rejected("missing_column", _lacks(raw, " or ".join(names)))
+        return _missing(raw, names)
     value = raw[name]
     return _clean(value, spec.clean) if isinstance(value, str) else _wrong(name, value)
 
 
+def _chat_column(raw: dict[str, Any], spec: RowSpec) -> str | None:
+    """The column of a chat's messages, if the row is one."""
+    if spec.format == "alpaca":
+        return None
+    if spec.column is not None:
+        return spec.column if spec.format == "messages" or isinstance(raw.get(spec.column), list) else None
+    return _first(raw, CHAT_COLUMNS)
+
+
 def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Rejected:
     """An Alpaca row or a row of messages."""
-    talk = next((n for n in ("messages", "conversations") if n in raw), None)
-    if spec.format == "messages" and talk is None:
-        return Rejected("missing_column", _lacks(raw, "messages"))
-    if talk is not None and spec.format != "alpaca":
-        return _messages(raw[talk], talk, spec)
-    found = [next((n for n in c if n in raw), None) for c in (PROMPT_COLUMNS, RESPONSE_COLUMNS)]
-    if found[0] is None or found[1] is None:
-        missing = PROMPT_COLUMNS[0] if found[0] is None else RESPONSE_COLUMNS[0]
-        return Rejected("missing_column", _lacks(raw, missing))
-    values = [raw[found[0]], raw[found[1]], raw.get("input") or ""]
-    for name, value in zip((*found, "input"), values, strict=True):
+    talk = _chat_column(raw, spec)
+    if talk is not None or spec.format == "messages":
+        if talk is None or talk not in raw:
+            return _missing(raw, CHAT_COLUMNS if talk is None else (talk,))
+        return _messages(raw, talk, spec)
+    prompts = (spec.column,) if spec.column else PROMPT_COLUMNS
+    prompt, response = _first(raw, prompts), _first(raw, RESPONSE_COLUMNS)
+    if prompt is None:
+        return _missing(raw, prompts)
+    if response is None:
+        return _missing(raw, RESPONSE_COLUMNS)
+    context, system = _first(raw, INPUT_COLUMNS), _first(raw, SYSTEM_COLUMNS)
+    values = []
+    for name in (prompt, response, context, system):
+        value = "" if name is None else raw[name]
+        if value is None and name in (context, system):
+            value = ""
         if not isinstance(value, str):
             return _wrong(str(name), value)
-    return Conversation((Exchange(*(_clean(value, spec.clean) for value in values)),))
+        values.append(_clean(value, spec.clean))
+    earlier = _history(raw.get(HISTORY) or [], spec)
+    if isinstance(earlier, Rejected):
+        return earlier
+    return Conversation((*earlier, Exchange(*values[:3])), values[3])
 
 
-def _messages(talk: Any, column: str, spec: RowSpec) -> Conversation | Rejected:
-    """Turns of a chat: an optional system message, then user and assistant by turns."""
+def _history(pairs: Any, spec: RowSpec) -> list[Exchange] | Rejected:
+    """Earlier exchanges of an Alpaca row: [[prompt, response], ...]."""
+    if not isinstance(pairs, list):
+        return _wrong(HISTORY, pairs, "a list of pairs")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+            return _wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
+    return [Exchange(*(_clean(said, spec.clean) for said in pair)) for pair in pairs]
+
+
+def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation | Rejected:
+    """Turns of a chat: an optional system message, then user and assistant in turn.
+
+    What the assistant says before any user, and what a user says last, has no counterpart: both are left out,
+    and counted.
+    """
+    talk = raw[column]
     if not isinstance(talk, list):
-        return _wrong(column, talk)
+        return _wrong(column, talk, "a list of messages")
     said: list[tuple[str, str]] = []
-    for message in talk:
+    for i, message in enumerate(talk):
         if not isinstance(message, dict):
-            return _wrong(column, message)
+            return _wrong(f"{column}[{i}]", message, "an object")
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if role is None or content is None:
-            return Rejected("missing_column", _lacks(message, "role and content"))
+            return _missing(message, ("role and content",))
         if not isinstance(content, str):
             return _wrong(f"{column}.content", content)
-        said.append((ROLES.get(str(role), str(role)), _clean(content, spec.clean)))
-    system = said.pop(0)[1] if said and said[0][0] == "system" else ""
-    roles = [role for role, _ in said]
-    if not said or roles != ["user", "assistant"] * (len(said) // 2):
-        return Rejected("bad_roles", " ".join(roles) or "no messages")
-    pairs = zip(said[::2], said[1::2], strict=True)
-    return Conversation(tuple(Exchange(u[1], a[1]) for u, a in pairs), system)
+        said.append((ROLE_OF.get(str(role), str(role)), _clean(content, spec.clean)))
+    name = _first(raw, SYSTEM_COLUMNS)
+    preface = raw[name] or "" if name is not None else ""
+    if not isinstance(preface, str):
+        return _wrong(str(name), preface)
+    systems = [_clean(preface, spec.clean)] if preface else []
+    if said and said[0][0] == "system":
+        systems.append(said.pop(0)[1])
+    first = next((i for i, (role, _) in enumerate(said) if role != "assistant"), len(said))
+    last = len(said) - (len(said) > first and said[-1][0] == "user")
+    used = said[first:last]
+    roles = [role for role, _ in used]
+    if not used or roles != ["user", "assistant"] * (len(used) // 2):
+        return Rejected("bad_roles", " ".join(role for role, _ in said) or "no messages")
+    exchanges = tuple(Exchange(u[1], a[1]) for u, a in zip(used[::2], used[1::2], strict=True))
+    return Conversation(exchanges, "\n\n".join(filter(None, systems)), len(said) - len(used))
 
 
 def _judge(row: Row, spec: RowSpec) -> Row | Rejected:
@@ -244,9 +337,12 @@ def _clean(text: str, quirk: str) -> str:
     return text
 
 
-def _lacks(raw: dict[str, Any], wanted: str) -> str:
-    return f"no column {wanted}; there are: {', '.join(map(str, list(raw)[:12])) or 'none'}"
+def _missing(raw: dict[str, Any], names: Sequence[str]) -> Rejected:
+    wanted = ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+    there = ", ".join(map(str, list(raw)[:12])) or "none"
+    return Rejected("missing_column", f"no column {wanted}; there are: {there}")
 
 
-def _wrong(name: str, value: Any) -> Rejected:
-    return Rejected("wrong_type", f"column {name} must be text, not {type(value).__name__}")
+def _wrong(name: str, value: Any, wanted: str = "text") -> Rejected:
+    found = "null" if value is None else type(value).__name__
+    return Rejected("wrong_type", f"column {name} must be {wanted}, not {found}")

@@ -1,16 +1,17 @@
-"""The planning pass: every row is looked at once, and what becomes of it is decided for all jobs alike.
+"""The scan: every row is read once, and assigned to a shard or left out, for all jobs alike.
 
-Reading and checking text is far cheaper than tokenising it, so one job plans (the others wait, see
-prepare.py), and then the jobs encode independently: the plan says which rows each shard takes. It depends on
-the sources and the settings alone. Memory grows with the number of rows (about 20 bytes each, 530 with
-near-duplicates), not with the size of the text.
+Reading and checking text is far cheaper than tokenising it, so one job scans (the others wait, see
+prepare.py), and then the jobs encode independently: the assignment says which rows each shard takes. It
+depends on the sources and the settings alone. Memory grows with the number of rows, not with the size of
+the text: at most MEMORY bytes for each while rows are selected, with near-duplicates 512 more, and 6
+afterwards.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -18,34 +19,41 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import write_atomically
-from data_prep import dedup
 from data_prep.config import SPLITS, DataConfig
+from data_prep.inputs import PIECE, Input, Piece, Place, TextInput, open_text
 from data_prep.parallel import Workers
 from data_prep.rows import (
     REASONS,
     STRUCTURE,
+    UNREADABLE,
     Payload,
     Rejected,
     RowSpec,
     checksum,
+    columns,
     content_hash,
     parse,
     plain_text,
 )
-from data_prep.selection import CODE, Choice, Looks, choose
-from data_prep.sources import PIECE, Input, Piece, Place, TextInput, open_text
+from data_prep.selection import CODE, PERMUTATIONS, ScannedRows, Selection, select, signature
+from data_prep.templates import Conversation
+
+MEMORY = 80  # bytes a row, measured
+PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 
 
-class Looked(NamedTuple):
-    """What the planning pass learns about the rows of a piece."""
+class ScannedPiece(NamedTuple):
+    """What is known of the rows of a piece."""
 
     place: Place
     hashes: np.ndarray  # uint64 [rows]
     chars: np.ndarray  # uint32 [rows]
     reasons: np.ndarray  # uint8 [rows], index into REASONS; 0: usable
-    signatures: np.ndarray  # uint32 [usable rows, permutations], for near-duplicates
+    signatures: np.ndarray  # uint32 [usable rows, PERMUTATIONS], or [0, 0]
     check: int  # checksum of the piece
     fault: tuple[int, str] | None  # the first row that breaks the structure, and how
+    columns: tuple[set[str], set[str]]  # read and not read; of an input's first piece
+    messages: int  # of conversations, that were left out
 
 
 class Part(NamedTuple):
@@ -54,12 +62,12 @@ class Part(NamedTuple):
     name: str  # of the input
     payload: Payload
     spec: RowSpec
-    check: int  # checksum that the payload had when it was planned
+    check: int  # checksum that the payload had when it was scanned
     copies: np.ndarray  # uint16 [rows of the payload]; 0: not of this shard
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """Which rows of which pieces each shard takes."""
 
     pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
@@ -77,125 +85,243 @@ class Plan:
         write_atomically(path, write)
 
     @staticmethod
-    def load(path: Path) -> Plan:
-        """The plan that `save` wrote."""
+    def load(path: Path) -> Assignment:
+        """The assignment that `save` wrote."""
         with np.load(path) as file:
             summary = json.loads(file["summary"].tobytes())
-            return Plan(file["pieces"], file["shard"], file["copies"], summary)
+            return Assignment(file["pieces"], file["shard"], file["copies"], summary)
 
-    def _pieces_of(self, shard: int) -> np.ndarray:
-        """Numbers of the pieces that hold rows of a shard."""
-        rows = np.flatnonzero(self.shard == shard)
-        return np.unique(np.searchsorted(np.cumsum(self.pieces[:, 3]), rows, side="right"))
+    def inputs_of(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the inputs that rows are from, int64."""
+        pieces = np.searchsorted(np.cumsum(self.pieces[:, 3]), rows, side="right")
+        return self.pieces[pieces, 0]
+
+    def once(self, rows: np.ndarray) -> Assignment:
+        """Some rows, each once, as shard 0 of another assignment."""
+        shard = np.full(len(self.shard), -1, np.int32)
+        shard[rows] = 0
+        return replace(self, shard=shard, copies=(shard == 0).astype(np.uint16))
+
+    def restricted(
+        self, shard: np.ndarray, copies: np.ndarray, left_out: np.ndarray, shards: int
+    ) -> Assignment:
+        """Another assignment of the same rows, `left_out` of which were used before; `shards` of a split."""
+        summary = json.loads(json.dumps(self.summary))
+        gone = np.bincount(self.inputs_of(left_out), minlength=len(summary["sources"])).tolist()
+        used = np.flatnonzero((shard >= 0) & (shard < shards))
+        times = np.bincount(self.inputs_of(used), copies[used], len(summary["sources"])).tolist()
+        for source, less, train in zip(summary["sources"], gone, times, strict=True):
+            source["train"] = int(train)
+            _add_limit(source["rejected"], less)
+        _add_limit(summary["rejected"], len(left_out))
+        return Assignment(self.pieces, shard, copies, summary)
 
     def part_count(self, shard: int) -> int:
         """How many parts `parts` yields."""
-        return len(self._pieces_of(shard))
+        ends = np.cumsum(self.pieces[:, 3])
+        return sum(
+            len(np.unique(np.searchsorted(ends, rows, side="right"))) for rows, _ in self._passes(shard)
+        )
 
     def parts(self, inputs: list[Input], shard: int) -> Iterator[Part]:
         """What shard `shard` (counted through both splits) encodes, in order."""
         ends = np.cumsum(self.pieces[:, 3])
-        mine = self._pieces_of(shard)
-        for number in np.unique(self.pieces[mine, 0]).tolist():
-            own = mine[self.pieces[mine, 0] == number]
-            places = (Place(*self.pieces[piece, 1:3].tolist()) for piece in own)
-            for piece, payload in zip(own, inputs[number].read(places), strict=True):
-                rows = slice(ends[piece] - self.pieces[piece, 3], ends[piece])
-                copies = np.where(self.shard[rows] == shard, self.copies[rows], 0)
-                check = int(self.pieces[piece, 4])
-                yield Part(inputs[number].name, payload, inputs[number].spec, check, copies)
+        for rows, times in self._passes(shard):
+            pieces, begins = np.unique(np.searchsorted(ends, rows, side="right"), return_index=True)
+            owners, bounds = self.pieces[pieces, 0], np.append(begins, len(rows))
+            for number in np.unique(owners).tolist():
+                own = np.flatnonzero(owners == number).tolist()
+                places = (Place(*self.pieces[pieces[i], 1:3].tolist()) for i in own)
+                for i, payload in zip(own, inputs[number].read(places), strict=True):
+                    count, check = self.pieces[pieces[i], 3:5].tolist()
+                    part = slice(bounds[i], bounds[i + 1])
+                    copies = np.zeros(count, np.uint16)
+                    copies[rows[part] - (ends[pieces[i]] - count)] = times[part]
+                    yield Part(inputs[number].name, payload, inputs[number].spec, check, copies)
+
+    def _passes(self, shard: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """A shard's rows and how often each comes, pass by pass over its sources.
+
+        The copies of a row are spread evenly over the passes; a row without copies comes in the pass that
+        corresponds to its place, so that those keep their order.
+        """
+        rows = np.flatnonzero(self.shard == shard)
+        copies = self.copies[rows]
+        passes = min(int(copies.max(initial=0)), PASSES)
+        if passes <= 1:
+            yield rows, copies
+            return
+        place = (np.arange(len(rows)) + 0.5) / len(rows)
+        done = np.zeros(len(rows), np.int64)
+        for one in range(1, passes + 1):
+            due = np.ceil(one * copies / passes - place).astype(np.int64)
+            times, done = due - done, due
+            some = times > 0
+            yield rows[some], times[some]
 
 
-def look(item: tuple[Piece, RowSpec, bool]) -> Looked:
-    """Parse and check the rows of a piece (in a worker)."""
-    (place, payload), spec, near = item
-    hashes, chars, reasons, signatures, fault = [], [], [], [], None
-    rows = [Rejected("too_long")] if payload is None else parse(payload, spec)
-    for at, row in enumerate(rows):
-        if isinstance(row, Rejected):
-            if fault is None and row.reason in STRUCTURE:
-                fault = at, row.detail
-            hashes.append(0)
-            chars.append(0)
-            reasons.append(CODE[row.reason])
-            continue
-        text = plain_text(row)
-        hashes.append(content_hash(row))
-        chars.append(len(text))
-        reasons.append(0)
-        if near:
-            signatures.append(dedup.signature(text))
-    return Looked(
-        place,
-        np.array(hashes, np.uint64),
-        np.array(chars, np.uint32),
-        np.array(reasons, np.uint8),
-        dedup.stack(signatures),
-        0 if payload is None else checksum(payload),
-        fault,
-    )
+def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
+    """A function that parses and checks the rows of a piece, for a worker; `near`: with signatures."""
+
+    def scan_piece(item: tuple[Piece, RowSpec]) -> ScannedPiece:
+        (place, payload), spec = item
+        hashes, chars, reasons, signatures, fault, messages = [], [], [], [], None, 0
+        rows = [Rejected("too_long")] if payload is None else parse(payload, spec)
+        for at, row in enumerate(rows):
+            if isinstance(row, Rejected):
+                if fault is None and row.reason in STRUCTURE:
+                    fault = at, row.detail
+                hashes.append(0)
+                chars.append(0)
+                reasons.append(CODE[row.reason])
+                continue
+            text = plain_text(row)
+            hashes.append(content_hash(row))
+            chars.append(len(text))
+            reasons.append(0)
+            messages += row.unused if isinstance(row, Conversation) else 0
+            if near:
+                signatures.append(signature(text))
+        return ScannedPiece(
+            place,
+            np.array(hashes, np.uint64),
+            np.array(chars, np.uint32),
+            np.array(reasons, np.uint8),
+            np.stack(signatures) if signatures else np.zeros((0, 0), np.uint32),
+            0 if payload is None else checksum(payload),
+            fault,
+            (set(), set()) if payload is None or place.start else columns(payload, spec),
+            messages,
+        )
+
+    return scan_piece
 
 
-def make_plan(config: DataConfig, inputs: list[Input], workers: Workers) -> Plan:
-    """Look at all rows of the inputs and decide what becomes of them."""
+def scan_inputs(config: DataConfig, inputs: list[Input], workers: Workers) -> Assignment:
+    """Scan all rows of the inputs and assign them to shards. `workers` run a `scanner`."""
     table: list[tuple[int, ...]] = []
-    looked: list[Looked] = []
-    read: list[tuple[Input, int]] = []
+    scanned: list[ScannedPiece] = []
+    facts: list[dict[str, Any]] = []
     left = {id(one.source): one.source.limit for one in inputs}
     for number, one in enumerate(inputs):
-        count = 0
-        tasks = ((piece, one.spec, config.dedup == "near") for piece in one.pieces())
-        for found in workers.map(look, tasks):
-            if config.strict and found.fault is not None:
-                raise _located(one, found)
-            limit = left[id(one.source)]
-            if limit is not None:
-                found = _first(found, limit)
-                left[id(one.source)] = limit = max(0, limit - len(found.reasons))
-            table.append((number, *found.place, len(found.reasons), found.check))
-            looked.append(found)
-            count += len(found.reasons)
-            if limit == 0:
-                break
-        if not count:
-            raise UserError(f"{one.name} has no rows")
-        read.append((one, count))
-    rows = Looks(
-        np.repeat(np.arange(len(read)), [count for _, count in read]),
-        np.concatenate([found.hashes for found in looked]),
-        np.concatenate([found.chars for found in looked]),
-        np.concatenate([found.reasons for found in looked]),
-        dedup.join([found.signatures for found in looked]),
+        found = _scan_input(config, one, workers, left)
+        facts.append(_facts(one, found))
+        table += [(number, *piece.place, len(piece.reasons), piece.check) for piece in found]
+        scanned += found
+    counts = [fact["rows"] for fact in facts]
+    some = [piece.signatures for piece in scanned if len(piece.signatures)]
+    rows = ScannedRows(
+        np.repeat(np.arange(len(inputs), dtype=np.int32), counts),
+        np.concatenate([piece.hashes for piece in scanned]),
+        np.concatenate([piece.chars for piece in scanned]),
+        np.concatenate([piece.reasons for piece in scanned]),
+        np.concatenate(some) if some else np.zeros((0, PERMUTATIONS), np.uint32),
     )
-    del looked
-    used = [one for one, _ in read]
-    held_out = np.array([one.held_out for one in used])
-    choice = choose(rows, config, np.array([one.source.weight for one in used]), held_out)
+    del scanned, some
+    held_out = np.array([one.held_out for one in inputs])
+    selection = select(rows, config, np.array([one.source.weight for one in inputs]), held_out)
     pieces = np.array(table, np.int64).reshape(-1, 5)
-    return Plan(pieces, *choice, _summary(config, used, rows, choice))
+    return Assignment(pieces, *selection, _summary(config, facts, rows, selection, held_out))
 
 
-def _summary(config: DataConfig, inputs: list[Input], rows: Looks, choice: Choice) -> dict[str, Any]:
-    """What became of the rows, per input and in all. Raises UserError when nothing is left to train on."""
+def _scan_input(
+    config: DataConfig, one: Input, workers: Workers, left: dict[int, int | None]
+) -> list[ScannedPiece]:
+    """The pieces of an input, up to what is left of its source's limit."""
+    scanned: list[ScannedPiece] = []
+    for found in workers.map((piece, one.spec) for piece in one.pieces()):
+        if config.strict and found.fault is not None:
+            raise _located(one, found)
+        limit = left[id(one.source)]
+        if limit is not None:
+            found = _first(found, limit)
+            left[id(one.source)] = limit = max(0, limit - len(found.reasons))
+        scanned.append(found)
+        if limit == 0:
+            break
+    if not any(len(piece.reasons) for piece in scanned):
+        raise UserError(f"{one.name} has no rows")
+    if config.strict:
+        _require_text(one, np.concatenate([piece.reasons for piece in scanned]))
+    return scanned
+
+
+def _require_text(one: Input, reasons: np.ndarray) -> None:
+    """Refuse an input that has no usable row because it is not text in UTF-8."""
+    if (reasons == 0).any() or not np.isin(reasons, [CODE[reason] for reason in UNREADABLE]).any():
+        return
+    what = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in _tally(reasons).items())
+    raise UserError(
+        f"{one.name} has no usable row ({what}); convert it to UTF-8, leave it out, or set data.strict=false "
+        "to skip and count"
+    )
+
+
+def _facts(one: Input, scanned: list[ScannedPiece]) -> dict[str, Any]:
+    """What an input is and how it was read, for the manifest."""
+    read, unread = scanned[0].columns
+    facts: dict[str, Any] = one.identity() | {"format": one.spec.format, "weight": one.source.weight}
+    facts |= {"rows": sum(len(piece.reasons) for piece in scanned)}
+    facts |= {"columns": sorted(read), "columns_not_read": sorted(unread)}
+    return facts | {"messages_left_out": sum(piece.messages for piece in scanned)}
+
+
+def _summary(
+    config: DataConfig,
+    facts: list[dict[str, Any]],
+    rows: ScannedRows,
+    selection: Selection,
+    held_out: np.ndarray,
+) -> dict[str, Any]:
+    """What became of the rows, per input and in all. Raises UserError when a split is left without rows."""
     sources = []
-    split = choice.shard // config.shards
-    for number, one in enumerate(inputs):
-        own = rows.source == number
-        sources.append(
-            one.identity()
-            | {"format": one.spec.format, "weight": one.source.weight, "rows": int(own.sum())}
-            | {name: int(choice.copies[own & (split == i)].sum()) for i, name in enumerate(SPLITS)}
-            | {"rejected": _tally(rows.reasons[own])}
-        )
+    split = selection.shard // config.shards
+    for number, one in enumerate(facts):
+        own = slice(*np.searchsorted(rows.source, (number, number + 1)).tolist())
+        copies = {name: int(selection.copies[own][split[own] == i].sum()) for i, name in enumerate(SPLITS)}
+        sources.append(one | copies | {"rejected": _tally(rows.reasons[own])})
     rejected = _tally(rows.reasons)
     if not (split == 0).any():
         reasons = ", ".join(f"{n} {reason}" for reason, n in rejected.items())
         raise UserError(f"no row of the sources can be trained on: {reasons or 'there are none'}")
-    chars = [int((rows.chars * choice.copies)[split == i].sum()) for i in range(len(SPLITS))]
+    if not (split == 1).any() and (config.validation_fraction or held_out.any()):
+        raise _no_validation(config, _tally(rows.reasons[held_out[rows.source]]))
+    chars = [
+        int((rows.chars[split == i].astype(np.int64) * selection.copies[split == i]).sum())
+        for i in range(len(SPLITS))
+    ]
     return {"sources": sources, "rejected": rejected, "chars": dict(zip(SPLITS, chars, strict=True))}
 
 
-def _first(found: Looked, limit: int) -> Looked:
+def _no_validation(config: DataConfig, rejected: dict[str, int]) -> UserError:
+    if config.validation_fraction:
+        reason = f"data.validation_fraction={config.validation_fraction:g} takes no row; set a larger one"
+    else:
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in rejected.items())
+        reason = (
+            f"its sources have no usable row of their own ({reasons}); give other data.validation sources"
+        )
+    return UserError(f"the validation set is empty: {reason}, or none")
+
+
+def describe(summary: dict[str, Any]) -> list[str]:
+    """Lines for the user: what was rejected, and what of the rows is not read."""
+    rejected = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in summary["rejected"].items())
+    lines = [f"rows rejected: {rejected or 'none'}"]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in summary["sources"]:
+        if one["columns_not_read"]:
+            key = ", ".join(one["columns"]), ", ".join(one["columns_not_read"][:12])
+            alike.setdefault(key, []).append(one["name"])
+    for (read, unread), names in alike.items():
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{more}: columns read: {read}; not read: {unread}")
+    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
+        lines.append(f"messages left out, before the first prompt or after the last response: {messages:,}")
+    return lines
+
+
+def _first(found: ScannedPiece, limit: int) -> ScannedPiece:
     """The same piece with all rows after the first `limit` marked as beyond the source's limit."""
     usable = found.reasons == 0
     found.reasons[limit:] = CODE["limit"]
@@ -207,8 +333,13 @@ def _tally(reasons: np.ndarray) -> dict[str, int]:
     return {reason: count for reason, count in zip(REASONS, counts, strict=True) if reason and count}
 
 
-def _located(one: Input, found: Looked) -> UserError:
-    """The error of a row that breaks its file's structure, with the line where it stands."""
+def _add_limit(rejected: dict[str, int], count: int) -> None:
+    if count:
+        rejected["limit"] = rejected.get("limit", 0) + count
+
+
+def _located(one: Input, found: ScannedPiece) -> UserError:
+    """The error of a row that breaks its file's structure, with its line."""
     assert found.fault is not None
     at, detail = found.fault
     reason = REASONS[found.reasons[at]].replace("_", " ")

@@ -1,86 +1,141 @@
-"""Which rows are used, how often, and in which shard: pure arithmetic on hashes and counts."""
+"""Which rows are used, how often, and in which shard: pure arithmetic on hashes, counts and signatures."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from data_prep import dedup
 from data_prep.config import DataConfig
 from data_prep.rows import REASONS
 
+if TYPE_CHECKING:
+    from datasketch import MinHash  # imported where it is used: it imports scipy, most of a second
+
 CODE = {reason: code for code, reason in enumerate(REASONS)}
+STRETCH = 1 << 20  # rows that are drawn for at once
+PERMUTATIONS = 128
+SHINGLE = 5  # words
 _SPLIT_SALT, _WEIGHT_SALT = 1, 2
 
 
-class Looks(NamedTuple):
-    """All rows of all sources, in order."""
+class ScannedRows(NamedTuple):
+    """All rows of all inputs, in order."""
 
-    source: np.ndarray  # int64 [rows]: input that the row is from
+    source: np.ndarray  # int32 [rows]: input that the row is from, ascending
     hashes: np.ndarray  # uint64 [rows]
-    chars: np.ndarray  # int64 [rows]
-    reasons: np.ndarray  # uint8 [rows]: index into REASONS; 0: usable. Changed in place by `choose`
-    signatures: np.ndarray  # uint32 [usable rows, permutations], or [0, 0]
+    chars: np.ndarray  # uint32 [rows]
+    reasons: np.ndarray  # uint8 [rows]: index into REASONS; 0: usable. Changed in place by `select`
+    signatures: np.ndarray  # uint32 [usable rows, PERMUTATIONS], or [0, 0]
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """What becomes of each row."""
 
     shard: np.ndarray  # int32 [rows]: training shards, then validation shards; -1: unused
     copies: np.ndarray  # uint16 [rows]
 
 
-def choose(rows: Looks, config: DataConfig, weights: np.ndarray, held_out: np.ndarray) -> Choice:
-    """Deduplicate, split, weigh, limit and deal out.
+def select(rows: ScannedRows, config: DataConfig, weights: np.ndarray, held_out: np.ndarray) -> Selection:
+    """Split, weigh, deduplicate, limit and deal out.
 
-    weights: float [inputs]; held_out: bool [inputs], inputs of validation sources. Every decision is
-    written into rows.reasons. Of equal rows the first stays, so that a validation row that also stands in
-    the training sources is dropped.
+    weights: float [inputs]; held_out: bool [inputs], inputs of validation sources. Every decision is written
+    into rows.reasons. Weights come before duplicates, so that of equal rows one remains that its source uses;
+    among those a training row is preferred, then the one with the most copies, then the first.
     """
     reasons = rows.reasons
-    if config.dedup == "near":
-        usable = np.flatnonzero(reasons == 0)
-        again = dedup.near_duplicates(rows.signatures, config.near_threshold)
-        reasons[usable[again]] = CODE["near_duplicate"]
-    if config.dedup != "none":
-        usable = np.flatnonzero((reasons == 0) | (reasons == CODE["near_duplicate"]))
-        _, first = np.unique(rows.hashes[usable], return_index=True)
-        again = np.ones(len(usable), bool)
-        again[first] = False
-        reasons[usable[again]] = CODE["duplicate"]
-
+    scanned = np.flatnonzero(reasons == 0) if config.dedup == "near" else np.zeros(0, np.int64)
     validation = held_out[rows.source]
     if config.validation_fraction:
-        validation = _uniform(rows.hashes, config.seed, _SPLIT_SALT) < config.validation_fraction
-    weight = weights[rows.source]
-    draw = _uniform(rows.hashes, config.seed, _WEIGHT_SALT)
-    copies = (np.floor(weight) + (draw < weight % 1)).astype(np.uint16)
+        share = config.validation_fraction
+        validation = _drawn(rows.hashes, config.seed, _SPLIT_SALT, lambda part: share)
+    copies = np.floor(weights).astype(np.uint16)[rows.source]
+    if (weights % 1).any():
+        rest = weights % 1
+        copies += _drawn(rows.hashes, config.seed, _WEIGHT_SALT, lambda part: rest[rows.source[part]])
     reasons[(reasons == 0) & (copies == 0)] = CODE["weight"]
+    worse = (validation.astype(np.uint32) << 16) | (65535 - copies)
+    if config.dedup != "none":
+        usable = np.flatnonzero(reasons == 0)
+        reasons[usable[_repeats(rows.hashes[usable], worse[usable])]] = CODE["duplicate"]
+    if config.dedup == "near":
+        left = np.flatnonzero(reasons[scanned] == 0)
+        usable = scanned[left]
+        groups = near_groups(rows.signatures, left, config.near_threshold)
+        reasons[usable[_repeats(groups, worse[usable])]] = CODE["near_duplicate"]
+    del worse
     if config.limit_rows is not None:
-        _limit(rows, reasons, ~validation, config.limit_rows)
+        _limit(rows, copies, ~validation, config.limit_rows)
     shard = np.full(len(reasons), -1, np.int32)
     for split, members in enumerate((~validation, validation)):
         used = np.flatnonzero((reasons == 0) & members)
         amount = rows.chars[used].astype(np.int64) * copies[used]
-        before = np.cumsum(amount) - amount
-        dealt = before * config.shards // max(1, int(amount.sum()))
-        shard[used] = split * config.shards + dealt
-    return Choice(shard, np.where(shard >= 0, copies, 0).astype(np.uint16))
+        shard[used] = split * config.shards + deal(amount, config.shards)
+    copies[shard < 0] = 0
+    return Selection(shard, copies)
 
 
-def _limit(rows: Looks, reasons: np.ndarray, members: np.ndarray, limit: int) -> None:
-    """Keep `limit` usable rows: of each source its first ones, in proportion to what it has."""
-    used = np.flatnonzero((reasons == 0) & members)
-    if len(used) <= limit:
+def deal(amount: np.ndarray, shards: int) -> np.ndarray:
+    """Shard of each row, int64 [rows]: consecutive rows of about equal amounts in all.
+
+    amount: int64 [rows], characters or tokens.
+    """
+    before = np.cumsum(amount) - amount
+    return before * shards // max(1, int(amount.sum()))
+
+
+def in_turn(source: np.ndarray) -> np.ndarray:
+    """An order of rows, int64 [rows], any beginning of which has each source's first rows in proportion.
+
+    source: int [rows], ascending.
+    """
+    have = np.bincount(source)
+    rank = np.arange(len(source)) - (np.cumsum(have) - have)[source]
+    return np.argsort((rank + 0.5) / have[source], kind="stable")
+
+
+def _repeats(groups: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Members of a group that are not its best, as indices; of equally good ones the first is the best.
+
+    groups: [rows], the same value for all members of a group; worse: uint32 [rows].
+    """
+    if not len(groups):
+        return np.zeros(0, np.int64)
+    alike = worse.min() == worse.max()
+    order = np.argsort(groups, kind="stable") if alike else np.lexsort((worse, groups))
+    ordered = groups[order]
+    return order[1:][ordered[1:] == ordered[:-1]]
+
+
+def _limit(rows: ScannedRows, copies: np.ndarray, members: np.ndarray, limit: int) -> None:
+    """Keep `limit` rows, copies counted: of each source its first ones, in proportion to what it has."""
+    used = np.flatnonzero((rows.reasons == 0) & members)
+    source, amount = rows.source[used], copies[used].astype(np.int64)
+    total = int(amount.sum())
+    if total <= limit:
         return
-    have = np.bincount(rows.source[used])
-    exact = have * (limit / len(used))
-    keep = np.floor(exact).astype(int)
-    for source in np.argsort(keep - exact, kind="stable")[: limit - keep.sum()]:
-        keep[source] += 1
-    rank = np.arange(len(used)) - (np.cumsum(have) - have)[rows.source[used]]
-    reasons[used[rank >= keep[rows.source[used]]]] = CODE["limit"]
+    have = np.bincount(source, weights=amount).astype(np.int64)
+    keep = have * limit // total
+    for one in np.argsort(keep - have * (limit / total), kind="stable")[: limit - int(keep.sum())]:
+        keep[one] += 1
+    before = np.cumsum(amount) - amount - (np.cumsum(have) - have)[source]
+    left = np.clip(keep[source] - before, 0, amount)
+    copies[used] = left
+    rows.reasons[used[left == 0]] = CODE["limit"]
+
+
+def _drawn(
+    hashes: np.ndarray, seed: int, salt: int, share: Callable[[slice], np.ndarray | float]
+) -> np.ndarray:
+    """Which rows a share of all takes by content hash, bool [rows]; `share` tells that of some rows."""
+    drawn = np.zeros(len(hashes), bool)
+    for start in range(0, len(hashes), STRETCH):
+        part = slice(start, start + STRETCH)
+        drawn[part] = _uniform(hashes[part], seed, salt) < share(part)
+    return drawn
 
 
 def _uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
@@ -89,3 +144,78 @@ def _uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return (mixed ^ (mixed >> np.uint64(31))) / 2.0**64
+
+
+def signature(text: str) -> np.ndarray:
+    """MinHash of a text's 5-word shingles, uint32 [PERMUTATIONS]; case and spacing do not count."""
+    words = text.lower().split()
+    shingles = {
+        " ".join(words[i : i + SHINGLE]).encode("utf-8", "replace")
+        for i in range(max(1, len(words) - SHINGLE + 1))
+    }
+    sketch = _blank().copy()
+    sketch.update_batch(shingles)
+    return np.asarray(sketch.hashvalues, np.uint32)
+
+
+@cache
+def _blank() -> MinHash:
+    from datasketch import MinHash
+
+    return MinHash(PERMUTATIONS, seed=1, scheme="affine32", hashfunc=zlib.crc32)
+
+
+def near_groups(signatures: np.ndarray, members: np.ndarray, threshold: float) -> np.ndarray:
+    """For each member the number of the first one that it resembles, by chains too: int64 [members].
+
+    signatures: uint32 [n, PERMUTATIONS]; members: rows of it. Those that agree in one whole band are
+    compared; pairs whose estimated Jaccard similarity reaches the threshold are joined.
+    """
+    if not len(members):
+        return np.zeros(0, np.int64)
+    leader = list(range(len(members)))
+
+    def find(row: int) -> int:
+        while leader[row] != row:
+            leader[row] = leader[leader[row]]
+            row = leader[row]
+        return row
+
+    bands, width = band_shape(threshold)
+    for band in range(bands):
+        for a, b in _same(signatures[members, band * width : (band + 1) * width]):
+            first, second = find(a), find(b)
+            if first == second:
+                continue
+            if np.mean(signatures[members[a]] == signatures[members[b]]) >= threshold:
+                leader[max(first, second)] = min(first, second)
+    return np.array([find(row) for row in range(len(members))], np.int64)
+
+
+def _same(band: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Pairs of equal rows, uint32 [rows, width]: each with the first of its kind and with the one before."""
+    keys = np.ascontiguousarray(band).view([("", band.dtype)] * band.shape[1]).reshape(-1)
+    order = np.argsort(keys, kind="stable")
+    same = keys[order][1:] == keys[order][:-1]
+    heads = np.maximum.accumulate(np.where(np.concatenate([[False], same]), 0, np.arange(len(keys))))
+    later = np.flatnonzero(same) + 1
+    for others in (heads[later], later - 1):
+        yield from zip(order[others].tolist(), order[later].tolist(), strict=True)
+
+
+def band_shape(threshold: float) -> tuple[int, int]:
+    """Bands and rows in each, for which wrong and missed candidates together are fewest.
+
+    A pair of similarity s agrees in a band with probability 1 - (1 - s**rows)**bands; the integrals of what
+    is wrong of it on the two sides of the threshold are added, over similarities that are equally likely.
+    """
+    below = (np.arange(0, threshold, 0.001) + 0.0005)[:, None]
+    above = (np.arange(threshold, 1, 0.001) + 0.0005)[:, None]
+    best = (np.inf, 1, PERMUTATIONS)
+    for bands in range(1, PERMUTATIONS + 1):
+        widths = np.arange(1, PERMUTATIONS // bands + 1)
+        wrong = (1 - (1 - below**widths) ** bands).sum(axis=0)
+        missed = ((1 - above**widths) ** bands).sum(axis=0)
+        at = int(np.argmin(wrong + missed))
+        best = min(best, (float((wrong + missed)[at]), bands, int(widths[at])))
+    return best[1:]

@@ -24,6 +24,7 @@ class Conversation(NamedTuple):
 
     exchanges: tuple[Exchange, ...]
     system: str = ""
+    unused: int = 0  # messages that were left out: before the first prompt, after the last response
 
 
 class Turn(NamedTuple):
@@ -52,7 +53,7 @@ def render(conversation: Conversation, template: str) -> list[Turn]:
 
 
 def _alpaca(exchange: Exchange, system: str, first: bool) -> str:
-    """The Alpaca prompt; a system message stands in the place of its preface, later turns have none."""
+    """The Alpaca prompt; a system message replaces its preface, later turns have none."""
     preface = ""
     if first:
         preface = (system or (_ALPACA_INPUT if exchange.input else _ALPACA_PLAIN)) + "\n\n"

@@ -8,6 +8,7 @@ start with a space, for one).
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -40,6 +41,29 @@ FILES = [
 ]
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PROBES = (  # a converted tokenizer must give the ids of the original for these
+    *(
+        "",
+        " ",
+        "   ",
+        "\n",
+        " \n\n x",
+        "Hello world",
+        " two  spaces ",
+        "tab\tand\r\nlines\n",
+        "1,234.5",
+        "don't",
+    ),
+    *(
+        "</s> <unk> <0x0A>",
+        "\u2581\u2581a \u2581",
+        "na\u00efve caf\u00e9",
+        "e\u0301",
+        "\u65e5\u672c\u8a9e \u65e5\u672c",
+        "\U0001f642\n\U0001f642",
+        "\x00\x7f",
+    ),
+)
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
@@ -67,25 +91,63 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
 def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
     """The bare encoder of training text: adds no special token, and finds none in the text.
 
-    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text goes
-    on from earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
+    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text
+    continues earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
     workers need not import transformers).
     """
     if isinstance(tokenizer, Path):
-        text = (tokenizer / "tokenizer.json").read_text()
+        tree = json.loads((tokenizer / "tokenizer.json").read_text())
+        specials = set(_special_names(tokenizer).values())
     else:
-        text = tokenizer.backend_tokenizer.to_str()
+        tree = json.loads(tokenizer.backend_tokenizer.to_str())
+        specials = set(tokenizer.all_special_tokens)
+    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
     if continuing:
-        tree = json.loads(text)
         tree["normalizer"] = _without_prefix(tree["normalizer"])
         tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
-        text = json.dumps(tree)
-    backend = Tokenizer.from_str(text)
+    backend = _bare(tree)
+    if _spelled(backend, specials - {tree["model"].get("unk_token")}):
+        backend = _bare(_renamed(tree, specials))
+    return backend
+
+
+def _bare(tree: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `tree`, the content of a tokenizer.json, describes, as an encoder of plain text."""
+    backend = Tokenizer.from_str(json.dumps(tree))
     backend.post_processor = None
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = True
     return backend
+
+
+def _spelled(backend: Tokenizer, specials: set[str]) -> bool:
+    """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
+    for special in specials:
+        number = backend.token_to_id(special)
+        texts = [special, f" {special} ", f"x{special}x"]
+        if any(number in one.ids for one in backend.encode_batch(texts, add_special_tokens=False)):
+            return True
+    return False
+
+
+def _renamed(tree: dict[str, Any], specials: set[str]) -> dict[str, Any]:
+    """The same tokenizer whose special tokens have names that no text contains."""
+
+    def name(token: str) -> str:
+        return f"\0{token}" if token in specials else token
+
+    model = dict(tree["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {name(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[name(piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & specials]
+    if model.get("unk_token"):
+        model["unk_token"] = name(model["unk_token"])
+    added = [token | {"content": name(token["content"])} for token in tree["added_tokens"]]
+    return tree | {"model": model, "added_tokens": added}
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -125,7 +187,24 @@ def tokenizer_facts(place: Path) -> TokenizerFacts:
 
 def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
     bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
-    return TokenizerFacts(backend.get_vocab_size(), bos, eos, _fingerprint(backend, bos, eos))
+    size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
+    return TokenizerFacts(size, bos, eos, _fingerprint(backend, bos, eos))
+
+
+def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
+    """A note for the user about a tokenizer that cannot say where a text ends, or None.
+
+    Raises UserError when the data are instructions, whose responses must be seen to end.
+    """
+    if facts.eos_id is not None:
+        return None
+    lacks = f"tokenizer {name} has no end-of-sequence token"
+    if kind == "instruct":
+        raise UserError(
+            f"{lacks}, so that no response would end; name one that its vocabulary has as eos_token in its "
+            "tokenizer_config.json"
+        )
+    return f"note: {lacks}: nothing in the tokens will tell where a document ends"
 
 
 def _fingerprint(backend: Tokenizer, bos: int | None, eos: int | None) -> str:
@@ -193,13 +272,19 @@ def _download(hub: str, revision: str | None) -> Path:
         return Path(snapshot_download(hub, revision=revision, allow_patterns=FILES))
     except HFValidationError:
         raise UserError(
-            f"tokenizer {hub} does not exist; give a directory, a .model file or a hub id"
+            f"tokenizer {hub} does not exist{_beside(Path(hub))}; give a directory, a .model file or a hub id"
         ) from None
     except Exception as error:  # offline, not found, gated: many classes, one meaning here
         reason = one_line(error, 200)
         raise UserError(
-            f"tokenizer {hub} is neither a local path nor reachable on the hub ({reason})"
+            f"tokenizer {hub} is neither a local path{_beside(Path(hub))} nor reachable on the hub ({reason})"
         ) from None
+
+
+def _beside(path: Path) -> str:
+    """A hint at what lies where `path` should, or nothing."""
+    near = difflib.get_close_matches(path.name, (p.name for p in path.parent.glob("*")), n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
 def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -240,18 +325,37 @@ def _special_names(place: Path) -> dict[str, str]:
 
 def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     """A BPE sentencepiece model as a fast tokenizer with the same ids for every text."""
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
+    content = file.read_bytes()
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    model.ParseFromString(file.read_bytes())
+    model.ParseFromString(content)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     odd = {p.type for p in model.pieces} - {NORMAL, UNKNOWN, CONTROL, BYTE}
     rewrites = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-    if trainer.model_type != trainer.BPE or rewrites or odd:
+    if trainer.model_type != trainer.BPE or rewrites or odd or trainer.treat_whitespace_as_suffix:
         raise UserError(
             f"tokenizer {file} is not a plain BPE sentencepiece model as LLaMA's is; "
             "give a directory with its tokenizer.json"
         )
+    backend, names = _converted(model)
+    original = SentencePieceProcessor(model_proto=content)
+    backend.encode_special_tokens = True
+    ids = [one.ids for one in backend.encode_batch(list(PROBES), add_special_tokens=False)]
+    backend.encode_special_tokens = False
+    for text, own in zip(PROBES, ids, strict=True):
+        if own != original.encode(text):
+            raise UserError(
+                f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
+                "give a directory with its tokenizer.json"
+            )
+    _begin_with_bos(backend, names)
+    return backend, names
+
+
+def _converted(model: Any) -> tuple[Tokenizer, dict[str, str]]:
+    """A ModelProto as a fast tokenizer, and the names of its special tokens."""
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
     backend = Tokenizer(
@@ -275,7 +379,6 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     for name, piece in (("bos_token", trainer.bos_piece), ("eos_token", trainer.eos_piece)):
         if piece in vocab:
             names[name] = piece
-    _begin_with_bos(backend, names)
     return backend, names
 
 

@@ -6,6 +6,7 @@ since they were last hashed. `verify` computes everything again and believes not
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ import pyarrow as pa
 from common.errors import UserError, one_line
 from common.files import Hashes, remove_abandoned, sha256
 from data_prep.config import SPLITS, DataConfig, described, differences
-from data_prep.scan import Plan
+from data_prep.inputs import AGAIN, Input
+from data_prep.scan import Assignment
 from data_prep.shards import (
     FORMAT,
     IGNORE,
@@ -33,12 +35,11 @@ from data_prep.shards import (
     read_manifest,
     shard_name,
 )
-from data_prep.sources import Input, open_inputs
+from data_prep.sources import open_inputs
 from data_prep.tokenizer import TokenizerFacts, tokenizer_facts
 from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note
 
 ROWS = 256  # rows looked at together
-AGAIN = "run prepare with --force"
 
 
 class Missing(NamedTuple):
@@ -65,17 +66,26 @@ def file_of(config: DataConfig, one: Input) -> Path | None:
     return None if one.source.files is None else config.root / one.name
 
 
-def load_plan(config: DataConfig) -> Plan:
+def content(path: Path, hashes: Hashes) -> str:
+    """Hash of a file, or of all files of a directory and their names."""
+    if path.is_file():
+        return hashes.sha256(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    listed = [[str(file.relative_to(path)), hashes.sha256(file)] for file in files]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def load_plan(config: DataConfig) -> Assignment:
     """The plan, whose settings must be those of the recipe."""
     check_settings(config)
     try:
-        return Plan.load(config.dir / PLAN)
+        return Assignment.load(config.dir / PLAN)
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file
         raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
 
 
 def check_settings(config: DataConfig) -> None:
-    """Refuse to continue with other settings than what is there was planned with."""
+    """Refuse to continue with other settings than what is there was prepared with."""
     file = config.dir / SETTINGS
     try:
         found = json.loads(file.read_text())
@@ -89,7 +99,7 @@ def check_settings(config: DataConfig) -> None:
         raise UserError(f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}")
 
 
-def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
+def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[Input] | str:
     """The inputs, which must be those that were planned; or which is gone, if its data are there."""
     planned = [source["name"] for source in plan.summary["sources"]]
     complete = all((config.dir / split / MANIFEST).is_file() for split in config.splits)
@@ -101,25 +111,26 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] 
         raise
     names = [one.name for one in inputs]
     for name in Counter(names) - Counter(planned):
-        raise UserError(f"{name} was not there when {config.dir} was planned; take it away, or {AGAIN}")
+        raise UserError(f"{name} was not there when {config.dir} was prepared; take it away, or {AGAIN}")
     gone = next(iter(Counter(planned) - Counter(names)), None)
     if gone is not None and not complete:
-        raise UserError(f"{gone} is gone since {config.dir} was planned; put it back, or {AGAIN}")
+        raise UserError(f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}")
     for source in plan.summary["sources"]:
         path = config.root / source["name"]
-        if "sha256" in source and path.is_file():
-            size = path.stat().st_size
-            if size != source["bytes"]:
-                raise UserError(
-                    f"{path} has {size:,} bytes, when {config.dir} was planned it had {source['bytes']:,}; "
-                    f"{AGAIN}"
-                )
-            if hashes.sha256(path) != source["sha256"]:
-                raise UserError(f"{path} changed since it was planned; {AGAIN}")
-    return inputs if gone is None else f"{gone} is gone since {config.dir} was planned"
+        expected = source["sha256"] if "bytes" in source else source.get("content")
+        if expected is None or not path.exists():
+            continue
+        if "bytes" in source and path.stat().st_size != source["bytes"]:
+            raise UserError(
+                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was prepared it had "
+                f"{source['bytes']:,}; {AGAIN}"
+            )
+        if content(path, hashes) != expected:
+            raise UserError(f"{path} changed since {config.dir} was prepared; {AGAIN}")
+    return inputs if gone is None else f"{gone} is gone since {config.dir} was prepared"
 
 
-def check_tokenizer(config: DataConfig, plan: Plan) -> None:
+def check_tokenizer(config: DataConfig, plan: Assignment) -> None:
     """The saved tokenizer, and a local one that it was made from, are those that were planned with."""
     planned = TokenizerFacts(**plan.summary["tokenizer"])
     places = [config.dir / TOKENIZER]
@@ -132,7 +143,7 @@ def check_tokenizer(config: DataConfig, plan: Plan) -> None:
             same = False
         if not same:
             raise UserError(
-                f"{place} is missing, damaged or not the tokenizer that {config.dir} was planned with; "
+                f"{place} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
                 f"{AGAIN}"
             )
 
@@ -294,7 +305,7 @@ def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
     try:
         tree = json.loads((place.parent / SETTINGS).read_text())
-        summary = Plan.load(place.parent / PLAN).summary
+        summary = Assignment.load(place.parent / PLAN).summary
     except FileNotFoundError:  # a data set may be copied without them
         return
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from common.files import PART, part_file, write_text
 from data_prep.config import SPLITS, DataConfig
 from data_prep.encode import Encoded
-from data_prep.pack import BlockPacker, Rows, packed_rows
+from data_prep.pack import BlockPacker, PackedRows, packed_rows
 from data_prep.shards import MANIFEST, ShardInfo, schema, shard_name
 from data_prep.tokenizer import FILES
 
@@ -36,13 +36,13 @@ BATCH_ROWS = 1024  # rows of an Arrow record batch
 
 
 class ShardWriter:
-    """Rows into one shard file, hashed on the way."""
+    """PackedRows into one shard file, hashed on the way."""
 
     def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype) -> None:
         self._file, self._kind, self._dtype = file, kind, dtype
         self._schema = schema(kind, dtype)
         self._hash = hashlib.sha256()
-        self._waiting: list[Rows] = []
+        self._waiting: list[PackedRows] = []
         self._waiting_rows = 0
         self.rows = self.tokens = self.valid = self.segments = self.bytes = 0
         self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), self._schema)
@@ -59,7 +59,7 @@ class ShardWriter:
         """Called by Arrow."""
         self._file.flush()
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: PackedRows) -> None:
         """Append rows; they are written BATCH_ROWS at a time."""
         self._waiting.append(rows)
         self._waiting_rows += len(rows.lengths)
@@ -85,7 +85,7 @@ class ShardWriter:
     def _write_waiting(self, last: bool) -> None:
         if not self._waiting_rows:
             return
-        rows = Rows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
+        rows = PackedRows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
         columns = [
             _lists(rows.ids.astype(self._dtype), rows.lengths),
             _lists(rows.segments.astype(np.uint32), rows.segment_counts),
@@ -102,7 +102,7 @@ class ShardWriter:
         self._waiting = [_after(rows, done)] if done < batch.num_rows else []
         self._waiting_rows = max(0, batch.num_rows - done)
 
-    def _count(self, rows: Rows, written: int) -> None:
+    def _count(self, rows: PackedRows, written: int) -> None:
         self.rows += written
         self.tokens += int(rows.lengths[:written].sum())
         self.valid += int(rows.valid[:written].sum())
@@ -110,9 +110,17 @@ class ShardWriter:
 
 
 def write_shard(
-    directory: Path, index: int, config: DataConfig, dtype: np.dtype, encoded: Iterable[Encoded]
+    directory: Path,
+    index: int,
+    config: DataConfig,
+    dtype: np.dtype,
+    encoded: Iterable[Encoded],
+    quota: int | None = None,
 ) -> ShardInfo:
-    """Pack encoded sequences into shard `index` of a split and put it in place, then its note."""
+    """Pack encoded sequences into shard `index` of a split and put it in place, then its note.
+
+    quota: for text, tokens at most, in whole blocks.
+    """
     name = shard_name(index, config.shards)
     counts: Counter[str] = Counter()
     documents = overlapping = 0
@@ -129,11 +137,10 @@ def write_shard(
 
     with part_file(directory / name) as file:
         writer = ShardWriter(file, config.kind, dtype)
-        quota = token_quota(config, index) if directory.name == "train" else None
         if config.kind == "text":
             _blocks(writer, counted(), config.block, quota, counts)
         else:
-            _bins(writer, counted(), config.block, quota, dtype, directory, counts)
+            _bins(writer, counted(), config.block, dtype, directory)
         info = writer.finish(name, documents, counts)
     if config.contamination is not None:
         found = {"documents": overlapping, "grams": sorted(overlap)}
@@ -163,15 +170,6 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     return info if whole else None
 
 
-def token_quota(config: DataConfig, index: int) -> int | None:
-    """Tokens that training shard `index` takes of data.limit_tokens; whole rows for text."""
-    if config.limit_tokens is None:
-        return None
-    unit = config.block if config.kind == "text" else 1
-    share, rest = divmod(config.limit_tokens // unit, config.shards)
-    return (share + (index < rest)) * unit
-
-
 def _blocks(
     writer: ShardWriter,
     encoded: Iterable[Encoded],
@@ -183,12 +181,11 @@ def _blocks(
     left = None if quota is None else quota // block
     for one in encoded:
         rows = packer.add(one.ids, one.lengths)
-        if left is not None and len(rows.lengths) >= left:
-            writer.add(_before(rows, left))
-            counts["stopped_at_limit_tokens"] += 1
-            return
-        writer.add(rows)
+        if left is not None and len(rows.lengths) > left:
+            counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
+            rows = _before(rows, left)
         left = None if left is None else left - len(rows.lengths)
+        writer.add(rows)
     counts["remainder_tokens_dropped"] += packer.remainder
 
 
@@ -196,10 +193,8 @@ def _bins(
     writer: ShardWriter,
     encoded: Iterable[Encoded],
     block: int,
-    quota: int | None,
     dtype: np.dtype,
     directory: Path,
-    counts: Counter[str],
 ) -> None:
     """Bins need all lengths of the shard first: the ids wait in a file that has no name."""
     import tempfile
@@ -213,18 +208,13 @@ def _bins(
             lengths += one.lengths.tolist()
             spans += one.spans
             total += len(one.ids)
-            if quota is not None and total > quota:
-                break
         spool.flush()
         size = np.array(lengths, np.int64)
         ends = np.cumsum(size)
-        if quota is not None and total > quota:
-            size = size[ends <= quota]
-            counts["stopped_at_limit_tokens"] += 1
         if not len(size):
             return
         ids = np.memmap(spool, dtype, mode="r", shape=(total,))
-        for rows in packed_rows(ids, ends[: len(size)] - size, size, spans, block):
+        for rows in packed_rows(ids, ends - size, size, spans, block):
             writer.add(rows)
         del ids
 
@@ -247,12 +237,12 @@ def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=batch.schema)
 
 
-def _before(rows: Rows, count: int) -> Rows:
+def _before(rows: PackedRows, count: int) -> PackedRows:
     """The first `count` rows."""
     tokens = rows.lengths[:count].sum()
     segments = rows.segment_counts[:count].sum()
     spans = rows.span_counts[:count].sum()
-    return Rows(
+    return PackedRows(
         rows.ids[:tokens],
         rows.lengths[:count],
         rows.segments[:segments],
@@ -263,12 +253,12 @@ def _before(rows: Rows, count: int) -> Rows:
     )
 
 
-def _after(rows: Rows, count: int) -> Rows:
+def _after(rows: PackedRows, count: int) -> PackedRows:
     """All but the first `count` rows."""
     tokens = rows.lengths[:count].sum()
     segments = rows.segment_counts[:count].sum()
     spans = rows.span_counts[:count].sum()
-    return Rows(
+    return PackedRows(
         rows.ids[tokens:],
         rows.lengths[count:],
         rows.segments[segments:],

@@ -29,9 +29,9 @@ import yaml
 
 from common.recipe import parse_section
 from data_prep.config import DataConfig
+from data_prep.inputs import open_text
 from data_prep.pack import first_fit_decreasing
 from data_prep.prepare import prepare
-from data_prep.sources import open_text
 from data_prep.templates import Conversation, Exchange
 from data_prep.tokenizer import encoder, save_tokenizer
 from tests.bench import _data_peers as peers
@@ -307,7 +307,7 @@ def pack(bench: Bench) -> None:
 
 def instruction_lengths(bench: Bench) -> np.ndarray:
     """Tokens of Alpaca-GPT4 rows in the Alpaca format."""
-    from data_prep.encode import Encoder, EncodeSettings
+    from data_prep.encode import EncodeSettings, RowEncoder
     from data_prep.tokenizer import tokenizer_facts
 
     rows = alpaca_rows(3000)
@@ -315,7 +315,7 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
         with open_text(DATA / "instruct/alpaca_gpt4/train.jsonl.zst") as stream:
             rows = [json.loads(line) for line in stream.read().splitlines()]
     facts = tokenizer_facts(bench.tokenizer)
-    made = Encoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
+    made = RowEncoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
     dialogues = [Conversation((Exchange(r["instruction"], r["output"], r["input"]),)) for r in rows]
     return made.conversations(dialogues).lengths
 

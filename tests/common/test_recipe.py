@@ -33,12 +33,12 @@ def load(tmp_path: Path, content: bytes | str, *overrides: str) -> RunConfig:
 
 
 def refused(tmp_path: Path, message: str, content: bytes | str, *overrides: str) -> None:
-    """One short line, within two seconds."""
-    began = time.perf_counter()
+    """One short line, within three seconds of work."""
+    began = time.process_time()
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path, content, *overrides)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 3
 
 
 def bomb(levels: int, leaf: str = "&a0 [x, x, x, x, x, x, x, x, x, x]") -> str:

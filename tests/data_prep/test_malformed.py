@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from common.errors import UserError
-from data_prep.scan import Plan
+from data_prep.scan import Assignment
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts
 
 GOOD = [{"text": text} for text in texts(9)]
@@ -43,11 +43,11 @@ ERRORS: dict[str, tuple[str, bytes, str]] = {
     "missing column": (
         "a.jsonl",
         among({"body": "x"}),
-        r"line 7: missing column .*text or .*there are: body",
+        r"line 7: missing column .*no column text, content, sentence, document or story; there are: body",
     ),
     "empty object": ("a.jsonl", among({}), r"missing column .*there are: none"),
     "number for text": ("a.jsonl", among({"text": 3}), r"wrong type \(column text must be text, not int\)"),
-    "null for text": ("a.jsonl", among({"text": None}), "must be text, not NoneType"),
+    "null for text": ("a.jsonl", among({"text": None}), "must be text, not null"),
     "list for text": ("a.jsonl", among({"text": ["a"]}), "must be text, not list"),
     "nested too deep": ("a.jsonl", among(b"[" * 200_000), "broken json"),
     "empty file": ("a.jsonl", b"", "a.jsonl is empty"),
@@ -57,7 +57,7 @@ ERRORS: dict[str, tuple[str, bytes, str]] = {
     "UTF-16": (
         "a.txt",
         "some words\n".encode("utf-16"),
-        "no row of the sources can be trained on: .*bad_utf8",
+        r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8",
     ),
     "truncated zstd": ("a.jsonl.zst", zstandard.compress(lines(*GOOD))[:-40], "cannot be unpacked"),
     "garbage named zst": ("a.jsonl.zst", b"not zstd at all", "cannot be unpacked"),
@@ -69,7 +69,11 @@ ERRORS: dict[str, tuple[str, bytes, str]] = {
     "object with two arrays": ("a.json", b'{"a": [],\n"b": []}', "must be an array of rows"),
     "empty array": ("a.json", b"[]", "a.json has no rows"),
     "nothing usable": ("a.jsonl", lines({"text": ""}, {"text": " "}), r"no row .*: 2 empty"),
-    "less than a block": ("a.jsonl", lines({"text": "red"}), "less than one block of 32 tokens"),
+    "less than a block": (
+        "a.jsonl",
+        lines({"text": "red"}),
+        "less than one block of 32 tokens in every shard; set a smaller",
+    ),
 }
 
 # name: (content of a.jsonl or a.txt, rows that are rejected by reason)
@@ -123,9 +127,15 @@ CHAT_ERRORS: dict[str, tuple[Any, str]] = {
         r"messages.content must be text, not list",
     ),
     "no role": ({"messages": [{"content": "a"}]}, "missing column .*role and content"),
-    "no output": ({"instruction": "a", "response_text": "b"}, r"missing column \(no column output"),
+    "no output": (
+        {"instruction": "a", "response_text": "b"},
+        r"missing column \(no column output, response, completion or answer",
+    ),
     "numeric output": ({"instruction": "a", "output": 4}, "column output must be text, not int"),
-    "no instruction": ({"question": "a", "output": "b"}, "no column instruction"),
+    "no instruction": (
+        {"ask": "a", "output": "b"},
+        "no column instruction, prompt, question or query; there are: ask",
+    ),
 }
 
 
@@ -145,7 +155,7 @@ def rejected(tmp_path: Path, **data: Any) -> dict[str, int]:
     """Prepare, and what was rejected."""
     config = data_config(tmp_path, **({"sources": [{"files": "a.*"}]} | data))
     run(config)
-    return Plan.load(config.dir / "plan.npz").summary["rejected"]
+    return Assignment.load(config.dir / "plan.npz").summary["rejected"]
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -206,7 +216,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text rows for instruct": (
         {"kind": "instruct"},
-        r"missing column \(no column instruction; there are: text",
+        r"\(no column instruction, prompt, question or query; there are: text\)",
     ),
     "json as paragraphs": (
         {"sources": [{"files": "a.*", "format": "paragraphs"}]},
@@ -216,7 +226,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"sources": [{"files": "a.*", "column": "body"}]},
         r"line 1: missing column \(no column body",
     ),
-    "no test rows": ({"contamination": "nowhere"}, "holds no <task>/test.jsonl"),
+    "no test rows": ({"contamination": "nowhere"}, "has no <task>/test.jsonl"),
     "hub without network": (
         {"sources": [{"hub": "no-such/data-set"}]},
         "hub data set no-such/data-set cannot be loaded",

@@ -15,9 +15,9 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.encode import Encoder, EncodeSettings
+from data_prep.encode import EncodeSettings, RowEncoder
+from data_prep.inputs import open_text
 from data_prep.shards import TokenDataset
-from data_prep.sources import open_text
 from data_prep.templates import Conversation, Exchange, render
 from data_prep.tokenizer import encoder, load_tokenizer, tokenizer_facts
 from tests.helpers.corpus import (
@@ -45,8 +45,8 @@ DIALOGUES = st.builds(
 @cache
 def make_encoder(
     place: Path, template: str = "alpaca", block: int = 10_000, overlong: str = "drop"
-) -> Encoder:
-    return Encoder(EncodeSettings(place, tokenizer_facts(place), template, block, overlong, None))
+) -> RowEncoder:
+    return RowEncoder(EncodeSettings(place, tokenizer_facts(place), template, block, overlong, None))
 
 
 def supervised(length: int, spans: np.ndarray) -> np.ndarray:

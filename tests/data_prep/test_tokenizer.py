@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from common.errors import UserError
-from data_prep.sources import open_text
+from data_prep.inputs import open_text
 from data_prep.tokenizer import (
     encoder,
     load_tokenizer,

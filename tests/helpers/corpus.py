@@ -18,7 +18,7 @@ import numpy as np
 
 from common.recipe import parse_section
 from data_prep.config import DataConfig
-from data_prep.pack import Rows
+from data_prep.pack import PackedRows
 from data_prep.prepare import prepare
 from data_prep.shards import (
     FORMAT,
@@ -66,7 +66,7 @@ def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    """Rows as JSON lines."""
+    """PackedRows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
@@ -140,7 +140,7 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
             writer = ShardWriter(file, "text", np.dtype(np.uint16))
             for _ in range(rows // 2000):
                 ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
-                writer.add(Rows(ids, full, halves, two, none, np.zeros(1000, np.int64), full - 2))
+                writer.add(PackedRows(ids, full, halves, two, none, np.zeros(1000, np.int64), full - 2))
             infos.append(writer.finish(name, rows, Counter()))
     counts = {k: sum(getattr(info, k) for info in infos) for k in COUNTED}
     manifest = Manifest(

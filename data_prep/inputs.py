@@ -1,0 +1,235 @@
+"""Inputs -> pieces: stretches of a file, small enough for a worker, that can be read again on their own.
+
+A text file is cut between rows into payloads of about PIECE bytes, a table into blocks of rows. The scan goes
+over all pieces once and keeps their places; a shard's job later reads just the pieces that it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+
+from common.errors import UserError, one_line
+from data_prep.config import Source
+from data_prep.rows import Payload, RowSpec, cuts, raw_rows
+
+PIECE = 256 << 10  # bytes of text in a piece
+PIECE_ROWS = 256  # rows of a table in a piece
+UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+AGAIN = "run prepare with --force to start over"
+
+
+class Place(NamedTuple):
+    """Where a piece lies in its file: bytes of the unpacked text, or rows of the table."""
+
+    start: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """A place and its content; payload None: a row longer than data.max_chars allows."""
+
+    place: Place
+    payload: Payload | None
+
+
+class Input:
+    """One file, hub data set or embedded corpus of a source."""
+
+    held_out = False  # of a validation source
+
+    def __init__(self, source: Source, name: str, spec: RowSpec) -> None:
+        self.source, self.name, self.spec = source, name, spec
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, in order."""
+        raise NotImplementedError
+
+    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
+        """The payloads at some places, which come in order."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """What pins the content: name, and hash or revision."""
+        raise NotImplementedError
+
+
+class TextInput(Input):
+    """A .txt or .jsonl file, plain or packed."""
+
+    def __init__(self, source: Source, name: str, spec: RowSpec, path: Path) -> None:
+        super().__init__(source, name, spec)
+        self.path = path
+
+    def pieces(self) -> Iterator[Piece]:
+        with open_text(self.path) as stream:
+            unpacked = chunks(stream, self.name)
+            first = next(unpacked, b"")
+            if first.startswith(UTF16):
+                raise UserError(f"{self.name} is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+            yield from _cut(chain([first], unpacked), self.spec, 4 * self.spec.max_chars)
+
+    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
+        with open_text(self.path) as stream:
+            at = 0
+            for place in places:
+                yield self._read(stream, place.start - at, place.length)
+                at = place.start + place.length
+
+    def _read(self, stream: Any, before: int, length: int) -> bytes:
+        try:
+            skip(stream, before)
+            payload: bytes = stream.read(length)
+        except OSError as error:
+            raise _damaged(self.name, error) from None
+        if len(payload) != length:
+            raise UserError(f"{self.name} is shorter than when it was scanned; {AGAIN}")
+        return payload
+
+    def identity(self) -> dict[str, Any]:
+        return file_identity(self.path, self.name)
+
+
+class TableInput(Input):
+    """Rows that can be had by number: parquet, .json, a hub data set, an embedded corpus."""
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        spec: RowSpec,
+        rows: Callable[[int], Iterator[Any]],  # rows from a number on
+        pinned: Callable[[], dict[str, Any]],
+    ) -> None:
+        super().__init__(source, name, spec)
+        self._rows, self._pinned = rows, pinned
+
+    def pieces(self) -> Iterator[Piece]:
+        start = 0
+        for block in self._blocks():
+            yield Piece(Place(start, len(block)), self._payload(block))
+            start += len(block)
+
+    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
+        rows: Iterator[Any] = iter(())
+        at = -1
+        for place in places:
+            if place.start != at:
+                rows = self._rows(place.start)
+            block = list(islice(rows, place.length))
+            if len(block) != place.length:
+                raise UserError(f"{self.name} has fewer rows than when it was scanned; {AGAIN}")
+            at = place.start + place.length
+            yield self._payload(block)
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name} | self._pinned()
+
+    def _blocks(self) -> Iterator[list[Any]]:
+        """Blocks of rows; in WikiText, whose rows are lines, they end where a document ends."""
+        rows = self._rows(0)
+        if self.spec.format != "wikitext":
+            while block := list(islice(rows, PIECE_ROWS)):
+                yield block
+            return
+        block = []
+        for row in rows:
+            block.append(row)
+            if len(block) > PIECE_ROWS and self._line(block[-2]).startswith(" = "):
+                around = "x\n" + "".join(map(self._line, block[-3:]))
+                if any(cuts(around.encode(), self.spec)):
+                    yield block[:-3]
+                    block = block[-3:]
+        if block:
+            yield block
+
+    def _payload(self, block: list[Any]) -> Payload:
+        if self.spec.format != "wikitext":
+            return block
+        return "".join(map(self._line, block)).encode("utf-8", "surrogatepass")
+
+    def _line(self, row: Any) -> str:
+        """A WikiText row as the line that it was."""
+        column = self.spec.column or "text"
+        if not isinstance(row, dict) or not isinstance(row.get(column), str):
+            raise UserError(f"{self.name} has a row without text in column {column}; set its column")
+        return row[column] if row[column].endswith("\n") else row[column] + "\n"
+
+
+def open_text(path: Path) -> Any:
+    """A file's bytes as a stream, unpacked on the way; a file that ends too early raises OSError.
+
+    Raises UserError when the file cannot be opened.
+    """
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    try:
+        if packed is None:
+            return path.open("rb")
+        return pyarrow.input_stream(str(path), compression=packed, buffer_size=PIECE)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read: {error.strerror or one_line(error, 200)}")
+
+
+def skip(stream: Any, count: int) -> None:
+    """Pass over bytes of a stream."""
+    if count and stream.seekable():
+        stream.seek(count, 1)
+        return
+    while count > 0 and (chunk := stream.read(min(PIECE, count))):
+        count -= len(chunk)
+
+
+def file_identity(path: Path, name: str) -> dict[str, Any]:
+    """Name, size and hash of a file. Raises UserError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"name": name, "bytes": file.tell(), "sha256": digest}
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def chunks(stream: Any, name: str) -> Iterator[bytes]:
+    """A stream in reads of PIECE bytes. Raises UserError when it cannot be unpacked."""
+    try:
+        while chunk := stream.read(PIECE):
+            yield chunk
+    except OSError as error:
+        raise _damaged(name, error) from None
+
+
+def _damaged(name: str, error: OSError) -> UserError:
+    return UserError(f"{name} cannot be unpacked ({one_line(error)}); the file is damaged")
+
+
+def _cut(stretches: Iterable[bytes], spec: RowSpec, limit: int) -> Iterator[Piece]:
+    """Cut a stream of text into pieces between rows; a row of more than `limit` bytes has no payload."""
+    buffer, start, skipped = b"", 0, 0
+    for chunk in stretches:
+        buffer += chunk
+        if spec.format == "document" and len(buffer) <= limit:
+            continue
+        places = list(cuts(buffer, spec)) if spec.format != "document" else []
+        if skipped and places:  # the row that was too long ends at the first place
+            yield Piece(Place(start, skipped + places[0]), None)
+            start, buffer = start + skipped + places[0], buffer[places[0] :]
+            places, skipped = [p - places[0] for p in places[1:]], 0
+        if places:
+            yield Piece(Place(start, places[-1]), buffer[: places[-1]])
+            start, buffer = start + places[-1], buffer[places[-1] :]
+        elif len(buffer) > limit or skipped:
+            keep = min(len(buffer), 4096)  # a place may straddle two reads
+            skipped, buffer = skipped + len(buffer) - keep, buffer[-keep:]
+    if skipped:
+        yield Piece(Place(start, skipped + len(buffer)), None)
+    elif raw_rows(buffer, spec):
+        yield Piece(Place(start, len(buffer)), buffer)
