@@ -34,7 +34,7 @@ DESCRIBED = {
     "launch/k8s/*.yaml": "the same as Kubernetes jobs",
     "eval/icl/tasks/*.yaml": "the eight tasks: data, labels, prompts, shots",
     "eval/icl/tasks/README.md": "how to add a task",
-    "eval/report/page.css": "the style of reports",
+    "common/page/page.css": "the style of reports",
     "tests/bench/*.py": "side-by-side measurements",
     "tests/campaigns/*.py": "soak and cluster: long tests, each a command of its own",
     "tests/helpers/*.py": "what tests share: corpora, launches, naive references",
