@@ -54,7 +54,7 @@ from data_prep.shards import (
     shard_name,
     token_dtype,
 )
-from data_prep.sources import open_inputs
+from data_prep.sources import is_saved, open_inputs
 from data_prep.templates import VERSIONS
 from data_prep.tokenizer import TokenizerFacts, require_end, save_tokenizer, train_sentencepiece
 from data_prep.write import overlap_path, read_note, write_shard
@@ -110,12 +110,10 @@ def _begin(config: DataConfig, workers: int, say: Say) -> None:
     inputs = open_inputs(config)
     say(f"reading {len(inputs)} inputs")
     for one in inputs:
-        if one.source.hub and not one.source.revision:
+        if one.source.hub and not one.source.revision and not is_saved(Path(one.source.hub)):
             say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
     facts = None
-    if (
-        config.train_tokenizer is None
-    ):  # what the recipe names is looked at before the scan, which takes longer
+    if config.train_tokenizer is None:  # first what may be misspelt, then the scan, which takes longer
         facts = _save_tokenizer(config, None, inputs, say)
     if config.contamination is not None:
         grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
@@ -260,7 +258,8 @@ def _shards(
             tokens += info.tokens
             say(f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens")
         seconds = time.perf_counter() - began
-        say(f"{len(todo)} shards, {tokens:,} tokens in {seconds:,.1f} s: {tokens / seconds:,.0f} tokens/s")
+        rate = f"{tokens:,} tokens in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
+        say(f"shards made: {len(todo)}, {rate}")
 
 
 class _Shards:

@@ -3,7 +3,7 @@
 Reading and checking text is far cheaper than tokenising it, so one job scans (the others wait, see
 prepare.py), and then the jobs encode independently: the assignment says which rows each shard takes. It
 depends on the sources and the settings alone. Memory grows with the number of rows, not with the size of
-the text: at most MEMORY bytes for each while rows are selected, with near-duplicates 512 more, and 6
+the text: at most 70 bytes for each while rows are selected, with near-duplicates 512 more, and 6
 afterwards.
 """
 
@@ -39,7 +39,6 @@ from data_prep.selection import CODE, PERMUTATIONS, ScannedRows, Selection, sele
 from data_prep.templates import Conversation
 
 SPLITS = ("train", "validation")
-MEMORY = 80  # bytes a row, measured
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 
 
@@ -156,7 +155,7 @@ class Assignment:
         corresponds to its place, so that those keep their order.
         """
         rows = np.flatnonzero(self.shard == shard)
-        copies = self.copies[rows]
+        copies = self.copies[rows].astype(np.int64)  # the products below are larger than uint16
         passes = min(int(copies.max(initial=0)), PASSES)
         if passes <= 1:
             yield rows, copies

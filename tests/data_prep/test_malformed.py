@@ -20,7 +20,7 @@ GOOD = [{"text": text} for text in texts(9)]
 
 
 def lines(*rows: Any, ending: str = "\n") -> bytes:
-    """Rows as JSON lines; a row that is bytes stands as it is."""
+    """Rows as JSON lines; a row that is bytes is taken as it is."""
     done = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     return b"".join(row + ending.encode() for row in done)
 
@@ -92,7 +92,7 @@ COUNTED: dict[str, tuple[str, bytes, dict[str, int]]] = {
     "a last line of 50 MB": ("a.jsonl", among({"text": "long line " * 5_000_000}, at=9), {"too_long": 1}),
     "longer than max_chars": ("a.jsonl", among({"text": "many words " * 1_200_000}), {"too_long": 1}),
     "duplicate rows": ("a.jsonl", lines(*GOOD, *GOOD), {"duplicate": 9}),
-    "duplicate ids are no key": ("a.jsonl", lines(*({"id": 1, **row} for row in GOOD)), {}),
+    "duplicate ids do not matter": ("a.jsonl", lines(*({"id": 1, **row} for row in GOOD)), {}),
     "byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + lines(*GOOD), {}),
     "Windows line ends": ("a.jsonl", lines(*GOOD, ending="\r\n"), {}),
     "no last line end": ("a.jsonl", lines(*GOOD)[:-1], {}),

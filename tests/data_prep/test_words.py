@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from data_prep import words
-from data_prep.tokenizer import encoder, save_tokenizer
-from data_prep.words import TextEncoder, word_rule
+from data_prep.tokenizer import save_tokenizer
+from data_prep.words import TextEncoder, encoder, word_rule
 from tests.helpers.corpus import texts, tiny_tokenizer
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
@@ -104,12 +105,15 @@ def saved(source: Path, place: Path) -> Path:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "REMEMBERED", 100)
+    """defects C1: bounded in bytes, also by words that are long."""
+    monkeypatch.setattr(words, "REMEMBERED", 20_000)
     ours, bare = TextEncoder(tiny_tokenizer(), np.dtype(np.uint32)), encoder(tiny_tokenizer())
-    many = [f"word{i} river{i % 7} {i}" for i in range(400)]
+    many = [f"word{i} river{i % 7} {i} {'longer' * (i % 40)}" for i in range(400)]
     found = [np.frombuffer(ids, np.uint32).tolist() for ids in ours.encode(many)]
     assert found == [one.ids for one in bare.encode_batch(many)]
-    assert 0 < len(ours.known) <= 100 + 3
+    held = sum(sys.getsizeof(word) + sys.getsizeof(ids) for word, ids in ours.known.items())
+    assert 0 < held < ours.known.bytes <= 20_000
+    assert max(map(len, ours.known)) <= words.LONGEST
 
 
 def tree_of(tokenizer: Tokenizer) -> dict:
@@ -138,7 +142,7 @@ def with_merge(left: str, right: str) -> Tokenizer:
 
 
 def test_only_what_is_proven_is_cut() -> None:
-    """Each of these may join what stands on the two sides of a cut: they get whole texts."""
+    """Each of these may join what is on the two sides of a cut: they get whole texts."""
     assert word_rule(tree_of(changed())) is not None
     assert word_rule(tree_of(with_merge("e", "x"))) is not None
     for left, right in (("e", "▁"), ("a", "▁b"), ("\n", "▁"), ("a", "\n"), ("\n", "a"), ("▁", "\n")):
