@@ -208,6 +208,8 @@ def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
 
 def scan_inputs(config: DataConfig, inputs: list[Input], workers: Workers) -> Assignment:
     """Scan all rows of the inputs and assign them to shards. `workers` run a `scanner`."""
+    for one in inputs:  # first what may be misspelt or missing, then what takes long
+        one.probe()
     table: list[tuple[int, ...]] = []
     scanned: list[ScannedPiece] = []
     facts: list[dict[str, Any]] = []
