@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -116,13 +116,16 @@ def locked(path: Path, waiting: Callable[[], None], shared: bool = False) -> Ite
         yield
 
 
-def claim(directory: Path, marker: str, note: str) -> None:
+def claim(directory: Path, marker: str, note: str, setting: str) -> None:
     """Make `directory` one that its tool may clear: it is new or empty and gets a `marker` file, or has one.
 
-    Raises UserError when it holds anything else, is no directory, or cannot be written.
+    Raises UserError, naming the `setting` that gave it, when it holds anything else or cannot be written.
     """
+    where = f"{setting}={directory}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise UserError(f"{where} cannot be written; set another {setting}")
         if (directory / marker).is_file():
             return
         beginning = f".{marker}.*{PART}"  # of another process that does the same
@@ -131,14 +134,12 @@ def claim(directory: Path, marker: str, note: str) -> None:
             write_once(directory / marker, note)
         elif not (directory / marker).is_file():  # another process may have begun since
             raise UserError(
-                f"{directory} is not empty ({found[0]} is there) and not marked by {marker} as made here; "
-                "set another directory"
+                f"{where} is not empty ({found[0]} is there) and not marked by {marker} as made here; "
+                f"set another {setting}"
             )
     except OSError as error:
-        where = error.filename or directory
-        raise UserError(
-            f"{directory} cannot be used: {where}: {error.strerror}; set another directory"
-        ) from None
+        reason = "it is a file" if directory.is_file() else error.strerror or one_line(error)
+        raise UserError(f"{where} cannot be written: {reason}; set another {setting}") from None
 
 
 def foreign(directory: Path, made: Sequence[str]) -> Iterator[Path]:

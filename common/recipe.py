@@ -66,7 +66,7 @@ def mark_of(cls: type[Section], key: str) -> str | None:
 def marked(cls: type[Section], name: str) -> set[str]:
     """Keys below `cls` that are declared with `mark(name, ...)`, as in `train.log_every`.
 
-    A marked section stands for all that it holds. Sections in lists are not searched.
+    A marked section covers all that it holds. Sections in lists are not searched.
     """
     found: set[str] = set()
     for key, field in cls.model_fields.items():
@@ -174,7 +174,7 @@ def _check_size(root: yaml.Node) -> None:
 
     def size(node: yaml.Node, depth: int) -> int:
         if id(node) in open_:
-            raise ValueError(f"an alias stands inside what it names, line {node.start_mark.line + 1}")
+            raise ValueError(f"an alias contains itself, line {node.start_mark.line + 1}")
         if depth > DEPTH:
             raise ValueError("it is nested too deeply")
         if id(node) not in sizes:

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("overrides", nargs="*", metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
     prepare.add_argument("--workers", type=_positive, default=_cpus(), help="processes (%(default)s)")
-    prepare.add_argument("--finish", action="store_true", help="make no shard, only write the manifests")
+    prepare.add_argument("--finish", action="store_true", help="make no shards, only write the manifests")
     prepare.add_argument("--force", action="store_true", help="discard what is there and start over")
     inspect = commands.add_parser("inspect", help="show what was prepared")
     inspect.add_argument("directory", type=Path, help="the prepared directory, or one split of it")

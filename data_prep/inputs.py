@@ -46,6 +46,10 @@ class Input:
     def __init__(self, source: Source, name: str, spec: RowSpec) -> None:
         self.source, self.name, self.spec = source, name, spec
 
+    def probe(self) -> None:
+        """Raise UserError if the input cannot be opened at all."""
+        raise NotImplementedError
+
     def pieces(self) -> Iterator[Piece]:
         """All pieces, in order."""
         raise NotImplementedError
@@ -65,6 +69,9 @@ class TextInput(Input):
     def __init__(self, source: Source, name: str, spec: RowSpec, path: Path) -> None:
         super().__init__(source, name, spec)
         self.path = path
+
+    def probe(self) -> None:
+        open_text(self.path).close()
 
     def pieces(self) -> Iterator[Piece]:
         with open_text(self.path) as stream:
@@ -108,6 +115,9 @@ class TableInput(Input):
     ) -> None:
         super().__init__(source, name, spec)
         self._rows, self._pinned = rows, pinned
+
+    def probe(self) -> None:
+        self._rows(0)
 
     def pieces(self) -> Iterator[Piece]:
         start = 0

@@ -26,7 +26,7 @@ class PackedRows(NamedTuple):
 class BlockPacker:
     """Documents, in order, into rows of exactly `block` tokens.
 
-    A document that does not fit goes on in the next row as a segment of its own. What is left at the
+    A document that does not fit continues in the next row as a segment of its own. What is left at the
     end is less than a block; it is dropped, and `remainder` says how many tokens that were.
     """
 

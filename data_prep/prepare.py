@@ -113,7 +113,7 @@ def prepare(
     """
     if force and shard[1] > 1:
         raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
-    claim(config.dir, MARKER, NOTE)
+    claim(config.dir, MARKER, NOTE, "data.dir")
     with contextlib.ExitStack() as held:
         held.enter_context(full_disk(config.dir))
         with locked(config.dir / LOCK, lambda: say("another job is planning; waiting for it")):
@@ -297,7 +297,8 @@ def _shards(
             hashes.remember(path, signature(path), info.sha256)
             say(f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens")
         seconds = time.perf_counter() - began
-        say(f"{len(todo)} shards, {tokens:,} tokens in {seconds:,.1f} s: {tokens / seconds:,.0f} tokens/s")
+        rate = f"{tokens:,} tokens in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
+        say(f"shards made: {len(todo)}, {rate}")
 
 
 def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> None:

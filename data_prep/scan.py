@@ -3,7 +3,7 @@
 Reading and checking text is far cheaper than tokenising it, so one job scans (the others wait, see
 prepare.py), and then the jobs encode independently: the assignment says which rows each shard takes. It
 depends on the sources and the settings alone. Memory grows with the number of rows, not with the size of
-the text: at most MEMORY bytes for each while rows are selected, with near-duplicates 512 more, and 6
+the text: at most 70 bytes for each while rows are selected, with near-duplicates 512 more, and 6
 afterwards.
 """
 
@@ -38,7 +38,6 @@ from data_prep.rows import (
 from data_prep.selection import CODE, PERMUTATIONS, ScannedRows, Selection, select, signature
 from data_prep.templates import Conversation
 
-MEMORY = 80  # bytes a row, measured
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 
 
@@ -146,7 +145,7 @@ class Assignment:
         corresponds to its place, so that those keep their order.
         """
         rows = np.flatnonzero(self.shard == shard)
-        copies = self.copies[rows]
+        copies = self.copies[rows].astype(np.int64)  # the products below are larger than uint16
         passes = min(int(copies.max(initial=0)), PASSES)
         if passes <= 1:
             yield rows, copies
@@ -199,6 +198,8 @@ def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
 
 def scan_inputs(config: DataConfig, inputs: list[Input], workers: Workers) -> Assignment:
     """Scan all rows of the inputs and assign them to shards. `workers` run a `scanner`."""
+    for one in inputs:  # first what may be misspelt or missing, then what takes long
+        one.probe()
     table: list[tuple[int, ...]] = []
     scanned: list[ScannedPiece] = []
     facts: list[dict[str, Any]] = []

@@ -67,7 +67,8 @@ def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
     absolute = Path(pattern).is_absolute()
     base = Path("/") if absolute else root
     try:
-        found = sorted(base.glob(pattern.lstrip("/")))
+        relative = pattern.lstrip("/")
+        found = sorted(base.glob(relative)) if Path(relative).parts else [base]
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"files: {pattern!r} is not a pattern of file names ({one_line(error)})") from None
     except OSError as error:

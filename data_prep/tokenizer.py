@@ -88,81 +88,6 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     return _facts(backend, names)
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
-    """The bare encoder of training text: adds no special token, and finds none in the text.
-
-    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text
-    continues earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
-    workers need not import transformers).
-    """
-    if isinstance(tokenizer, Path):
-        tree = json.loads((tokenizer / "tokenizer.json").read_text())
-        specials = set(_special_names(tokenizer).values())
-    else:
-        tree = json.loads(tokenizer.backend_tokenizer.to_str())
-        specials = set(tokenizer.all_special_tokens)
-    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
-    if continuing:
-        tree["normalizer"] = _without_prefix(tree["normalizer"])
-        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
-    backend = _bare(tree)
-    if _spelled(backend, specials - {tree["model"].get("unk_token")}):
-        backend = _bare(_renamed(tree, specials))
-    return backend
-
-
-def _bare(tree: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `tree`, the content of a tokenizer.json, describes, as an encoder of plain text."""
-    backend = Tokenizer.from_str(json.dumps(tree))
-    backend.post_processor = None
-    backend.no_padding()
-    backend.no_truncation()
-    backend.encode_special_tokens = True
-    return backend
-
-
-def _spelled(backend: Tokenizer, specials: set[str]) -> bool:
-    """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
-    for special in specials:
-        number = backend.token_to_id(special)
-        texts = [special, f" {special} ", f"x{special}x"]
-        if any(number in one.ids for one in backend.encode_batch(texts, add_special_tokens=False)):
-            return True
-    return False
-
-
-def _renamed(tree: dict[str, Any], specials: set[str]) -> dict[str, Any]:
-    """The same tokenizer whose special tokens have names that no text contains."""
-
-    def name(token: str) -> str:
-        return f"\0{token}" if token in specials else token
-
-    model = dict(tree["model"])
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {name(piece): number for piece, number in model["vocab"].items()}
-    else:
-        model["vocab"] = [[name(piece), score] for piece, score in model["vocab"]]
-    if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & specials]
-    if model.get("unk_token"):
-        model["unk_token"] = name(model["unk_token"])
-    added = [token | {"content": name(token["content"])} for token in tree["added_tokens"]]
-    return tree | {"model": model, "added_tokens": added}
-
-
-def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts nothing before the text."""
-    if part is None or part["type"] == "Prepend":
-        return None
-    for name in ("normalizers", "pretokenizers"):
-        if name in part:
-            inner = map(_without_prefix, part[name])
-            return part | {name: [one for one in inner if one is not None]}
-    if part["type"] == "Metaspace":
-        return part | {"prepend_scheme": "never"}
-    return part | {"add_prefix_space": False} if "add_prefix_space" in part else part
-
-
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """Identity by content: vocabulary, merges, text rules, special tokens; 64 hex digits.
 
@@ -293,22 +218,22 @@ def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
         return _from_sentencepiece(place)
     if (place / "tokenizer.json").is_file():
         backend = Tokenizer.from_file(str(place / "tokenizer.json"))
-        names = _special_names(place)
+        names = special_names(place)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
             names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
         return backend, names
     if (place / "tokenizer.model").is_file():
         backend, names = _from_sentencepiece(place / "tokenizer.model")
-        return backend, names | _special_names(place)
+        return backend, names | special_names(place)
     if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
         backend, names = _from_byte_bpe(place)
-        return backend, names | _special_names(place)
+        return backend, names | special_names(place)
     raise UserError(
         f"tokenizer {place} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
     )
 
 
-def _special_names(place: Path) -> dict[str, str]:
+def special_names(place: Path) -> dict[str, str]:
     """Special tokens that a directory's own configuration names."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):

@@ -154,7 +154,7 @@ def missing_shards(
     """Those of this job's shards that are not there, or not as they were made."""
     index, jobs = shard
     missing = []
-    for number, split in enumerate(config.splits):
+    for split_number, split in enumerate(config.splits):
         directory = config.dir / split
         directory.mkdir(exist_ok=True)
         remove_abandoned(directory)
@@ -162,19 +162,21 @@ def missing_shards(
             listed = {info.file: info for info in read_manifest(directory).shards}
         except UserError:
             listed = {}
-        for one in range(index, config.shards, jobs):
-            info = read_note(directory, one, config.shards)
-            path = directory / shard_name(one, config.shards)
-            if info is not None:
-                known = listed.get(path.name, info) == info
-                if not known or hashes.sha256(path) != info.sha256:
-                    say(f"{path} was changed since it was made; making it again")
-                    info = None
-                elif config.contamination is not None:
-                    info = info if overlap_path(directory, one, config.shards).is_file() else None
-            if info is None:
-                missing.append(Missing(directory, one, number * config.shards + one))
+        for number in range(index, config.shards, jobs):
+            path = directory / shard_name(number, config.shards)
+            info = read_note(directory, number, config.shards)
+            if info is not None and not _is_as_made(path, info, listed.get(path.name, info), hashes):
+                say(f"{path} was changed since it was made; making it again")
+                info = None
+            overlap = config.contamination is None or overlap_path(directory, number, config.shards).is_file()
+            if info is None or not overlap:
+                missing.append(Missing(directory, number, split_number * config.shards + number))
     return missing
+
+
+def _is_as_made(path: Path, noted: ShardInfo, listed: ShardInfo, hashes: Hashes) -> bool:
+    """Whether note, manifest and content of a shard agree."""
+    return noted == listed and hashes.sha256(path) == noted.sha256
 
 
 def data_sets(directory: Path) -> list[Path]:

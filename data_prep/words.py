@@ -15,12 +15,15 @@ from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from data_prep.tokenizer import SPACE, encoder
+from data_prep.tokenizer import SPACE, special_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 REMEMBERED = 64 << 20  # bytes that remembered words may take; then all are forgotten
 LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
@@ -45,7 +48,7 @@ BYTES_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": T
 
 
 class TextEncoder:
-    """The encoder of training text (see `tokenizer.encoder`) for many texts, to ids as bytes of `dtype`.
+    """The encoder of training text (see `encoder`) for many texts, to ids as bytes of `dtype`.
 
     With `by_words` false every text is encoded whole, whatever the tokenizer.
     """
@@ -130,3 +133,78 @@ def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     joined = "\0".join(a + b for a, b in model["merges"])
     crossing = re.search(rf"[^{SPACE}\0]{SPACE}|[^\n\0]\n|\n[^\n\0]|{LINE_BREAK}", joined)
     return None if crossing else (PIECES, " ")
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
+    """The bare encoder of training text: adds no special token, and finds none in the text.
+
+    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text
+    continues earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
+    workers need not import transformers).
+    """
+    if isinstance(tokenizer, Path):
+        tree = json.loads((tokenizer / "tokenizer.json").read_text())
+        specials = set(special_names(tokenizer).values())
+    else:
+        tree = json.loads(tokenizer.backend_tokenizer.to_str())
+        specials = set(tokenizer.all_special_tokens)
+    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
+    if continuing:
+        tree["normalizer"] = _without_prefix(tree["normalizer"])
+        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
+    backend = _bare(tree)
+    if _spelled(backend, specials - {tree["model"].get("unk_token")}):
+        backend = _bare(_renamed(tree, specials))
+    return backend
+
+
+def _bare(tree: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `tree`, the content of a tokenizer.json, describes, as an encoder of plain text."""
+    backend = Tokenizer.from_str(json.dumps(tree))
+    backend.post_processor = None
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _spelled(backend: Tokenizer, specials: set[str]) -> bool:
+    """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
+    for special in specials:
+        number = backend.token_to_id(special)
+        texts = [special, f" {special} ", f"x{special}x"]
+        if any(number in one.ids for one in backend.encode_batch(texts, add_special_tokens=False)):
+            return True
+    return False
+
+
+def _renamed(tree: dict[str, Any], specials: set[str]) -> dict[str, Any]:
+    """The same tokenizer whose special tokens have names that no text contains."""
+
+    def name(token: str) -> str:
+        return f"\0{token}" if token in specials else token
+
+    model = dict(tree["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {name(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[name(piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & specials]
+    if model.get("unk_token"):
+        model["unk_token"] = name(model["unk_token"])
+    added = [token | {"content": name(token["content"])} for token in tree["added_tokens"]]
+    return tree | {"model": model, "added_tokens": added}
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts nothing before the text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            inner = map(_without_prefix, part[name])
+            return part | {name: [one for one in inner if one is not None]}
+    if part["type"] == "Metaspace":
+        return part | {"prepend_scheme": "never"}
+    return part | {"add_prefix_space": False} if "add_prefix_space" in part else part

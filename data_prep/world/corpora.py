@@ -3,7 +3,7 @@
 `documents` is text to pre-train on, `instructions` Alpaca-style examples, `task_rows` the eight in-context
 tasks with the columns and label ids of the real data sets. All three speak of the same people, places and
 facts. A document is prose, or a run of annotated lines such as people write them, in the prompt formats of
-the paper. No test row stands in any document or train row: see `world_tasks.held_out`.
+the paper. No document and no train row contains a test row: see `tasks.held_out`.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ def held_out(text: str) -> bool:
 
 
 def draw(make: Callable[[], str], test: bool) -> str:
-    """Call `make` until its text stands on the wanted side of the split.
+    """Call `make` until its text is on the wanted side of the split.
 
     Outside the test rows the last clause ("..., but the plot is warm.") must not be a test text either.
     """

@@ -33,7 +33,8 @@ from data_prep.inputs import open_text
 from data_prep.pack import first_fit_decreasing
 from data_prep.prepare import prepare
 from data_prep.templates import Conversation, Exchange
-from data_prep.tokenizer import encoder, save_tokenizer
+from data_prep.tokenizer import save_tokenizer
+from data_prep.words import encoder
 from tests.bench import _data_peers as peers
 from tests.bench import _data_real, common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl

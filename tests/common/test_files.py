@@ -91,17 +91,20 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
 def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
     """defects B1"""
     new = tmp_path / "a" / "b"
-    claim(new, "marker.json", "{}")
+    claim(new, "marker.json", "{}", "dir")
     put(new / "anything")
-    claim(new, "marker.json", "other")
+    claim(new, "marker.json", "other", "dir")
     assert (new / "marker.json").read_text() == "{}"
     put(tmp_path / "used" / "thesis.txt")
-    for place, reason in (("used", r"is not empty \(thesis.txt is there\)"), ("used/thesis.txt", "exists")):
+    for place, reason in (
+        ("used", r"is not empty \(thesis.txt is there\)"),
+        ("used/thesis.txt", "it is a file; set another dir"),
+    ):
         with pytest.raises(UserError, match=reason) as caught:
-            claim(tmp_path / place, "marker.json", "{}")
+            claim(tmp_path / place, "marker.json", "{}", "dir")
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="Not a directory"):
-        claim(tmp_path / "used/thesis.txt/deeper", "marker.json", "{}")
+        claim(tmp_path / "used/thesis.txt/deeper", "marker.json", "{}", "dir")
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["thesis.txt"]
 
 

@@ -348,7 +348,7 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path, inside: str, force
     own.parent.mkdir(parents=True)
     own.write_text("the only copy")
     before = listing(tmp_path)
-    with pytest.raises(UserError, match=r"prepared is not empty .*; set another directory"):
+    with pytest.raises(UserError, match=r"data.dir=.*prepared is not empty .*; set another data.dir"):
         run(data_config(tmp_path, sources=[{"files": "a.jsonl"}]), force=force)
     assert listing(tmp_path) == before
 
@@ -444,7 +444,9 @@ def test_places_that_cannot_hold_data(tmp_path: Path) -> None:
     rows(tmp_path / "a.jsonl")
     (tmp_path / "file").write_text("x")
     for place in ("file", "file/deeper", "/proc/prepared"):
-        with pytest.raises(UserError, match=r"cannot be used: .*; set another directory") as caught:
+        with pytest.raises(
+            UserError, match=r"data.dir=.* cannot be written: .*; set another data.dir"
+        ) as caught:
             run(data_config(tmp_path, dir=str(tmp_path / place), sources=[{"files": "a.jsonl"}]))
         assert "\n" not in str(caught.value)
 

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from common.errors import UserError
+from data_prep.inputs import open_text
 from data_prep.scan import Assignment
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts
 
@@ -20,7 +21,7 @@ GOOD = [{"text": text} for text in texts(9)]
 
 
 def lines(*rows: Any, ending: str = "\n") -> bytes:
-    """Rows as JSON lines; a row that is bytes stands as it is."""
+    """Rows as JSON lines; a row that is bytes is taken as it is."""
     done = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     return b"".join(row + ending.encode() for row in done)
 
@@ -92,7 +93,7 @@ COUNTED: dict[str, tuple[str, bytes, dict[str, int]]] = {
     "a last line of 50 MB": ("a.jsonl", among({"text": "long line " * 5_000_000}, at=9), {"too_long": 1}),
     "longer than max_chars": ("a.jsonl", among({"text": "many words " * 1_200_000}), {"too_long": 1}),
     "duplicate rows": ("a.jsonl", lines(*GOOD, *GOOD), {"duplicate": 9}),
-    "duplicate ids are no key": ("a.jsonl", lines(*({"id": 1, **row} for row in GOOD)), {}),
+    "duplicate ids do not matter": ("a.jsonl", lines(*({"id": 1, **row} for row in GOOD)), {}),
     "byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + lines(*GOOD), {}),
     "Windows line ends": ("a.jsonl", lines(*GOOD, ending="\r\n"), {}),
     "no last line end": ("a.jsonl", lines(*GOOD)[:-1], {}),
@@ -227,6 +228,26 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"line 1: missing column \(no column body",
     ),
     "no test rows": ({"contamination": "nowhere"}, "has no <task>/test.jsonl"),
+    # defects D2
+    "no pattern": ({"sources": [{"files": ""}]}, "sources.0.files: String should have at least 1 character"),
+    "a bucket": (
+        {"sources": [{"files": "s3://b/a.jsonl"}]},
+        "s3://b/a.jsonl is an address, not a local path",
+    ),
+    "a web page": ({"sources": [{"files": "https://x/a.jsonl"}]}, "is an address, not a local path"),
+    "a web page of the hub": ({"sources": [{"hub": "https://x/y"}]}, "is an address; give the data set's id"),
+    "a directory": ({"sources": [{"files": "."}]}, r"it is a directory; write \./\*\.jsonl"),
+    "output is a file": ({"dir": __file__}, "cannot be written: it is a file; set another data.dir"),
+    "output below a file": ({"dir": f"{__file__}/x"}, "cannot be written: Not a directory"),
+    "output not writable": ({"dir": "/proc/x/y"}, "data.dir=/proc/x/y cannot be written: No such"),
+    "nothing of its own to validate on": (
+        {"validation": [{"files": "a.*"}]},
+        r"validation set is empty: its sources have no usable row of their own \(9 duplicate\)",
+    ),
+    "too small a share to validate on": (
+        {"validation_fraction": 1e-9},
+        "validation set is empty: data.validation_fraction=1e-09 takes no row",
+    ),
     "hub without network": (
         {"sources": [{"hub": "no-such/data-set"}]},
         "hub data set no-such/data-set cannot be loaded",
@@ -240,6 +261,68 @@ def test_settings_that_cannot_work_give_one_line(tmp_path: Path, case: str) -> N
     data, message = SETTINGS[case]
     put(tmp_path, "a.jsonl", lines(*GOOD))
     fails(tmp_path, message, **data)
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "contamination"])
+def test_names_are_looked_up_before_the_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """defects C3: what may be misspelt is found wrong before hours of reading."""
+    put(tmp_path, "a.jsonl", lines(*GOOD))
+    monkeypatch.setattr("data_prep.prepare.scan_inputs", lambda *_: pytest.fail("scanned first"))
+    with pytest.raises(UserError, match=r"does not exist|has no <task>"):
+        run(data_config(tmp_path, sources=[{"files": "a.*"}], **{key: str(tmp_path / "not/there/at/all")}))
+
+
+def test_all_sources_are_opened_before_one_is_scanned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """defects C3."""
+    put(tmp_path, "a.jsonl", lines(*GOOD))
+    monkeypatch.setattr("data_prep.scan._scan_input", lambda *_: pytest.fail("scanned first"))
+    with pytest.raises(UserError, match="hub data set no-such/data-set cannot be loaded"):
+        run(data_config(tmp_path, sources=[{"files": "a.*"}, {"hub": "no-such/data-set"}]))
+
+
+def test_a_misspelt_tokenizer_gets_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers/llama").mkdir(parents=True)
+    put(tmp_path, "a.jsonl", lines(*GOOD))
+    fails(tmp_path, r"did you mean .*tokenizers/llama\?", tokenizer=str(tmp_path / "tokenizers/lama"))
+
+
+def test_validation_of_less_than_a_block(tmp_path: Path) -> None:
+    """defects D2: it would be a data set without rows."""
+    put(tmp_path, "a.jsonl", lines(*GOOD))
+    (tmp_path / "b.txt").write_text("one two")
+    with pytest.raises(UserError, match="the validation data are less than one block of 32 tokens"):
+        run(data_config(tmp_path, sources=[{"files": "a.*"}], validation=[{"files": "b.txt"}]))
+    assert not (tmp_path / "prepared/validation/manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
+def test_what_cannot_be_opened_gives_one_line(tmp_path: Path, name: str) -> None:
+    """defects D2."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} cannot be read: ") as caught:
+        open_text(tmp_path / name).read()
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_come_and_go_between_jobs(tmp_path: Path) -> None:
+    """defects D2: a file that vanished, and one that is new and would shift the others."""
+    for name in ("b.jsonl", "c.jsonl"):
+        put(tmp_path, name, lines(*({"text": f"{name} {text}"} for text in texts(60))))
+    config = data_config(tmp_path, sources=[{"files": "*.jsonl"}])
+    run(config, shard=(0, 2))
+    put(tmp_path, "a.jsonl", lines(*GOOD))
+    with pytest.raises(UserError, match=r"^a.jsonl was not there when .* was prepared; take it away, or"):
+        run(config, shard=(1, 2))
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "b.jsonl").rename(tmp_path / "b")
+    with pytest.raises(UserError, match=r"^b.jsonl is gone since .* was prepared; put it back, or"):
+        run(config, shard=(1, 2))
+    (tmp_path / "b").rename(tmp_path / "b.jsonl")
+    run(config, shard=(1, 2))
 
 
 def test_text_files_need_a_text_format(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from data_prep.encode import EncodeSettings, RowEncoder
 from data_prep.inputs import open_text
 from data_prep.shards import TokenDataset
 from data_prep.templates import Conversation, Exchange, render
-from data_prep.tokenizer import encoder, load_tokenizer, tokenizer_facts
+from data_prep.tokenizer import load_tokenizer, tokenizer_facts
+from data_prep.words import encoder
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -60,7 +61,7 @@ def supervised(length: int, spans: np.ndarray) -> np.ndarray:
 @given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
 def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversation, template: str) -> None:
     """An independent account: sentencepiece itself. A line break joins with nothing, so that what follows
-    one is encoded as text that goes on, without a space before it."""
+    one is encoded as text that continues, without a space before it."""
     original = sentencepiece.SentencePieceProcessor(
         model_file=str(tiny_tokenizer() / "model" / "tokenizer.model")
     )

@@ -372,7 +372,7 @@ def test_weights_mix_sources(tmp_path: Path) -> None:
 
 
 def test_the_split_goes_by_content(tmp_path: Path) -> None:
-    """Where a row stands, and what else there is, does not move it between the splits."""
+    """The place of a row, and what else there is, does not move it between the splits."""
     made = texts(1000, sentences=1)
     sides = []
     for name, rows in (("a", made), ("b", made[::-1][:700])):
@@ -419,7 +419,7 @@ def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
     for text in originals[120:]:
         words = text.split()
         for at in range(10, 200, 28):
-            words[at] = "mid"  # similarity about 0.7: agrees in a band now and then, and yet is no duplicate
+            words[at] = "mid"  # similarity about 0.7: agrees in a band now and then, yet differs
         far.append(" ".join(words))
     rows += near + far + originals[:5] + [originals[7].upper()]
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))

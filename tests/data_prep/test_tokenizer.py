@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 from common.errors import UserError
 from data_prep.inputs import open_text
 from data_prep.tokenizer import (
-    encoder,
     load_tokenizer,
     save_tokenizer,
     tokenizer_facts,
     tokenizer_fingerprint,
     train_sentencepiece,
 )
+from data_prep.words import encoder
 from tests.helpers.corpus import texts, tiny_tokenizer
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]

@@ -1,12 +1,25 @@
-"""The batch order depends on nothing but (rows, batch, seed)."""
+"""The batch order depends on nothing but (rows, batch, seed); the rows are those that were prepared."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
+import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batches import BatchOrder, micro_batches, rank_rows
+from common.errors import UserError
+from data_prep.config import DataConfig
+from data_prep.shards import open_prepared
+from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
+from pipeline.config import load_config
+from pipeline.planning.plan import print_plan
+from pipeline.ranks import World
+from pipeline.run_dir import DATA_HASHES
+from tests.helpers.corpus import data_config, run, texts, write_jsonl
 
 
 @given(st.integers(1, 50), st.integers(1, 40), st.integers(0, 5))
@@ -39,3 +52,57 @@ def test_the_ranks_together_take_the_global_batch(ranks: int, step: int) -> None
 
 def test_micro_batches_cover_the_rows_in_order() -> None:
     assert [list(m) for m in micro_batches(np.arange(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(80)))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    return config
+
+
+def test_a_shard_changed_in_place_stops_every_start(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """defects A9: at the first start and, changed since, at a later one."""
+    monkeypatch.setattr("pipeline.batches.gather_objects", lambda value: [value])
+    world, run_dir = World(0, 1, torch.device("cpu")), tmp_path / "run"
+    run_dir.mkdir()
+    data, _ = open_prepared(config)
+    check_content(run_dir, [data], world)
+    assert (run_dir / DATA_HASHES).is_file()
+    check_content(run_dir, [data], world)
+    shard = config.dir / "train" / data.manifest.shards[1].file
+    changed = bytearray(shard.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    shard.write_bytes(changed)
+    for place in (run_dir, tmp_path):
+        with pytest.raises(UserError, match=rf"{shard.name} was changed after it was prepared; run: "):
+            check_content(place, [data], world)
+
+
+def test_a_dry_run_refuses_data_of_another_recipe(config: DataConfig, tmp_path: Path) -> None:
+    """defects A6: prepared with one block, planned with another."""
+    recipe = tmp_path / "recipe.yaml"
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "data": config.model_dump(mode="json"),
+        "model": {
+            "architecture": {
+                "model_type": "llama",
+                "vocab_size": 400,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "dtype": "float32",
+        },
+        "train": {"epochs": 1, "batch": 2, "micro_batch": 2},
+    }
+    recipe.write_text(yaml.safe_dump(tree))
+    print_plan(load_config(recipe, []), ranks=1)
+    for steps in ([], ["train.epochs=null", "train.steps=3"]):
+        with pytest.raises(UserError, match=r"with data.block=32, the recipe says 128; "):
+            print_plan(load_config(recipe, ["data.block=128", *steps]), ranks=1)

@@ -1,0 +1,273 @@
+"""Nothing of the sources is lost without a word: columns, files and tokens that are not used are said."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from data_prep.inputs import open_text
+from data_prep.rows import Rejected, RowSpec, parse
+from data_prep.templates import Conversation, Exchange
+from data_prep.tokenizer import load_tokenizer, save_tokenizer
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+
+CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+SAID = {  # defects A13: rows, and the conversation that each means
+    "Dolly": (
+        {"instruction": "q", "context": "c", "response": "a"},
+        Conversation((Exchange("q", "a", "c"),)),
+    ),
+    "an empty input beside a context": (
+        {"instruction": "q", "input": "", "context": "c", "output": "a"},
+        Conversation((Exchange("q", "a", "c"),)),
+    ),
+    "a system column": (
+        {"system": "s", "instruction": "q", "output": "a"},
+        Conversation((Exchange("q", "a"),), "s"),
+    ),
+    "a null system": ({"system": None, "prompt": "q", "output": "a"}, Conversation((Exchange("q", "a"),))),
+    "history": (
+        {"instruction": "q", "output": "a", "history": [["q0", "a0"], ["q1", "a1"]]},
+        Conversation((Exchange("q0", "a0"), Exchange("q1", "a1"), Exchange("q", "a"))),
+    ),
+    "question and answer": ({"question": "q", "answer": "a"}, Conversation((Exchange("q", "a"),))),
+    "leading gpt": (
+        {"conversations": [{"from": "gpt", "value": "hello"}, *CHAT]},
+        Conversation((Exchange("q", "a"),), "", 1),
+    ),
+    "trailing human": (
+        {"conversations": [*CHAT, {"from": "human", "value": "bye"}]},
+        Conversation((Exchange("q", "a"),), "", 1),
+    ),
+    "both, with a system column": (
+        {"system": "s", "conversations": [{"from": "gpt", "value": "x"}, *CHAT, *CHAT, CHAT[0]]},
+        Conversation((Exchange("q", "a"),) * 2, "s", 2),
+    ),
+}
+
+
+def meaning(row: Any, column: str | None = None) -> Conversation | str | Rejected:
+    (found,) = parse([row], RowSpec("instruct", "auto", True, column, "none", 1000))
+    return found
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_all_of_a_row_is_read(case: str) -> None:
+    row, expected = SAID[case]
+    assert meaning(row) == expected
+
+
+def test_column_names_the_prompt_or_the_messages() -> None:
+    """defects D2."""
+    assert meaning({"ask": "q", "answer": "a"}, "ask") == Conversation((Exchange("q", "a"),))
+    assert meaning({"dialog": CHAT}, "dialog") == Conversation((Exchange("q", "a"),))
+    assert meaning({"instruction": "q", "output": "a"}, "ask") == Rejected(
+        "missing_column", "no column ask; there are: instruction, output"
+    )
+    found = meaning({"instruction": "q", "said": "a"})
+    assert found == Rejected(
+        "missing_column",
+        "no column output, response, completion or answer; there are: instruction, said",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "detail"),
+    [
+        (
+            {"instruction": "q", "output": "a", "history": "h"},
+            "column history must be a list of pairs, not str",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": [["q"]]},
+            "history[0] must be a prompt and a response",
+        ),
+        ({"instruction": "q", "output": "a", "system": 3}, "column system must be text, not int"),
+        ({"instruction": "q", "output": None}, "column output must be text, not null"),
+    ],
+)
+def test_other_types_are_told(row: dict[str, Any], detail: str) -> None:
+    found = meaning(row)
+    assert isinstance(found, Rejected) and found.reason == "wrong_type" and detail in found.detail
+
+
+def test_what_is_not_read_is_said(tmp_path: Path) -> None:
+    """defects A13: columns and messages that are left out, in prepare's lines and in the manifest."""
+    rows = [{"instruction": f"q{i}", "context": "c", "response": "a", "category": "x"} for i in range(40)]
+    write_jsonl(tmp_path / "dolly.jsonl", rows)
+    write_jsonl(
+        tmp_path / "share.jsonl",
+        [{"conversations": [CHAT[1], {"from": "human", "value": f"q{i}"}, CHAT[1]]} for i in range(40)],
+    )
+    sources = [{"files": "dolly.jsonl"}, {"files": "share.jsonl"}]
+    config = data_config(tmp_path, kind="instruct", block=128, sources=sources)
+    said = run(config)
+    assert "dolly.jsonl: columns read: context, instruction, response; not read: category" in said
+    assert "messages left out, before the first prompt or after the last response: 40" in said
+    dolly, share = train_set(config).manifest.sources
+    assert dolly["columns_not_read"] == ["category"] and dolly["messages_left_out"] == 0
+    assert share["messages_left_out"] == 40
+
+
+def test_cut_examples_are_said(tmp_path: Path) -> None:
+    """defects A13: "rejected: none" is not all that is said where examples are cut."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(200))
+    for policy, word in (("truncate", "truncated"), ("drop", "dropped"), ("split", "split")):
+        config = data_config(
+            tmp_path,
+            dir=str(tmp_path / policy),
+            kind="instruct",
+            block=160,
+            overlong=policy,
+            sources=[{"files": "a.jsonl"}],
+        )
+        said = run(config)
+        counts = train_set(config).manifest.counts
+        lost = counts["overlong_tokens_lost"]
+        line = next(line for line in said if "examples are longer than 160 tokens" in line)
+        assert f"{counts['overlong']} of 200 examples" in line and f"{lost:,} tokens lost" in line
+        assert f"{counts[f'overlong_{word}']} {word}" in line
+
+
+def test_a_tokenizer_without_an_end_is_refused_for_instructions(tmp_path: Path) -> None:
+    """defects A11; text is prepared, with a note."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(40))
+    (tmp_path / "a.txt").write_text("\n".join(texts(99)))
+    for name, special in (("bare", {}), ("other", {"eos_token": "<end>"})):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "tokenizer.json").write_bytes((tiny_tokenizer() / "tokenizer.json").read_bytes())
+        (place / "tokenizer_config.json").write_text(json.dumps(special))
+        common = {"tokenizer": name, "dir": str(tmp_path / f"out-{name}")}
+        with pytest.raises(UserError, match=f"tokenizer {name} has no end-of-sequence token, so that"):
+            run(data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], **common))
+        said = run(data_config(tmp_path, sources=[{"files": "a.txt"}], **common))
+        assert any("has no end-of-sequence token: nothing in the tokens" in line for line in said)
+
+
+def test_windows_wikitext_is_wikitext(shared_data: Path, tmp_path: Path) -> None:
+    """defects A13: line ends, and blanks at the ends of lines, change neither documents nor their number."""
+    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
+        lines = stream.read()[:300_000].split(b"\n")
+    found = {}
+    for name, content in {
+        "unix": b"\n".join(lines),
+        "windows": b"\r\n".join(lines),
+        "stripped": b"\n".join(line.strip() for line in lines),
+    }.items():
+        (tmp_path / f"{name}.txt").write_bytes(content)
+        config = data_config(tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.txt"}])
+        run(config)
+        found[name] = train_set(config)
+    assert found["unix"].fingerprint == found["windows"].fingerprint
+    assert found["unix"].manifest.documents == found["stripped"].manifest.documents > 10
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+def test_a_file_of_another_encoding_beside_good_ones_is_an_error(tmp_path: Path, encoding: str) -> None:
+    """defects A13."""
+    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+    (tmp_path / "b.txt").write_bytes("\n".join(f"é {text}" for text in texts(50, seed=1)).encode(encoding))
+    with pytest.raises(UserError, match=r"^b.txt (is UTF-16|has no usable row \(50 (bad utf8|control))"):
+        run(data_config(tmp_path, sources=[{"files": "*.txt"}]))
+
+
+def test_null_is_not_a_text(tmp_path: Path) -> None:
+    """defects A13: neither in rows (see test_malformed) nor in the test rows of the overlap check."""
+    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+    write_jsonl(tmp_path / "tasks/sst2/test.jsonl", [{"text": None}])
+    config = data_config(tmp_path, sources=[{"files": "a.txt"}], contamination="tasks")
+    with pytest.raises(UserError, match=r"test.jsonl line 1: text or question must be text, not null"):
+        run(config)
+
+
+def test_file_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    """defects B7."""
+    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_bytes(b"some words\n")
+    with pytest.raises(UserError, match=r"caf\\xe9.txt' is not UTF-8; rename it") as caught:
+        run(data_config(tmp_path, sources=[{"files": "*.txt"}]))
+    str(caught.value).encode()
+
+
+def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
+    """defects D2: directories of save_to_disk, of a data set and of several splits."""
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": texts(100)})
+    made.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": made, "test": made.select([1])}).save_to_disk(str(tmp_path / "two"))
+    (tmp_path / "a.txt").write_text("\n".join(texts(100)))
+    prints = set()
+    for i, source in enumerate(({"files": "a.txt"}, {"files": "one"}, {"files": "t*"}, {"hub": "one"})):
+        if "hub" in source:
+            source = {"hub": str(tmp_path / "one")}
+        config = data_config(tmp_path, dir=str(tmp_path / f"out{i}"), sources=[source])
+        said = run(config)
+        assert not any("not pinned" in line for line in said)
+        prints.add(train_set(config).fingerprint)
+    assert len(prints) == 1
+    with pytest.raises(UserError, match="two has no split dev; it has train, test"):
+        run(data_config(tmp_path, dir=str(tmp_path / "x"), sources=[{"files": "two", "split": "dev"}]))
+
+
+def test_json_on_one_line(tmp_path: Path) -> None:
+    """defects D2: an object that holds the rows, on one line, longer than a read; one row is still a row."""
+    made = texts(3000)
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "data": [{"text": t} for t in made]}))
+    config = data_config(tmp_path, sources=[{"files": "a.json"}])
+    run(config)
+    assert train_set(config).manifest.documents == 3000
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 99}]
+    (tmp_path / "b.json").write_text(json.dumps({"messages": talk}))
+    source = {"files": "b.json"}
+    config = data_config(tmp_path, dir=str(tmp_path / "b"), kind="instruct", block=512, sources=[source])
+    run(config)
+    assert train_set(config).manifest.documents == 1
+
+
+def test_special_tokens_of_any_tokenizer_are_never_found_in_text(tmp_path: Path) -> None:
+    """defects A10: with ignore_merges a continuing "</s>" was the end of the sequence; in Unigram any was."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from data_prep.words import encoder
+
+    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    tree["model"]["ignore_merges"] = True
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "</s>ab")], 0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.add_special_tokens(["</s>"])
+    for name, backend in (("bpe", Tokenizer.from_str(json.dumps(tree))), ("unigram", unigram)):
+        backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
+        save_tokenizer(tmp_path, None, tmp_path / name)
+        end = backend.token_to_id("</s>")
+        for tokenizer in (tmp_path / name, load_tokenizer(tmp_path / name)):
+            for continuing in (False, True):
+                bare = encoder(tokenizer, continuing)
+                assert all(end not in bare.encode(text).ids for text in ("</s>", "a</s>b", "a </s>"))
+
+
+def test_seen_segments_hold_history(tmp_path: Path) -> None:
+    """Every response of a history is supervised and ended."""
+    rows = [{"instruction": "three", "output": "c", "history": [["one", "a"], ["two", "b"]]}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = data_config(tmp_path, kind="instruct", block=256, shards=1, sources=[{"files": "a.jsonl"}])
+    run(config)
+    ((_, labels),) = segments(train_set(config))
+    assert labels.count(load_tokenizer(tiny_tokenizer()).eos_token_id) == 3
+    assert np.flatnonzero(np.array(labels) >= 0).size >= 6

@@ -1,0 +1,177 @@
+"""Which rows are taken: weights before duplicates, limits exact, copies spread (defects A12, C1)."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.recipe import parse_section
+from data_prep.config import DataConfig
+from data_prep.encode import _trimmed
+from data_prep.inputs import open_text
+from data_prep.scan import Assignment
+from data_prep.selection import ScannedRows, band_shape, in_turn, select
+from tests.data_prep.test_prepare import rows_of
+from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
+
+
+def prepared(tmp_path: Path, name: str, **data: Any) -> DataConfig:
+    config = data_config(tmp_path, dir=str(tmp_path / name), **data)
+    run(config)
+    return config
+
+
+def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
+    """defects A12: rows in A (weight 0.1) and in B (weight 1) are all used."""
+    first, second = texts(300, seed=1), texts(300, seed=2)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first + second[:150]))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    sources = [{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}]
+    for name, dedup in (("exact", "exact"), ("near", "near")):
+        times = Counter(rows_of(prepared(tmp_path, name, sources=sources, dedup=dedup)))
+        assert [times[text] for text in second] == [1] * 300
+        assert 10 < sum(times[text] for text in first) < 60
+    sources[0]["weight"] = 2
+    times = Counter(rows_of(prepared(tmp_path, "two", sources=sources[::-1])))
+    assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
+
+
+def test_a_weight_drops_no_row_of_validation(tmp_path: Path) -> None:
+    """defects A12: validation takes what training leaves out, and nothing that it uses."""
+    made = texts(300)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
+    common = {"sources": [{"files": "a.jsonl", "weight": 0.5}]}
+    config = prepared(tmp_path, "out", validation=[{"files": "a.jsonl", "weight": 3}], **common)
+    used, held_out = rows_of(config), Counter(rows_of(config, 1))
+    assert set(held_out) == set(made) - set(used) and set(held_out.values()) == {3}
+
+
+@pytest.mark.parametrize("weight", [1, 2.5, 0.6])
+def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
+    """defects A12: limit_rows 300 with weight 2.5 gave 713."""
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(700)))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=1)))
+    sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
+    config = prepared(tmp_path, "out", sources=sources, limit_rows=300)
+    assert len(rows_of(config)) == 300 == train_set(config).manifest.documents
+
+
+def test_copies_are_spread(tmp_path: Path) -> None:
+    """defects A12: far from each other, and rows without copies keep their order."""
+    first, second = texts(300, seed=1), texts(40, seed=2)
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    sources = [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 4}]
+    found = rows_of(prepared(tmp_path, "out", sources=sources, shards=1))
+    places = {text: [i for i, other in enumerate(found) if other == text] for text in second}
+    assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in places.values())
+    assert [text for text in found if text in set(first)] == first
+
+
+def test_a_weight_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    """defects A12: 70,000 became 4,464."""
+    with pytest.raises(UserError, match=r"sources.0.weight: .* less than or equal to 10000 \(given: 70000\)"):
+        data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 70_000}])
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "red house"}])
+    config = prepared(tmp_path, "out", sources=[{"files": "a.jsonl", "weight": 2000}])
+    assert Counter(rows_of(config)) == {"one two": 2000, "red house": 2000}
+
+
+@pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (30_000, 16), (100, 3), (250_000, 4)])
+def test_limit_of_tokens_is_exact_with_long_documents(
+    shared_data: Path, tmp_path: Path, limit: int, shards: int
+) -> None:
+    """defects A12: a quarter was missing, since shards of unequal documents had equal quotas."""
+    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
+        (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
+    common = {"sources": [{"files": "a.txt"}], "shards": shards, "block": 64}
+    config = prepared(tmp_path, "out", limit_tokens=limit, **common)
+    assert train_set(config).manifest.tokens == limit // 64 * 64
+
+
+def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None:
+    """... copies counted; and what is less than the limit is used whole."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(600, seed=1))
+    write_jsonl(tmp_path / "b.jsonl", alpaca_rows(200, seed=2))
+    common = {"kind": "instruct", "block": 256, "sources": [{"files": "a.jsonl"}, {"files": "b.jsonl"}]}
+    common["sources"][1] |= {"weight": 2.0}
+    whole = train_set(prepared(tmp_path, "whole", limit_tokens=10**9, **common)).manifest
+    half = train_set(prepared(tmp_path, "half", limit_tokens=whole.tokens // 2, **common)).manifest
+    assert whole.documents == 600 + 2 * 200 and "limit" not in whole.rejected
+    assert 0 <= whole.tokens // 2 - half.tokens < 256
+    taken = [source["train"] for source in half.sources]
+    assert abs(taken[0] - 300) < 20 and abs(taken[1] - 200) < 20 and sum(taken) == half.documents
+    assert half.rejected["limit"] == 800 - taken[0] - -(-taken[1] // 2)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
+def test_blocks_are_trimmed_exactly(blocks: list[int], data: st.DataObject) -> None:
+    surplus = data.draw(st.integers(0, sum(blocks)))
+    left = _trimmed(np.array(blocks), surplus)
+    assert left.sum() == sum(blocks) - surplus and (left >= 0).all() and (left <= blocks).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_any_beginning_has_the_sources_in_proportion(have: list[int]) -> None:
+    source = np.repeat(np.arange(len(have)), have)
+    order = in_turn(source)
+    assert sorted(order.tolist()) == list(range(len(source)))
+    for count in range(1, len(source) + 1):
+        taken = np.bincount(source[order[:count]], minlength=len(have))
+        assert (np.abs(taken - np.array(have) * count / len(source)) <= len(have)).all()
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 0.99))
+def test_bands_exist_for_every_threshold(threshold: float) -> None:
+    """defects D2: 0.99 had none."""
+    bands, width = band_shape(threshold)
+    assert bands >= 1 and width >= 1 and bands * width <= 128
+
+
+def test_bands_are_those_of_datasketch() -> None:
+    from datasketch import MinHashLSH
+
+    for threshold in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
+        index = MinHashLSH(threshold=threshold, num_perm=128)
+        assert band_shape(threshold) == (index.b, index.r)
+
+
+def test_near_duplicates_at_099(tmp_path: Path) -> None:
+    """defects D2."""
+    long = " ".join(f"w{i}" for i in range(3000))
+    rows = [long, long.upper(), *texts(40)]
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
+    config = prepared(tmp_path, "out", sources=[{"files": "a.jsonl"}], dedup="near", near_threshold=0.99)
+    assert Assignment.load(config.dir / "plan.npz").summary["rejected"] == {"near_duplicate": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "weights", "held_out"),
+    [({}, [1.0, 1.0], [False] * 2), ({"limit_rows": 150_000}, [0.3, 2.5], [False, True])],
+)
+def test_memory_of_a_row(data: dict[str, Any], weights: list[float], held_out: list[bool]) -> None:
+    """defects C1: what scan.py says."""
+    tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}]} | data
+    config = parse_section(DataConfig, tree, "data")
+    count, rng = 400_000, np.random.default_rng(0)
+    tracemalloc.start()
+    rows = ScannedRows(
+        np.repeat(np.arange(2, dtype=np.int32), count // 2),
+        rng.integers(0, 2**63, count, dtype=np.uint64),
+        np.ones(count, np.uint32),
+        np.zeros(count, np.uint8),
+        np.zeros((0, 0), np.uint32),
+    )
+    select(rows, config, np.array(weights), np.array(held_out))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / count < 90  # 70 for many rows; what is drawn for at once counts more for few
