@@ -68,15 +68,13 @@ def paired_rows(a: Model, b: Model, task: str) -> stats.Pairs | str:
     if different:
         return different
     try:
-        first, second = a.records(task), b.records(task)
+        first, second = a.outcomes(task), b.outcomes(task)
     except UserError as error:
         return str(error)
-    asked = [[(r["row"], r["gold"], r["group"]) for r in records] for records in (first, second)]
-    if asked[0] != asked[1]:
+    if [x[:3] for x in first] != [x[:3] for x in second]:
         return "their records are of different rows"
-    right_a, right_b = ([r["prediction"] == r["gold"] for r in records] for records in (first, second))
-    groups = [r["group"] for r in first] if a.results[task]["groups"] else None
-    return stats.pairs(right_a, right_b, groups)
+    groups = [x.group for x in first] if a.results[task]["groups"] else None
+    return stats.pairs([x.right for x in first], [x.right for x in second], groups)
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:

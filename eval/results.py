@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from common.errors import UserError, nearest
 from eval import store
@@ -24,15 +24,28 @@ if TYPE_CHECKING:
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
 DESCRIPTION: dict[str, type] = {"name": str, "path": str, "weights": str, "dtype": str, "facts": dict}
 RESULT: dict[str, type] = {
-    "title": str,
-    "accuracy": float,
-    "interval": dict,
-    "n": int,
-    "labels": list,
-    "conditions": dict,
+    **dict.fromkeys(("title", "version", "retriever", "score"), str),
+    **dict.fromkeys(("accuracy", "chance", "majority", "macro_f1"), float),
+    **dict.fromkeys(("n", "shots", "leaked", "rows_shortened", "rows_cut"), int),
+    **dict.fromkeys(("interval", "scores", "groups", "clean", "conditions"), dict),
+    **dict.fromkeys(("labels", "confusion", "worst"), list),
+}
+INSIDE: dict[str, dict[str, type]] = {
+    "interval": {"low": float, "high": float},
+    "conditions": {"compared": dict, "noted": dict},
 }
 
+
 Say = Callable[[str], None]
+
+
+class Outcome(NamedTuple):
+    """A test row, and whether a model got it right."""
+
+    row: int
+    gold: str
+    group: str
+    right: bool
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Model:
     out: Path
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -55,6 +69,15 @@ class Model:
     def records(self, task: str) -> list[dict[str, Any]]:
         """Per-row records of a task, in row order. UserError when files of the store are damaged."""
         return store.read_records(self.out, self.keys[task], self.results[task]["n"])
+
+    def outcomes(self, task: str) -> list[Outcome]:
+        """Every row of a task and whether it was right; read once. UserError like `records`."""
+        if task not in self._outcomes:
+            self._outcomes[task] = [
+                Outcome(r["row"], r["gold"], r["group"], r["prediction"] == r["gold"])
+                for r in self.records(task)
+            ]
+        return self._outcomes[task]
 
 
 def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
@@ -131,7 +154,7 @@ def _views(directory: Path, weights: str, say: Say) -> Iterator[tuple[str, dict[
         view = store.read_json(path)
         if not _is_view(view):
             say(f"skipped {path}: damaged, or not a result")
-        elif not _has(view["result"], RESULT):
+        elif not _is_result(view["result"]):
             say(f"skipped {path}: a result of another version; evaluate it again")
         elif view["weights"] == weights:
             yield path.stem, view
@@ -149,6 +172,10 @@ def _samples(path: Path, weights: str, say: Say) -> list[dict[str, Any]]:
 
 def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
     return _has(value, {"key": str, "weights": str, "result": dict})
+
+
+def _is_result(value: dict[str, Any]) -> bool:
+    return _has(value, RESULT) and all(_has(value[name], kinds) for name, kinds in INSIDE.items())
 
 
 def _has(value: Any, kinds: dict[str, type]) -> TypeGuard[dict[str, Any]]:

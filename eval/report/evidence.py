@@ -32,6 +32,9 @@ SETTINGS = {
     "scorer": "Scorer",
 }
 
+DATA = "Data and prompts"
+COLUMNS = ("Rows", *SETTINGS.values(), DATA)
+
 
 def samples(report: Report) -> Markup:
     """The first sampled texts of each model."""
@@ -130,37 +133,46 @@ def _mistake(sample: dict[str, Any], score: str) -> Markup:
 
 
 def settings(report: Report) -> Markup:
-    """How each task was asked; models in one row were asked alike."""
-    rows = []
+    """How each task was asked; models in one row were asked alike. What is alike everywhere is said once."""
+    asked: list[tuple[str, str, dict[str, str]]] = []
     for task in report.tasks:
         kinds: dict[tuple[str, ...], list[str]] = {}
         for model in report.models:
             if task in model.results:
-                kinds.setdefault(_conditions(model, task), []).append(model.name)
+                kinds.setdefault(tuple(_conditions(model, task).values()), []).append(model.name)
         for i, (values, names) in enumerate(kinds.items()):
             who = "all" if len(kinds) == 1 else ", ".join(names)
             title = "" if i else report.of_task(task)["title"]
-            rows.append(row([title, who, *values], text=len(values) + 2))
-    if not rows:
+            asked.append((title, who, dict(zip(COLUMNS, values, strict=True))))
+    if not asked:
         return Markup()
-    head = ["Task", "Models", "Rows", *SETTINGS.values(), "Data and prompts"]
-    caption = (
-        "Rows of a task can be compared where all but dtype is equal. Data and prompts: digests of the test "
-        "rows, of the rows that demonstrations come from, and of the prompts."
-    )
-    return section("Settings", table(head, rows, caption, text=len(head)))
+    alike = [name for name in COLUMNS if len({values[name] for _, _, values in asked}) == 1]
+    shown = [name for name in COLUMNS if name not in alike]
+    rows = [
+        row([title, who, *(values[n] for n in shown)], text=len(shown) + 2) for title, who, values in asked
+    ]
+    caption = "Results of a task can be compared where all but the dtype is equal."
+    if alike:
+        everywhere = "; ".join(f"{name.lower()}: {asked[0][2][name]}" for name in alike)
+        caption += f" Alike everywhere: {everywhere}."
+    if DATA in shown:
+        caption += (
+            f" {DATA}: digests of test rows, of the rows that demonstrations come from, and of prompts."
+        )
+    return section("Settings", table(["Task", "Models", *shown], rows, caption, text=len(shown) + 2))
 
 
-def _conditions(model: Model, task: str) -> tuple[str, ...]:
+def _conditions(model: Model, task: str) -> dict[str, str]:
+    """COLUMNS of the settings' table for one result."""
     result = model.results[task]
     found = result["conditions"]["noted"] | result["conditions"]["compared"]
-    shown = []
-    for name in SETTINGS:
+    shown = {"Rows": f"{result['n']:,}"}
+    for name, title in SETTINGS.items():
         value = found.get(name)
-        words = {None: "model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
-        shown.append(words[value] if value is None or isinstance(value, bool) else str(value))
-    digests = " ".join(str(found.get(name) or DASH)[:6] for name in ("test_rows", "pool_rows", "prompt"))
-    return (f"{result['n']:,}", *shown, digests)
+        words = {None: "the model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
+        shown[title] = words[value] if value is None or isinstance(value, bool) else str(value)
+    digests = (str(found.get(name) or DASH)[:6] for name in ("test_rows", "pool_rows", "prompt"))
+    return shown | {DATA: " ".join(digests)}
 
 
 def made_with(report: Report) -> Markup:

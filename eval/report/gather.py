@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,20 +138,21 @@ def _metrics(run: Path) -> list[dict[str, float]]:
         raise UserError(f"--run: run directory {run} does not exist")
     if not (run / METRICS).is_file():
         raise UserError(f"--run: {run} holds no {METRICS}")
-    return read_metrics(run)
+    return [record for record in read_metrics(run) if isinstance(record, dict)]
 
 
-def _contamination(run: Path) -> dict[str, dict[str, Any]]:
-    """Task -> which test rows share long word sequences with the run's training text, if that was checked."""
+def _contamination(run: Path) -> dict[str, Container[str]]:
+    """Task -> test rows that share long word sequences with the run's training text, if that was checked."""
     try:
         config = yaml.safe_load((run / CONFIG).read_text())
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
-        return json.loads(overlap.read_text())["tasks"]
-    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        tasks = json.loads(overlap.read_text())["tasks"].items()
+        return {task: found["overlapping_rows"] for task, found in tasks}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
         return {}
 
 
-def _row(model: Model, task: str, overlap: dict[str, Any] | None) -> dict[str, Any]:
+def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     result = model.results[task]
     return {
         "model": model.name,
@@ -180,13 +181,12 @@ def _row(model: Model, task: str, overlap: dict[str, Any] | None) -> dict[str, A
     }
 
 
-def _overlapping(model: Model, task: str, overlap: dict[str, Any] | None) -> dict[str, Any]:
+def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     """Test rows found in part in the training text, and the accuracy without them. None: not checked."""
     if overlap is None:
         return {"trained_on": None, "untrained_accuracy": None}
-    flagged = overlap["overlapping_rows"]
     records = model.records(task)
-    rest = [r for r in records if str(r["id"]) not in flagged]
+    rest = [r for r in records if str(r["id"]) not in overlap]
     groups = [r["group"] for r in rest] if model.results[task]["groups"] else None
     right = [r["prediction"] == r["gold"] for r in rest]
     value = stats.accuracy(right, groups).value if rest else None

@@ -154,11 +154,12 @@ def test_stray_and_truncated_files_are_skipped_with_a_line(stray: str, tmp_path:
     assert (directory / stray).exists()
 
 
-def test_a_result_of_another_version_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["conditions", "interval", "macro_f1", "worst"])
+def test_a_result_of_another_version_is_skipped(missing: str, tmp_path: Path) -> None:
     fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
     path = tmp_path / "models" / "a" / "trec.json"
     view = json.loads(path.read_text())
-    del view["result"]["conditions"]
+    del view["result"][missing]
     path.write_text(json.dumps(view))
     said: list[str] = []
     (model,) = read_models([tmp_path], said.append)

@@ -345,6 +345,16 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
     assert "var(--ink)" not in drawn
 
 
+def test_text_alone_is_a_report(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "a")
+    weights = json.loads((directory / "model.json").read_text())["weights"]
+    samples = [{"prefix": "", "text": "once upon a time", "ended": False, "tokens": 3}]
+    (directory / "samples.json").write_text(json.dumps({"weights": weights, "samples": samples}))
+    page, markdown, found = written(tmp_path)
+    assert "once upon a time" in page and "<h2>Accuracy" not in page
+    assert found["rows"] == [] and "Accuracy" not in markdown
+
+
 def test_a_damaged_store_leaves_a_report(tmp_path: Path) -> None:
     """defects D3: what the comparison cannot read is named; the rest is shown."""
     for name in ("a", "b"):

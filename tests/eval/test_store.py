@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tqdm import tqdm
 
 from common.errors import UserError
 from eval import store
@@ -168,6 +170,8 @@ def _chunk_as_it_was() -> Any:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, two models, warm embeddings."""
     root = tmp_path_factory.mktemp("store")
+    # By default forks share a lock for bars, which a killed one would hold for ever.
+    tqdm.set_lock(threading.RLock())
     os.environ["EVAL_CACHE"] = str(root / "cache")
     write_tasks(root / "data", TASKS.split(","), train=30, test=24)
     tiny_model(root / "model")
@@ -185,10 +189,10 @@ def evaluate(
     if log is not None:
         original = Job._score_rows
 
-        def logged(self: Job, task: Any, data: Any, indices: Any, rows: range, pool: Any) -> Any:
+        def logged(self: Job, task: Any, data: Any, indices: Any, rows: range, *rest: Any) -> Any:
             with log.open("a") as file:
                 file.write(f"{task.name} {rows.start}\n")
-            return original(self, task, data, indices, rows, pool)
+            return original(self, task, data, indices, rows, *rest)
 
         Job._score_rows = logged  # type: ignore[method-assign]  # in this process only: it is a fork
     run_all(
