@@ -23,6 +23,7 @@ KNOWN = {
     "eval": {"common", "data_prep", "pipeline.run_dir"},
 }
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
+DRAWS = "common/page/figures.py"  # the one file of common that needs matplotlib
 ENTRIES = {"pipeline": 21, "data_prep": 21, "eval": 14}
 FILE_LINES, FUNCTION_LINES, NESTING = 400, 60, 4
 TRAINING_LOOP = ("pipeline/train.py", "_train")  # one story, told from top to bottom
@@ -96,7 +97,9 @@ def test_common_stands_on_little() -> None:
     for path in sources("common"):
         for name in imports(path):
             top = name.split(".")[0]
-            assert top in sys.stdlib_module_names or top in COMMON_NEEDS | {"common"}, f"{path}: {name}"
+            draws = top == "matplotlib" and path == REPO / DRAWS
+            allowed = top in sys.stdlib_module_names or top in COMMON_NEEDS | {"common"} or draws
+            assert allowed, f"{path} imports {name}"
 
 
 def test_no_circles() -> None:

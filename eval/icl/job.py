@@ -180,23 +180,24 @@ class Job:
         def missing() -> list[int]:
             return [i for i, rows in enumerate(ranges) if not entry.has_chunk(i, rows)]
 
+        def score_chunk(i: int) -> bool:
+            with store.held(entry.lease(f"chunk-{i:05d}")) as mine:
+                if not mine or entry.has_chunk(i, ranges[i]):
+                    return mine
+                before = bar.n
+                records = self._score_rows(task, data, indices, ranges[i], pool, bar.update)
+                self.computed += entry.finish_chunk(i, records)
+                bar.update(before + len(records) - bar.n)
+            return True
+
         left = sum(len(ranges[i]) for i in missing())
         _ = self.recorder if left else None  # what it says comes before the bar
         label = f"{self.model.name} {task.name}"
         bar = tqdm(total=len(indices), initial=len(indices) - left, desc=label, unit="row", disable=None)
         with bar:
             while pending := missing():
-                worked = False
-                for i in pending:
-                    with store.held(entry.lease(f"chunk-{i:05d}")) as mine:
-                        if not mine or entry.has_chunk(i, ranges[i]):
-                            continue
-                        before = bar.n
-                        records = self._score_rows(task, data, indices, ranges[i], pool, bar.update)
-                        self.computed += entry.finish_chunk(i, records)
-                        bar.update(before + len(records) - bar.n)
-                    worked = True
-                if not worked:
+                tried = [score_chunk(i) for i in pending]
+                if not any(tried):
                     time.sleep(POLL_SECONDS)
 
     def _score_rows(
