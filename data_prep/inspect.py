@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.shards import IGNORE, TokenDataset
+from common.labels import IGNORE
+from data_prep.shards import TokenDataset
 from data_prep.tokenizer import load_tokenizer
 
 BAR = 40  # characters of the longest bar

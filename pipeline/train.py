@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.labels import IGNORE
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
 from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
@@ -218,7 +219,7 @@ def _tensors(
     for at, part in enumerate(micro_batches(rows, micro)):
         arrays = data.batch(part)
         if real is not None:
-            arrays["labels"][~real[at * micro : at * micro + len(part)]] = -100
+            arrays["labels"][~real[at * micro : at * micro + len(part)]] = IGNORE
         yield {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -1,7 +1,7 @@
 """Transport costs between tokens: c(i, j) = 1 - cos(e_i, e_j) >= 0, from a frozen embedding E [V, H].
 
 E is the output head of a pre-trained model (the trained model's own by default). It never receives
-a gradient and is no parameter: sharded optimizers must not see it. Its hidden size need not be the
+a gradient and is not a parameter: sharded optimizers must not see it. Its hidden size need not be the
 trained model's.
 """
 

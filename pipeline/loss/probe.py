@@ -164,7 +164,7 @@ def probe_model(
     With `collective`, all ranks call and agree. Raises UserError for a family whose logits the fused head
     does not know, whose values are not finite, or that lets packed documents see each other.
     """
-    run = forward or model
+    run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
     with torch.no_grad(), _quiet(root, model), torch.compiler.set_stance("force_eager"):
         probe = Probe(model, run, collective, device)

@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything about the loss that is no tensor of the model."""
+    """Everything about the loss that is not a tensor of the model."""
 
     terms: Terms
     cost: CostEmbedding | LiveCost | None

@@ -19,6 +19,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeline.loss.chunks import CHUNK_MB
+
 GB, GIB, TERA = 1e9, 2**30, 1e12
 TIME_ERROR = 0.15  # largest relative error over the published runs that the tests hold it against
 MEMORY_ERROR = 0.25  # likewise over runs measured here
@@ -94,7 +96,7 @@ class Setup:
     offload_parameters: bool = False
     cost: bool = True  # the objective has transport costs
     cache_mb: float = 0.0  # of cost rows
-    chunk_mb: float = 512.0  # of logits
+    chunk_mb: float = CHUNK_MB  # of logits
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
     fused_adam: bool = True  # as on a GPU; else the update makes copies of its own

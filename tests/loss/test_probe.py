@@ -281,3 +281,14 @@ def test_fusing_twice_and_positional_arguments() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     want = family("llama")(ids, mask).logits
     torch.testing.assert_close(model(ids, mask).logits, want)
+
+
+def test_through_a_compiled_model() -> None:
+    """The probe compiles nothing, and the compiled model then does what the probed one does."""
+    # defects A1
+    model = fused("opt")
+    compiled = torch.compile(model, backend="aot_eager")
+    assert probe_model(model, compiled) == "mask"
+    ids, labels, positions = packed_row()
+    want = model(input_ids=ids, labels=labels, position_ids=positions).loss
+    torch.testing.assert_close(compiled(input_ids=ids, labels=labels, position_ids=positions).loss, want)

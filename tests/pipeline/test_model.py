@@ -23,6 +23,7 @@ from pipeline.model import (
     add_lora,
     attention,
     check_fits,
+    check_model,
     load_losses,
     load_pretrained,
     measuring,
@@ -273,3 +274,33 @@ def test_the_architecture_must_be_that_of_the_weights(shared_data: Path) -> None
     wrong = ModelConfig(path=path, architecture={"model_type": "llama", "hidden_size": 65})
     with pytest.raises(UserError, match=r"has hidden_size=64, but model.architecture says 65"):
         model_config(wrong)
+
+
+def test_the_probe_reaches_the_model_inside_its_adapters() -> None:
+    # defects A1, A2
+    model = family("opt")
+    wrapped = add_lora(model, choice(lora={"r": 2}))
+    fuse_model(model, get_objective("mle"))
+    engine = SimpleNamespace(model=wrapped, ds=wrapped, world=SimpleNamespace(device=torch.device("cpu")))
+    config = run_config("x", Path("x"), lora={"r": 2})
+    shards = SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])
+    check_model(engine, config, shards)  # type: ignore[arg-type]
+    assert model.packing == "mask"
+    model.set_attn_implementation("eager")
+    check_model(engine, config, shards)  # type: ignore[arg-type]
+    assert model.packing == "mask"
+
+
+def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
+    # defects A1
+    model = family("bloom")
+    fuse_model(model, get_objective("mle"))
+    engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
+    config = run_config("x", Path("x"))
+    single, packed = (
+        SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2), SimpleNamespace(segments=4, rows=4)])
+        for n in (2, 3)
+    )
+    check_model(engine, config, single)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="BloomForCausalLM lets documents that share a row see each other"):
+        check_model(engine, config, packed)  # type: ignore[arg-type]
