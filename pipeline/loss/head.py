@@ -108,6 +108,8 @@ class FusedCausalLM:
         inputs = self.named(args, kwargs)
         labels = inputs.pop("labels", None)
         if labels is None:
+            if "position_ids" not in self.order:
+                inputs.pop("position_ids", None)
             return super().forward(**inputs)  # type: ignore[misc]
         return self.fused_sums(labels, inputs)
 
@@ -235,6 +237,7 @@ def fuse_model(
     def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward.forward(self, *args, **kwargs)
 
+    with_signature.__signature__ = _with_positions(signature)  # type: ignore[attr-defined]
     facts = {
         "__module__": ordinary.__module__,
         "__doc__": ordinary.__doc__,
@@ -246,3 +249,13 @@ def fuse_model(
     }
     # the same name: transformers writes it into the configuration of what it saves
     model.__class__ = type(ordinary.__name__, (forward, ordinary), facts)
+
+
+def _with_positions(signature: inspect.Signature) -> inspect.Signature:
+    """`signature` with `position_ids`: they tell documents apart whether the model takes them or not."""
+    parameters = list(signature.parameters.values())
+    if "position_ids" not in signature.parameters:
+        extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+        keywords = parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        parameters.insert(len(parameters) - 1 if keywords else len(parameters), extra)
+    return signature.replace(parameters=parameters)

@@ -183,3 +183,88 @@ def test_refuses_what_is_no_cost_embedding(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as caught:
             load_cost(str(tmp_path / source), 13)
         assert "\n" not in str(caught.value)
+
+
+def test_fingerprints_tell_costs_apart() -> None:
+    """Equal rows, equal fingerprint, in whatever process; another row, dtype or order, another one."""
+    # defects A7
+    E = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    cost = CostEmbedding.from_weight(E)
+    assert cost.fingerprint == CostEmbedding.from_weight(E.clone(), cache_mb=3).fingerprint
+    assert cost.fingerprint == CostEmbedding.from_weight(E.t().contiguous().t()).fingerprint
+    changed = E.clone()
+    changed[11, 4] += 1e-3
+    others = [
+        CostEmbedding.from_weight(changed),
+        CostEmbedding.from_weight(E.flip(0)),
+        CostEmbedding.from_weight(E, torch.bfloat16),
+    ]
+    assert len({cost.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len(cost.fingerprint) == 16
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    # defects D4, A4
+    tiny_model("llama", False).save_pretrained(tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "short.safetensors").write_bytes(b"1")
+    (tmp_path / "junk.pt").write_bytes(b"not a pickle")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save(torch.arange(26).view(13, 2), tmp_path / "ids.pt")
+    nan = torch.randn(13, 2)
+    nan[3, 1] = torch.nan
+    torch.save(nan, tmp_path / "nan.pt")
+    tiny_model("llama", False).save_pretrained(tmp_path / "index", max_shard_size="8KB")
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("{")
+    tiny_model("llama", False).save_pretrained(tmp_path / "shard", max_shard_size="8KB")
+    for file in (tmp_path / "shard").glob("model-*.safetensors"):
+        file.unlink()
+    tiny_model("llama", False).save_pretrained(tmp_path / "narrow")
+    save_file({"lm_head.weight": torch.ones(96, 3)}, tmp_path / "narrow" / "model.safetensors")
+    tiny_model("llama", False).model.save_pretrained(tmp_path / "body")
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    for source, message in (
+        ("torn", r"torn/model.safetensors cannot be read: .*header"),
+        ("short.safetensors", r"short.safetensors cannot be read"),
+        ("junk.pt", r"junk.pt cannot be read"),
+        ("empty.pt", r"empty.pt cannot be read"),
+        ("list.pt", r"list.pt holds a list, not tensors"),
+        ("ids.pt", r"ids.pt holds torch.int64, not floating-point"),
+        ("nan.pt", r"nan.pt: cost embedding holds NaN"),
+        ("index", r"index: model.safetensors.index.json is damaged"),
+        ("shard", r"names model-\d+-of-\d+.safetensors, which is missing"),
+        ("narrow", r"lm_head.weight has shape \[96, 3\], but its config.json says \[96, 16\]"),
+        ("body", r"holds none of the head's tensors"),
+        ("t5", r"is not a causal LM's directory"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            load_cost(str(tmp_path / source), 13 if source.endswith(".pt") else 96)
+        assert source.split(".")[0] in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_costs_come_from_the_revision_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration and weights alike."""
+    # defects A7
+    import transformers
+    import transformers.utils
+
+    tiny_model("llama", False).save_pretrained(tmp_path)
+    asked = []
+    config, file = transformers.AutoConfig.from_pretrained, transformers.utils.cached_file
+
+    def from_pretrained(name: str, revision: str | None = None) -> object:
+        asked.append(revision)
+        return config(tmp_path)
+
+    def cached_file(name: str, file_name: str, revision: str | None = None, **options: object) -> object:
+        asked.append(revision)
+        return file(tmp_path, file_name, **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    load_cost("owner/name", 96, revision="abc")
+    assert len(asked) > 1
+    assert set(asked) == {"abc"}

@@ -85,3 +85,14 @@ def test_sharded_training_equals_one_process(
     assert compared > 10
     if case.frozen_head:
         assert "grad.model.lm_head.weight" not in want
+
+
+@pytest.mark.slow
+def test_the_probe_works_on_partitioned_weights(tmp_path: Path) -> None:
+    """Two ranks under ZeRO-3 find what one process finds, and train afterwards."""
+    # defects A1, A2
+    path = tmp_path / "found"
+    run_ranks("tests.helpers.probe_worker", str(path))
+    llama, opt, bloom, granite = path.read_text().splitlines()
+    assert (llama, opt, bloom) == ("positions", "mask", "refused")
+    assert "does something to its logits that the fused head does not know" in granite

@@ -1,0 +1,61 @@
+"""One rank of the start-up probe under ZeRO-3, whose weights lie in pieces on two ranks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import deepspeed
+import torch
+
+from common.errors import UserError
+from pipeline.engine import start_world
+from pipeline.loss import fuse_model, get_objective, probe_model
+from tests.helpers.families import family
+from tests.helpers.zero_worker import OPTIMIZER
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "stage3_param_persistence_threshold": 0,
+    },
+}
+
+
+def outcome(name: str, scale: float | None = None) -> str:
+    """What the probe says of a family, and that a training step works afterwards."""
+    model = family(name)
+    fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=list(model.parameters()))
+    try:
+        found = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+    ids = torch.arange(12)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
+    for _ in range(2):
+        sums = engine(input_ids=ids, labels=ids, position_ids=positions)
+        engine.backward(sums.loss / 12)
+        engine.step()
+    engine.destroy()
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    start_world()
+    lines = [outcome("llama"), outcome("opt"), outcome("bloom"), outcome("granite", 0.3)]
+    if torch.distributed.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:  # noqa: PTH123
+            file.write("\n".join(lines))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Every private or version-fragile interface in use, so that an upgrade fails here first and names the file.
+
+Each check uses what it is about, on something tiny, and says which file needs it. When one fails after an
+upgrade, that file has to change. A check whose file no longer mentions the interface must go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from tests.helpers.families import family
+
+Check = Callable[[], object]
+CHECKS: list[tuple[str, str, Check]] = []  # file, what it mentions, check
+
+
+def needs(file: str, mention: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        CHECKS.append((file, mention, check))
+        return check
+
+    return register
+
+
+# --- torch ------------------------------------------------------------------------------------------------
+
+
+@needs("pipeline/ranks.py", "distributed_c10d._world")
+@needs("pipeline/ranks.py", "_set_pg_timeout")
+def process_groups_and_their_timeouts() -> None:
+    import datetime
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        (group,) = distributed_c10d._world.pg_map
+        distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=3), group)
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == datetime.timedelta(minutes=3)
+    finally:
+        dist.destroy_process_group()
+
+
+@needs("pipeline/engine.py", "_pytree")
+def trees_of_tensors() -> None:
+    from torch.utils import _pytree
+
+    tree = {"a": [torch.ones(2), "x"], "b": 3}
+    assert _pytree.tree_map_only(torch.Tensor, lambda t: t.shape, tree) == {"a": [(2,), "x"], "b": 3}
+
+
+@needs("pipeline/engine.py", "cpp_extension.get_default_build_root")
+def where_extensions_are_built() -> None:
+    from torch.utils import cpp_extension
+
+    assert isinstance(cpp_extension.get_default_build_root(), str)
+
+
+@needs("pipeline/loss/probe.py", "set_stance")
+def compiled_code_can_run_uncompiled() -> None:
+    ran = torch.compile(lambda x: x + 1, backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        assert ran(torch.ones(1)) == 2
+
+
+@needs("pipeline/loss/gradients.py", "out_dtype=")
+def products_of_half_precision_summed_in_float32() -> None:
+    assert "out_dtype" in str(torch.ops.aten.addmm.dtype._schema)
+
+
+@needs("pipeline/loss/gathering.py", "full_tensor")
+def distributed_tensors_come_together() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert callable(DTensor.full_tensor)
+
+
+@needs("eval/icl/prefix_scorer.py", "torch.ops.aten._log_softmax.out")
+def log_softmax_in_place() -> None:
+    z = torch.randn(2, 5)
+    want = z.log_softmax(-1)
+    torch.testing.assert_close(torch.ops.aten._log_softmax.out(z, -1, False, out=z), want)
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------
+
+
+@needs("pipeline/engine.py", "__compatible_ops__")
+def operations_can_be_switched_off() -> None:
+    import deepspeed
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+
+
+@needs("pipeline/engine.py", "AsyncIOBuilder")
+def nvme_can_be_asked_about() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    assert AsyncIOBuilder().is_compatible() in (True, False)
+
+
+@needs("pipeline/engine.py", "TorchCheckpointEngine")
+@needs("pipeline/engine.py", "checkpoint_engine = self.files")
+def checkpoints_are_written_through_an_engine_of_ours() -> None:
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    assert list(inspect.signature(TorchCheckpointEngine.save).parameters)[:3] == [
+        "self",
+        "state_dict",
+        "path",
+    ]
+    assert "exist_ok" in inspect.signature(TorchCheckpointEngine.makedirs).parameters
+    source = inspect.getsource(engine.DeepSpeedEngine)
+    assert "self.checkpoint_engine.save(" in source
+    assert "self.checkpoint_engine.makedirs(" in source
+
+
+@needs("pipeline/engine.py", "_copy_recovery_script")
+def the_recovery_script_can_be_left_out() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    assert callable(DeepSpeedEngine._copy_recovery_script)
+
+
+@needs("pipeline/engine.py", "was_step_applied")
+@needs("pipeline/engine.py", "get_global_grad_norm")
+@needs("pipeline/engine.py", "scale_wrt_gas=False")
+@needs("pipeline/engine.py", "exclude_frozen_parameters=True")
+def the_engine_tells_of_its_step() -> None:
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    assert callable(DeepSpeedEngine.was_step_applied)
+    assert callable(DeepSpeedEngine.get_global_grad_norm)
+    source = inspect.getsource(engine)  # decorators hide the signatures
+    assert re.search(r"def backward\(.*scale_wrt_gas", source)
+    assert re.search(r"def save_checkpoint\([^)]*exclude_frozen_parameters", source)
+
+
+@needs("pipeline/engine.py", "deepspeed.checkpoint.ds_to_universal")
+@needs("pipeline/engine.py", "--inject_missing_state")
+@needs("pipeline/train.py", "load_universal")
+def states_can_be_converted() -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    assert "--inject_missing_state" in inspect.getsource(ds_to_universal)
+    from deepspeed.runtime import config
+
+    assert config.LOAD_UNIVERSAL_CHECKPOINT == "load_universal"
+
+
+@needs("pipeline/loss/gathering.py", "ds_id")
+@needs("pipeline/loss/gathering.py", "GatheredParameters")
+@needs("pipeline/model.py", "ds_tensor")
+@needs("pipeline/export.py", "ds_id")
+def partitioned_parameters_are_marked() -> None:
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters
+
+    source = inspect.getsource(partition_parameters)
+    assert "param.ds_id = " in source
+    assert "param.ds_tensor = " in source
+    with deepspeed.zero.GatheredParameters([torch.nn.Parameter(torch.ones(2))], modifier_rank=None):
+        pass
+
+
+# --- transformers -----------------------------------------------------------------------------------------
+
+
+@needs("pipeline/engine.py", "HfDeepSpeedConfig")
+@needs("pipeline/export.py", "unset_hf_deepspeed_config")
+def models_are_built_partitioned() -> None:
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    alive = HfDeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+    assert is_deepspeed_zero3_enabled()
+    del alive
+    assert not is_deepspeed_zero3_enabled()
+    unset_hf_deepspeed_config()
+
+
+@needs("pipeline/loss/head.py", "_attn_implementation")
+@needs("pipeline/loss/probe.py", "_attn_implementation")
+@needs("pipeline/model.py", "set_attn_implementation")
+def the_attention_in_use_is_known() -> None:
+    model = family("llama", "eager")
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@needs("pipeline/model.py", "_supports_sdpa")
+@needs("pipeline/model.py", "_supports_flash_attn")
+@needs("pipeline/model.py", "MODEL_FOR_CAUSAL_LM_MAPPING")
+def families_say_which_attention_they_have() -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    llama, xglm = (MODEL_FOR_CAUSAL_LM_MAPPING.get(type(family(n).config), None) for n in ("llama", "xglm"))
+    assert (llama._supports_sdpa, llama._supports_flash_attn, xglm._supports_sdpa) == (True, True, False)
+
+
+@needs("pipeline/model.py", "output_loading_info=True")
+@needs("pipeline/export.py", "output_loading_info=True")
+def loading_tells_what_was_missing() -> None:
+    import tempfile
+
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as directory:
+        family("llama").save_pretrained(directory)
+        _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"} <= set(report)
+
+
+@needs("pipeline/loss/cost_source.py", "_raise_exceptions_for_missing_entries")
+def absent_files_can_be_asked_for() -> None:
+    import tempfile
+
+    from transformers.utils import cached_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        absent = cached_file(directory, "none.json", _raise_exceptions_for_missing_entries=False)
+    assert absent is None
+
+
+@needs("pipeline/loss/head.py", "base_model")
+@needs("pipeline/loss/head.py", "get_output_embeddings")
+def a_causal_lm_is_a_body_and_a_head() -> None:
+    model = family("opt")
+    assert model.base_model is model.model
+    hidden = model.base_model(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)[0]
+    assert model.get_output_embeddings()(hidden).shape == (1, 3, model.config.vocab_size)
+
+
+@needs("pipeline/hf.py", "model_accepts_loss_kwargs")
+@needs("pipeline/hf.py", "loss_is_scaled_for_ga")
+@needs("pipeline/hf.py", "current_gradient_accumulation_steps")
+def the_trainer_counts_tokens() -> None:
+    from transformers import Trainer
+
+    source = inspect.getsource(Trainer)
+    for name in ("model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps"):
+        assert f"self.{name}" in source, name
+    assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
+
+
+@needs("eval/icl/prefix_scorer.py", "cache.layers")
+def caches_have_layers_of_keys_and_values() -> None:
+    cache = family("llama")(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 2, 3, 16)
+
+
+# --- OpenICL ----------------------------------------------------------------------------------------------
+
+
+@needs("eval/icl/openicl_compat.py", "_PPLInferencer__get_ppl")
+def what_openicl_hides_by_name() -> None:
+    from eval.icl.openicl_compat import ChannelInferencer, PPLInferencer
+
+    assert callable(PPLInferencer._PPLInferencer__get_ppl)
+    assert ChannelInferencer._ChannelInferencer__get_ppl is PPLInferencer._PPLInferencer__get_ppl
+    assert "_ChannelInferencer__get_ppl" in ChannelInferencer.inference.__code__.co_names
+
+
+@needs("eval/icl/openicl_compat.py", "fast_map_dpp")
+@needs("eval/icl/openicl_compat.py", "init_dataset")
+@needs("eval/icl/openicl_compat.py", "ListWrapper.to")
+@needs("eval/icl/openicl_compat.py", "icl_bm25_retriever.word_tokenize")
+@needs("eval/icl/openicl_compat.py", "icl_acc_evaluator.evaluate")
+def what_openicl_is_patched_at() -> None:
+    from openicl.icl_dataset_reader import DatasetEncoder
+    from openicl.icl_evaluator import AccEvaluator
+    from openicl.icl_retriever import icl_bm25_retriever, icl_dpp_retriever
+    from openicl.utils import collators
+
+    import eval.icl.openicl_compat  # noqa: F401
+
+    assert "self.init_dataset" in inspect.getsource(DatasetEncoder.__init__)
+    assert "fast_map_dpp(" in inspect.getsource(icl_dpp_retriever.DPPRetriever)
+    assert "word_tokenize(" in inspect.getsource(icl_bm25_retriever.BM25Retriever)
+    assert collators.ListWrapper([1]).to("cpu") == [1]
+    assert AccEvaluator().score(["a", "b"], ["a", "a"])["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(("file", "mention", "check"), CHECKS, ids=[f"{f}:{m}" for f, m, _ in CHECKS])
+def test_an_interface_that_may_change(file: str, mention: str, check: Check) -> None:
+    """`file` needs it: see the check."""
+    text = (REPO / file).read_text()
+    assert mention in text, f"{file} no longer mentions {mention}: remove its check"
+    check()
