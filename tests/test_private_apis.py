@@ -101,7 +101,32 @@ def operations_can_be_switched_off() -> None:
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
 
 
-@needs("pipeline/engine.py", "AsyncIOBuilder")
+@needs("pipeline/planning/ds_file.py", "DeepSpeedConfig(asked)")
+def deepspeed_looks_up_every_key_that_it_knows() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from pipeline.planning.ds_file import _Asked
+
+    tree = _Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    tree.asked = set()
+    DeepSpeedConfig(tree)
+    assert {"zero_optimization", "data_types", "bf16", "wall_clock_breakdown", "comms_logger"} <= tree.asked
+
+
+@needs("pipeline/export.py", "layer.fan_in_fan_out")
+@needs("pipeline/export.py", "layer.lora_embedding_A")
+def adapters_say_how_their_layer_stores_its_weight() -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2))
+    embedding, linear = get_peft_model(model, LoraConfig(r=1, target_modules=["0", "1"])).get_base_model()  # type: ignore[arg-type, operator]
+    assert linear.fan_in_fan_out is False
+    assert "default" in linear.lora_A and "default" in linear.scaling
+    assert "default" in embedding.lora_embedding_A and "default" not in embedding.lora_A
+
+
+@needs("pipeline/planning/ds_file.py", "AsyncIOBuilder")
 def nvme_can_be_asked_about() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
