@@ -22,6 +22,6 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """A hint at the known name that was probably meant, or all of them."""
     names = [str(name) for name in known]
     if not names:
-        return "none is known"
+        return "there are none"
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"

@@ -1,0 +1,96 @@
+"""The file map of docs/architecture.md, made from the files' own first lines.
+
+python -m tests.helpers.file_map     write it anew
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import subprocess
+from pathlib import Path
+
+from tests.conftest import REPO
+
+DOCUMENT = REPO / "docs" / "architecture.md"
+HEADING = "## Files\n"
+# Files that are no Python modules, and folders whose files one line describes.
+DESCRIBED = {
+    "Makefile": "every command of a developer: setup, quickstart, tests, benches, campaigns",
+    "pyproject.toml": "the package, lint and type rules",
+    "requirements.lock": "exact versions of everything",
+    "Dockerfile": "a GPU image with DeepSpeed and flash-attn, or a CPU one",
+    ".dockerignore": "what the image does not get",
+    ".gitignore": "what git does not get",
+    ".ci/run": "what runs on every change: make test",
+    "README.md": "what it is and how it is used",
+    "docs/*.md": "architecture (this page) and operations (stops, exit codes, resume)",
+    "ds_configs/*.json": "ZeRO-1, 2, 3, 3 with offload, and with weights on NVMe",
+    "launch/continual.sh": "continual pre-training: a shell command and a Python script in one",
+    "launch/instruct.sh": "instruction tuning, likewise",
+    "launch/entrypoint.sh": "the Docker image's verbs",
+    "launch/recipes/*.yaml": "the paper's runs, the quickstart's, and small runs on real files",
+    "launch/slurm/*.sbatch": "preparation as an array, training that queues itself again, evaluation",
+    "launch/k8s/*.yaml": "the same as Kubernetes jobs",
+    "eval/icl/tasks/*.yaml": "the eight tasks: data, labels, prompts, shots",
+    "eval/icl/tasks/README.md": "how to add a task",
+    "eval/report/page.css": "the style of reports",
+    "tests/bench/*.py": "side-by-side measurements",
+    "tests/campaigns/*.py": "soak and cluster: long tests, each a command of its own",
+    "tests/helpers/*.py": "what tests share: corpora, launches, naive references",
+    "tests/loss/golden.json": "values of the objectives computed elsewhere",
+    "tests/*/test_*.py": "one per module or promise, in folders that mirror the rooms",
+    "tests/test_*.py": "rules of the repository itself",
+    "tests/conftest.py": "fixtures: real data where it is present, one thread per process",
+}
+
+
+def tracked() -> list[str]:
+    """Files that git knows or would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    return sorted(f for f in set(listed.stdout.splitlines()) if (REPO / f).exists())
+
+
+def headline(path: Path) -> str:
+    """First line of a module's docstring, as a phrase."""
+    line = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    return line.removesuffix(".")
+
+
+def entries() -> dict[str, str]:
+    """Every file, or the pattern that covers it, with its one line."""
+    found: dict[str, str] = {}
+    for file in tracked():
+        if file.endswith("__init__.py") and not headline(REPO / file):
+            continue
+        pattern = next((p for p in DESCRIBED if file == p or fnmatch.fnmatchcase(file, p)), None)
+        if pattern is not None:
+            found[pattern] = DESCRIBED[pattern]
+        elif file.endswith(".py"):
+            found[file] = headline(REPO / file)
+        else:
+            raise ValueError(f"{file}: give it a line in {Path(__file__).name}")
+    return found
+
+
+def render() -> str:
+    """The section as text: a block per folder."""
+    blocks: dict[str, list[tuple[str, str]]] = {}
+    for file, line in entries().items():
+        folder = file.split("/", 1)[0] if "/" in file and not file.startswith(".") else ""
+        blocks.setdefault("" if folder in ("docs", "ds_configs") else folder, []).append((file, line))
+    names = ["", "launch", "common", "data_prep", "pipeline", "eval", "tests"]
+    names += sorted(blocks.keys() - set(names))
+    width = max(len(file) for block in blocks.values() for file, _ in block)
+    texts = ["\n".join(f"    {f:<{width}}  {line}" for f, line in blocks[n]) for n in names if n in blocks]
+    return HEADING + "\n" + "\n\n".join(texts) + "\n"
+
+
+def main() -> None:
+    """Put the section at the end of the document."""
+    DOCUMENT.write_text(DOCUMENT.read_text().split(HEADING)[0] + render())
+
+
+if __name__ == "__main__":
+    main()
