@@ -119,10 +119,12 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool) -> int:
     if not ranks:
         if requested and launcher < 0:
             return ExitCode.STOPPED  # ended from here before anything had begun
-        return launcher if launcher >= 0 else ExitCode.FAILURE
+        return launcher if launcher in set(ExitCode) else ExitCode.FAILURE
     codes = set(ranks)
-    if codes == {ExitCode.DONE}:
-        return max(launcher, ExitCode.DONE)  # on other hosts a rank may have failed
+    if codes == {ExitCode.DONE} and launcher <= 0:  # one that was killed then changes nothing
+        return ExitCode.DONE
+    if codes == {ExitCode.DONE}:  # a rank of another host has not finished
+        return launcher if launcher in set(ExitCode) else ExitCode.FAILURE
     if ExitCode.MISTAKE in codes:
         return ExitCode.MISTAKE
     if codes <= {ExitCode.DONE, ExitCode.STOPPED}:

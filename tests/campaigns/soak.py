@@ -52,7 +52,7 @@ VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", "Ctrl-C i
 
 def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
     """Disturb one run `count` times; whether it ended with the right losses and told the truth each time."""
-    options = ["train.steps=1000", "train.save_every=5", "train.eval_rows=2"]
+    options = [f"train.steps={50 * count}", "train.save_every=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *options)
     run_dir = recipe.parent / "killed"
     arguments = [str(recipe), f"run_dir={run_dir}", *options]

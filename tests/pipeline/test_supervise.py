@@ -51,7 +51,10 @@ sys.exit(int(sys.argv[2]))
         (-9, [STOPPED, STOPPED], True, STOPPED),
         (-9, [DONE, DONE], False, DONE),  # too late to matter
         (1, [DONE, DONE], False, FAILURE),  # a rank on another host
+        (75, [DONE, DONE], False, STOPPED),
+        (250, [DONE, DONE], False, FAILURE),
         (247, [FAILURE, None], False, FAILURE),
+        (255, [], False, FAILURE),
         (1, [MISTAKE, FAILURE], False, MISTAKE),
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
