@@ -109,7 +109,7 @@ def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.Mon
 def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """defects A2: a window that no option names, longer than the probe at the start."""
     model = random_model("llama")
-    body, window = type(model.model), 60
+    body, window = type(model.model), 100
     forward = body.forward
 
     def windowed(self: Any, input_ids: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: 
     check(scorer, random_items(384, 4))
     assert scorer.way == TREE
     rng = np.random.default_rng(0)
-    long = [Item(rng.integers(3, 384, 55), [rng.integers(3, 384, 4) for _ in range(4)]) for _ in range(3)]
+    long = [Item(rng.integers(3, 384, 85), [rng.integers(3, 384, 13) for _ in range(4)]) for _ in range(3)]
     check(scorer, long)
     assert scorer.way == WHOLE
 
