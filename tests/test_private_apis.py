@@ -84,7 +84,7 @@ def distributed_tensors_come_together() -> None:
     assert callable(DTensor.full_tensor)
 
 
-@needs("eval/icl/prefix_scorer.py", "torch.ops.aten._log_softmax.out")
+@needs("eval/icl/head.py", "torch.ops.aten._log_softmax.out")
 def log_softmax_in_place() -> None:
     z = torch.randn(2, 5)
     want = z.log_softmax(-1)
