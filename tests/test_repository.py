@@ -158,7 +158,7 @@ def test_test_files_stay_readable() -> None:
     for file in tracked():
         if file.startswith("tests/") and file.endswith(".py"):
             lines = len((REPO / file).read_text().splitlines())
-            assert lines <= 500, f"{file} has {lines} lines"
+            assert lines <= 600, f"{file} has {lines} lines"
 
 
 @pytest.mark.parametrize(
