@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,10 +109,21 @@ class Lease:
                 renewed()
 
 
+@contextlib.contextmanager
+def held(lease: Lease) -> Iterator[bool]:
+    """`with held(lease) as mine:`: mine says whether it was free."""
+    mine = lease.acquire()
+    try:
+        yield mine
+    finally:
+        if mine:
+            lease.release()
+
+
 def _alive(path: Path, seconds: float) -> bool:
     """Whether the holder named in a lease file still works on it."""
     try:
-        age = _now_there(path.parent) - path.stat().st_mtime
+        age = now_there(path.parent) - path.stat().st_mtime
         text = path.read_text()
     except OSError:
         return True  # it is changing right now; ask again later
@@ -130,7 +141,7 @@ def _alive(path: Path, seconds: float) -> bool:
     return True
 
 
-def _now_there(directory: Path) -> float:
+def now_there(directory: Path) -> float:
     """The file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()

@@ -14,25 +14,20 @@ creation and links (local ones and NFS do).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import socket
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.lease import Lease
 
 STORE = "store"  # beside models/ in a results directory
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
-HEARTBEATS = 4  # per lease time
-WRITING_SECONDS = 5.0  # a lease file whose content does not come within this is of a dead process
 
 
 class StoreConflictError(Exception):
@@ -189,125 +184,15 @@ class Entry:
         return value
 
     def lease(self, name: str) -> Lease:
-        return Lease(self.path / "leases", name)
+        return lease(self.path / "leases", name)
 
 
-class Lease:
-    """The right to do a piece of work, among processes that share a file system.
+def lease(directory: Path, name: str) -> Lease:
+    """The right to do the work `name`; it ends LEASE_SECONDS after its holder's last sign of life.
 
-    Numbers make it safe: to take a lease is to create the file with the next number, and O_EXCL lets exactly
-    one process do so. A holder whose heartbeat stopped for LEASE_SECONDS, or whose process is gone from this
-    machine, is superseded by the next number; should it still be alive it can only publish what is already
-    published.
+    A holder that was superseded but is still alive can only publish what is already published.
     """
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.directory = directory
-        self.name = name
-        self.path: Path | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def acquire(self) -> bool:
-        """Take the lease unless somebody alive holds it. Does not wait."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        newest = self._newest()
-        if newest is not None and _alive(newest):
-            return False
-        number = 1 if newest is None else int(newest.suffix[1:]) + 1
-        path = self.directory / f"{self.name}.{number:06d}"
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        except FileExistsError:
-            return False
-        with os.fdopen(handle, "w") as file:
-            json.dump(_myself(), file)
-        self.path = path
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
-        return True
-
-    def release(self) -> None:
-        """Give the lease back; only the file of this holder is touched."""
-        if self.path is None:
-            return
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        with contextlib.suppress(OSError):
-            self.path.write_text(json.dumps({"released": True}))
-        self.path = None
-
-    def _newest(self) -> Path | None:
-        return max(self.directory.glob(f"{self.name}.[0-9]*"), default=None)
-
-    def _beat(self) -> None:
-        while not self._stop.wait(LEASE_SECONDS / HEARTBEATS):
-            with contextlib.suppress(OSError):
-                os.utime(self.path)  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def held(lease: Lease) -> Iterator[bool]:
-    """`with held(lease) as mine:`: mine says whether it was free."""
-    mine = lease.acquire()
-    try:
-        yield mine
-    finally:
-        if mine:
-            lease.release()
-
-
-def _alive(path: Path) -> bool:
-    """Whether the holder written in a lease file still works on it."""
-    try:
-        age = now_there(path.parent) - path.stat().st_mtime
-        text = path.read_text()
-    except OSError:
-        return True  # it changes right now; ask again later
-    if age > LEASE_SECONDS:
-        return False
-    try:
-        owner = json.loads(text)
-    except json.JSONDecodeError:
-        return age < WRITING_SECONDS  # just created: the owner's name follows
-    if owner.get("released"):
-        return False
-    mine = _myself()
-    if owner.get("machine") == mine["machine"]:
-        return _started(owner["pid"]) == owner["started"]
-    return True
-
-
-def now_there(directory: Path) -> float:
-    """The file system's clock, which may differ from this machine's."""
-    probe = directory / f".clock.{uuid.uuid4().hex}"
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
-
-
-def _myself() -> dict[str, Any]:
-    """This process, recognisable from another one on the same machine."""
-    namespace = Path("/proc/self/ns/pid")
-    machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
-    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid()), "time": time.time()}
-
-
-def _started(pid: int) -> float | None:
-    """What tells a process from an earlier one of the same number; None when there is none but a zombie."""
-    import psutil
-
-    with contextlib.suppress(OSError):  # Linux: ticks since boot, where psutil's time moves with the clock
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else float(fields[19])
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return None
+    return Lease(directory, name, LEASE_SECONDS)
 
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:

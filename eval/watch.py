@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
+from common.lease import held, now_there
 from eval import store, targets
 from eval.compare import regression
 from eval.icl.inferencer import VERSION
@@ -68,7 +69,7 @@ class Watch:
         for target in targets.targets(self.run_dir):
             if self._settled(target, asked):
                 continue
-            with store.held(store.Lease(self.state / "leases", target.name)) as mine:
+            with held(store.lease(self.state / "leases", target.name)) as mine:
                 if not mine:
                     self.waiting[target.name] = "held by another watcher"
                 elif not self._settled(target, asked):
@@ -207,7 +208,7 @@ class Watch:
         """
         path = self.state / "seen" / f"{target.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        now = store.now_there(path.parent)
+        now = now_there(path.parent)
         with contextlib.suppress(OSError):
             newest = max((p.stat().st_mtime for p in target.path.iterdir()), default=now)
             if newest <= now - targets.SETTLE_SECONDS:

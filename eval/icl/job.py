@@ -17,6 +17,7 @@ from datasets import DatasetDict
 from tqdm import tqdm
 
 from common.errors import UserError
+from common.lease import held
 from eval import store
 from eval.icl.inferencer import VERSION
 from eval.icl.openicl_baselines import DENSE, RETRIEVERS, openicl_identity, openicl_retrieve
@@ -146,7 +147,7 @@ class Job:
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
         while (found := store.unsealed(path)) is None:
-            with store.held(store.Lease(folder / "leases", path.stem)) as mine:
+            with held(store.lease(folder / "leases", path.stem)) as mine:
                 if mine and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
@@ -181,7 +182,7 @@ class Job:
             return [i for i, rows in enumerate(ranges) if not entry.has_chunk(i, rows)]
 
         def score_chunk(i: int) -> bool:
-            with store.held(entry.lease(f"chunk-{i:05d}")) as mine:
+            with held(entry.lease(f"chunk-{i:05d}")) as mine:
                 if not mine or entry.has_chunk(i, ranges[i]):
                     return mine
                 before = bar.n

@@ -24,13 +24,14 @@ import torch
 from tqdm import tqdm
 
 from common.errors import UserError
+from common.lease import held
 from eval import store
 from eval.icl import job
 from eval.icl.job import Job, run_all
 from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.model import EvaluatedModel
-from eval.store import Entry, Lease, StoreConflictError, held, publish
+from eval.store import Entry, StoreConflictError, lease, publish
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 
 KILLS = int(os.environ.get("EVAL_KILLS", "100"))
@@ -81,13 +82,13 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
-    first, second = Lease(tmp_path, "work"), Lease(tmp_path, "work")
+    first, second = lease(tmp_path, "work"), lease(tmp_path, "work")
     assert first.acquire()
     assert not second.acquire()
     first.release()
     assert second.acquire()
-    assert not Lease(tmp_path, "work").acquire()
-    assert Lease(tmp_path, "other").acquire()
+    assert not lease(tmp_path, "work").acquire()
+    assert lease(tmp_path, "other").acquire()
 
 
 def test_processes_never_hold_the_same_lease_together(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_processes_never_hold_the_same_lease_together(tmp_path: Path) -> None:
     def exclusive(directory: Path) -> None:
         inside = directory / "inside"
         for _ in range(60):
-            with held(Lease(directory, "one")) as mine:
+            with held(lease(directory, "one")) as mine:
                 if mine:
                     os.close(os.open(inside, os.O_CREAT | os.O_EXCL))  # fails if somebody else is inside
                     time.sleep(random.random() * 0.004)
@@ -113,39 +114,39 @@ def test_processes_never_hold_the_same_lease_together(tmp_path: Path) -> None:
 
 
 def _hold(directory: Path, seconds: float) -> None:
-    assert Lease(directory, "work").acquire()
+    assert lease(directory, "work").acquire()
     time.sleep(seconds)
 
 
 def test_the_lease_of_a_dead_process_is_free_at_once(tmp_path: Path) -> None:
     holder = child(_hold, tmp_path, 60)
-    _until(lambda: any(tmp_path.glob("work.*")) and not Lease(tmp_path, "work").acquire())
+    _until(lambda: any(tmp_path.glob("work.*")) and not lease(tmp_path, "work").acquire())
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     began = time.monotonic()
-    assert Lease(tmp_path, "work").acquire()
+    assert lease(tmp_path, "work").acquire()
     assert time.monotonic() - began < 1
-    assert sorted(p.name for p in tmp_path.glob("work.*")) == ["work.000001", "work.000002"]
+    assert sorted(p.name for p in tmp_path.glob("work.*")) == ["work.000002"]
 
 
 def test_a_stopped_holder_elsewhere_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine's process cannot be looked at: only its heartbeat counts."""
     monkeypatch.setattr(store, "LEASE_SECONDS", 0.4)
-    first = Lease(tmp_path, "work")
+    first = lease(tmp_path, "work")
     assert first.acquire() and first.path is not None
     first.path.write_text(json.dumps({"machine": "elsewhere", "pid": 1, "started": 0.0}))
     time.sleep(1.2)
-    assert not Lease(tmp_path, "work").acquire()  # it beats
+    assert not lease(tmp_path, "work").acquire()  # it beats
     first._stop.set()  # the machine dies
-    _until(lambda: Lease(tmp_path, "work").acquire(), 3)
+    _until(lambda: lease(tmp_path, "work").acquire(), 3)
 
 
 def test_a_superseded_holder_cannot_change_a_result(tmp_path: Path) -> None:
     entry = Entry(tmp_path, {"k": 1})
-    assert entry.finish_chunk(0, [{"row": 0}])  # by the new holder
-    assert not entry.finish_chunk(0, [{"row": 0}])  # by the old one, which woke up
+    assert entry.finish_chunk(0, [{"row": 0, "prediction": "a"}])  # by the new holder
+    assert not entry.finish_chunk(0, [{"row": 0, "prediction": "a"}])  # by the old one, which woke up
     with pytest.raises(StoreConflictError):
-        entry.finish_chunk(0, [{"row": 1}])
+        entry.finish_chunk(0, [{"row": 0, "prediction": "b"}])
 
 
 def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
