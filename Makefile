@@ -8,7 +8,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test lint format bench soak cluster-test clean
+.PHONY: setup quickstart test test-fast lint format bench soak cluster-test clean
 
 setup: .venv/ready
 
@@ -28,6 +28,10 @@ quickstart: setup
 
 test: setup lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+
+# Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs.
+test-fast: setup
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile -m "not launch and not slow"
 
 lint: setup
 	$(BIN)/ruff check .

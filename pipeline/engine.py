@@ -104,6 +104,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
 
 
+OF_RECIPE = ("lr", "betas", "eps", "weight_decay")  # of a group of parameters; no checkpoint decides them
+
+
 class Engine:
     """A model and its optimizer under DeepSpeed."""
 
@@ -181,9 +184,14 @@ class Engine:
 
     def load(self, directory: Path) -> None:
         """Read the state that as many ranks saved; all ranks must call."""
+        groups = self.ds.optimizer.param_groups
+        own = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
         path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
             raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
+        # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
+        for group, settings in zip(self.ds.optimizer.param_groups, own, strict=True):
+            group.update(settings)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(5, dtype=torch.float64, device=self.world.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,7 @@ import torch
 torch.set_num_threads(1)
 
 REPO = Path(__file__).resolve().parents[1]
+LAUNCHING = "tests.helpers.launching"  # the helper that starts real runs
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +28,17 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"real data not found at {path}; set SHARED_DATA to its directory")
     return path
+
+
+def _launches(module: ModuleType) -> bool:
+    """Whether a test module starts real runs."""
+    names = ((getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in vars(module).values())
+    return any(LAUNCHING in pair for pair in names)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark tests of real runs, and begin with their files, which take longest: workers then end together."""
+    for item in items:
+        if _launches(item.module):
+            item.add_marker("launch")
+    items.sort(key=lambda item: item.get_closest_marker("launch") is None)

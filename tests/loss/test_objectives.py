@@ -136,7 +136,7 @@ def test_reduction_is_a_mean_of_ratios() -> None:
         ("emmo", {}, "did you mean emo?"),
         ("zzz", {}, "known: mle, emo"),
         ("emo", {"cap": 3.0}, "did you mean ratio_cap?"),
-        ("mle", {"gamma": 0.1}, "there are none"),
+        ("mle", {"gamma": 0.1}, "it has no parameters"),
         ("tailr", {"gamma": 1.5}, "gamma must lie in [0, 1]"),
         ("mixce", {"gamma": -0.5}, "gamma must lie in [0, 1]"),
         ("emo", {"ratio_cap": 0.0}, "ratio_cap must be above 0"),

@@ -1,0 +1,57 @@
+"""Which test folders a change needs: those of the rooms it touches, and of the rooms that stand on them.
+
+python -m tests.helpers.changed      prints them, for `make test-fast`
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.conftest import REPO
+
+# A change in a folder is tested by these; the first prefix that fits counts.
+NEEDED = {
+    "pipeline/loss/": ["loss", "pipeline"],
+    "pipeline/run_dir.py": ["pipeline", "eval"],
+    "pipeline/": ["pipeline"],
+    "data_prep/world/": ["data_prep"],
+    "data_prep/": ["data_prep", "pipeline", "eval"],
+    "eval/": ["eval"],
+    "experiments/": ["experiments"],
+    "launch/": ["pipeline", "common"],
+    "ds_configs/": ["pipeline"],
+    "docs/": [],
+    "README.md": [],
+    "tests/bench/": [],
+    "tests/campaigns/": [],
+    **{
+        f"tests/{room}/": [room]
+        for room in ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
+    },
+}
+
+
+def changed() -> list[str]:
+    """Files that differ from the last commit, or those of the last commit where nothing does."""
+    for command in (["git", "status", "--porcelain", "-uall"], ["git", "show", "--name-only", "--format="]):
+        lines = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.splitlines()
+        files = [line.split()[-1] for line in lines if line.strip()]
+        if files:
+            return files
+    return []
+
+
+def needed(files: list[str]) -> list[str]:
+    """Test folders for changes in `files`; a file of no known folder needs all of them."""
+    folders: set[str] = set()
+    for file in files:
+        fitting = next((tests for prefix, tests in NEEDED.items() if file.startswith(prefix)), None)
+        if fitting is None:
+            return ["tests"]
+        folders |= set(fitting)
+    there = (REPO / "tests" / name for name in sorted(folders))
+    return ["tests/test_repository.py", *(str(p.relative_to(REPO)) for p in there if p.is_dir())]
+
+
+if __name__ == "__main__":
+    print(*needed(changed()))
