@@ -83,6 +83,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=10)[1]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes], float]) -> None:
     root, expected, seconds = corpus
     caught, partial = 0, 0
@@ -206,6 +207,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     """Five times the text, 20 MB more, and no more resident memory than caches and noise explain."""
     peaks = []

@@ -148,6 +148,7 @@ def as_messages(dialogue: Conversation) -> dict[str, Any]:
     return {"messages": turns}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
 def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation]) -> None:
@@ -179,6 +180,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
     assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "models/stories260K"])
 def test_real_alpaca_rows_render_again(shared_data: Path, tmp_path: Path, name: str) -> None:
     """Real rows: the output is what is supervised, and the prompt has the ids that generation gives it."""

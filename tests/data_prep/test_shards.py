@@ -306,6 +306,7 @@ def test_inspect_shows_numbers_lengths_and_sources(
     assert "a.jsonl" in out and "segment lengths" in out and "█" in out and "### Response:" in out
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
     """All rows are read in random order, and few pages of the mapped files stay resident."""
 

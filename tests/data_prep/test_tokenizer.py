@@ -94,6 +94,7 @@ def test_special_tokens_are_never_found_in_text(shared_data: Path) -> None:
         assert not ids & set(tokenizer.all_special_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"])
 def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(shared_data / name)

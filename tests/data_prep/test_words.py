@@ -93,6 +93,7 @@ def test_byte_words_give_the_ids_of_the_text(bytes_place: Path, given_texts: lis
     assert same(bytes_place, given_texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @settings(max_examples=150, deadline=None)
 @given(ANY)

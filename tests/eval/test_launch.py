@@ -58,6 +58,7 @@ def slurm(tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) -> None:
     run, data = tmp_path / "run", write_tasks(tmp_path / "data", ["sst2"], train=20, test=8)
     model = tiny_model(tmp_path / "model")

@@ -134,6 +134,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluatedMode
     return root / "data", EvaluatedModel(str(tiny_model(root / "model")))
 
 
+@pytest.mark.slow
 def test_the_dense_retriever_is_openicls_with_the_same_neighbours(shared_data: Path) -> None:
     """On texts that survive OpenICL's round trip through a tokenizer, the lists are the same."""
     task = load_task("trec")

@@ -96,6 +96,7 @@ def worst_difference(ours: dict, theirs: dict) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT)
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path, tmp_path: Path) -> None:
     """Same predictions on every row, scores within 1e-5, the same prompts and demonstrations saved."""
@@ -117,6 +118,7 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     assert AccEvaluator().score(mine, references) == AccEvaluator().score(other, references)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT)
 def test_equals_openicl_with_a_vocabulary_of_32000(name: str, shared_data: Path, tmp_path: Path) -> None:
     task = load_task(name)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from common import lease as lease_file
 from common.errors import UserError
 from common.lease import held
 from eval import store
@@ -212,6 +213,7 @@ def everything(out: Path) -> dict[str, str]:
     return {p.relative_to(out).as_posix(): p.read_text() for p in files}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_run_again(world: Path, tmp_path: Path) -> None:
     """Kills at random moments, over as many evaluations as they take: always the same files in the end."""
     rng = random.Random(0)
@@ -433,14 +435,14 @@ def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_this_process_is_recognised() -> None:
-    mine = store._started(os.getpid())
-    assert mine is not None and mine == store._started(os.getpid())
+    mine = lease_file._started(os.getpid())
+    assert mine is not None and mine == lease_file._started(os.getpid())
     later = subprocess.Popen(["sleep", "9"])
-    started = store._started(later.pid)
+    started = lease_file._started(later.pid)
     assert started is not None and started > mine
     later.kill()
     while psutil.Process(later.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert store._started(later.pid) is None  # nobody has waited for it, yet it is gone
+    assert lease_file._started(later.pid) is None  # nobody has waited for it, yet it is gone
     later.wait()
-    assert store._started(2**22 + 1) is None
+    assert lease_file._started(2**22 + 1) is None

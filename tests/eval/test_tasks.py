@@ -316,6 +316,7 @@ def test_mistakes_are_told_before_anything_heavy_is_imported() -> None:  # defec
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_openicl_is_imported_without_what_it_seldom_needs() -> None:  # defects C2
     code = (
         "import sys, eval.icl.job\nprint(*({'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)))"

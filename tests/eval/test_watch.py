@@ -93,6 +93,7 @@ def _loop(world: Path, run: Path, log: Path, count: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_watchers_twenty_checkpoints_and_crashes(world: Path, tmp_path: Path) -> None:
     """Checkpoints appear while two watchers work and are killed and started again at random."""
     run, log = tmp_path / "run", tmp_path / "log"
@@ -432,6 +433,7 @@ def test_the_command_for_schedulers(world: Path, tmp_path: Path) -> None:
     assert (code, out.splitlines()[-1]) == (0, f"{run}: 0 evaluated, 0 not ready or held elsewhere")
 
 
+@pytest.mark.slow
 def test_a_regression_ends_the_watch_with_code_3(world: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     accuracy = {step: _accuracy(world, step) for step in range(20)}

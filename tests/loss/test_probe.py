@@ -283,6 +283,7 @@ def test_fusing_twice_and_positional_arguments() -> None:
     torch.testing.assert_close(model(ids, mask).logits, want)
 
 
+@pytest.mark.slow
 def test_through_a_compiled_model() -> None:
     """The probe compiles nothing, and the compiled model then does what the probed one does."""
     # defects A1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -61,6 +62,7 @@ def run(batch: dict[str, Any], name: str, dtype: torch.dtype, **options: Any) ->
     return sums, h, w
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(
     batch=batches(),
@@ -85,6 +87,7 @@ def test_float64_equals_reference(batch: dict[str, Any], name: str, options: dic
         torch.testing.assert_close(got, want[key], rtol=0, atol=1e-8 * size)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(batch=batches(), name=st.sampled_from(ONE_TARGET))
 def test_float32_is_close(batch: dict[str, Any], name: str) -> None:

@@ -69,6 +69,7 @@ for name in ("statistics_kernel", "gradient_kernel"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_compiles_ahead_of_time(capability: str) -> None:
     """Both kernels become machine code for A100 (8.0) and H100/H200 (9.0); no GPU needed for that."""
