@@ -1,4 +1,4 @@
-"""python -m eval run | watch | compare | report | generate: in-context evaluation of language models.
+"""python -m eval run | watch | compare | report | generate | quality: evaluation of language models.
 
 Exit codes: 0 done, or nothing to do; 2 a mistake that stays until something is changed; 3 a regression
 (--fail-on-regression); 75 a trouble that may pass, run the same command again.
@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from eval.generation import commands as generation
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
@@ -40,19 +42,7 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("--no-report", action="store_true", help="do not rewrite the report after a pass")
     _evaluation_arguments(watch)
 
-    generate = commands.add_parser("generate", help="sample text, without truncating the distribution")
-    generate.add_argument("--model", required=True, help="model directory (an export) or hub id")
-    generate.add_argument("--name", help="how results call it (its directory)")
-    generate.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
-    generate.add_argument(
-        "--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16"
-    )
-    generate.add_argument("--samples", type=int, default=8, help="texts per prefix (8)")
-    generate.add_argument(
-        "--prefix", action="append", help="text to continue; repeatable; default: begin one"
-    )
-    generate.add_argument("--tokens", type=int, default=80, help="longest continuation in tokens (80)")
-    generate.add_argument("--seed", type=int, default=0)
+    generation.add_arguments(commands)
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
@@ -167,18 +157,11 @@ def _watch(args: argparse.Namespace) -> int:
     return EXIT_REGRESSION if worse else EXIT_OK
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from eval.generate import write_samples
-    from eval.model import EvaluatedModel
+def _generation(args: argparse.Namespace) -> int:
     from eval.quiet import quiet_libraries
-    from eval.report.views import claim_name
 
     quiet_libraries()
-    model = EvaluatedModel(args.model, args.name, args.dtype)
-    claim_name(model, args.out, say)
-    for item in write_samples(model, args.out, args.prefix or [""], args.samples, args.tokens, args.seed):
-        say(f"{model.name}: {item['prefix']}{item['text']}".replace("\n", " ⏎ "))
-    return EXIT_OK
+    return generation.run(args, say)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -233,7 +216,14 @@ def main() -> int:
     from common.errors import UserError
     from eval.store import StoreConflictError
 
-    commands = {"run": _run, "watch": _watch, "generate": _generate, "report": _report, "compare": _compare}
+    commands = {
+        "run": _run,
+        "watch": _watch,
+        "generate": _generation,
+        "quality": _generation,
+        "report": _report,
+        "compare": _compare,
+    }
     try:
         return commands[args.command](args)
     except (UserError, StoreConflictError) as error:

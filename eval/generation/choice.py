@@ -31,7 +31,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2, torc
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen. The default is the model's own distribution, nothing cut and nothing sharpened."""
+    """How tokens are chosen. The default is the model's own distribution, unchanged."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -40,13 +40,17 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UserError(f"--temperature {self.temperature} must be above 0; for the likeliest token: --greedy")
+            raise UserError(
+                f"--temperature {self.temperature} must be above 0; for the likeliest token: --greedy"
+            )
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} must not be negative (0: all tokens)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p {self.top_p} must be above 0 and at most 1")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
-            raise UserError("--greedy takes the likeliest token; leave out --temperature, --top-k and --top-p")
+            raise UserError(
+                "--greedy takes the likeliest token; leave out --temperature, --top-k and --top-p"
+            )
 
     @property
     def unbiased(self) -> bool:
@@ -85,9 +89,7 @@ def tolerance(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return ROUNDING[dtype] * largest.clamp_min(1.0)
 
 
-def choose(
-    logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor
-) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and whether each was a close decision: int64 [B], bool [B].
 
     logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], see `tolerance`. A row with a NaN,
@@ -124,7 +126,9 @@ def _truncated(scores: Tensor, decoding: Decoding, rounding: Tensor) -> tuple[Te
         _require_numbers(scores.amax(dim=-1))
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         total = ordered.double().softmax(dim=-1).cumsum(dim=-1)
-        count = (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)  # last that is kept
+        count = (
+            (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)
+        )  # last that is kept
         border = (total - decoding.top_p).abs().amin(dim=-1) <= rounding
         after = (count + 1).clamp_max(vocabulary - 1)
         gap = (ordered.gather(1, count) - ordered.gather(1, after))[:, 0]

@@ -39,15 +39,16 @@ class _Layer(DynamicLayer):
             self.buffers = [_widened(b, self.used, end + SPARE) for b in self.buffers]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.used : end] = states
-        self._show(end)
-        return self.keys, self.values
+        return self._show(end)
 
-    def _show(self, used: int) -> None:
+    def _show(self, used: int) -> tuple[Tensor, Tensor]:
         self.used = used
-        self.keys, self.values = (buffer[:, :, :used] for buffer in self.buffers)
+        keys, values = (buffer[:, :, :used] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
     def rearrange(self, rows: Tensor | None, width: int) -> None:
-        """Keep `rows` (None: all) and the last `width` slots; slots are put in front where there are fewer."""
+        """Keep `rows` (None: all) and the last `width` slots, with empty ones in front of fewer."""
         kept = min(width, self.used)
         moved = []
         for buffer in self.buffers:
@@ -75,6 +76,8 @@ def _widened(buffer: Tensor, used: int, room: int) -> Tensor:
 
 class RowCache(Cache):
     """A transformers cache whose rows can be dropped and added."""
+
+    layers: list[_Layer]  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)

@@ -1,9 +1,9 @@
 """Continuations of token sequences, in batches: rows leave when they end, and new ones take their place.
 
-What a continuation says depends on the weights, its prompt, its seed and the decoding, and on nothing else: not
-on the batch size, not on its neighbours, not on the order of the work. See `choice` for how; it holds where the
-arithmetic is float32. In half precision the logits of different batch shapes differ by too much to decide every
-close call anew, so there a text may change with the batch.
+What a continuation says depends on the weights, its prompt, its seed and the decoding, and on nothing else:
+not on the batch size, not on its neighbours, not on the order of the work. See `choice` for how; it holds
+where the arithmetic is float32. In half precision the logits of different batch shapes differ by too much to
+decide every close call anew, so there a text may change with the batch.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class _Rows:
 
     def keep(self, rows: list[int]) -> _Rows:
         at = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
-        requests, alive = ([values[i] for i in rows] for values in (self.requests, self.alive))
-        return _Rows(requests, self.lengths[at], self.pending[at], self.random[at], alive)  # type: ignore[arg-type]
+        requests, alive = [self.requests[i] for i in rows], [self.alive[i] for i in rows]
+        return _Rows(requests, self.lengths[at], self.pending[at], self.random[at], alive)
 
     def joined(self, other: _Rows) -> _Rows:
-        tensors = [torch.cat([getattr(self, name), getattr(other, name)]) for name in ("lengths", "pending", "random")]
-        return _Rows(self.requests + other.requests, *tensors, self.alive + other.alive)
+        lengths = torch.cat([self.lengths, other.lengths])
+        pending, random = torch.cat([self.pending, other.pending]), torch.cat([self.random, other.random])
+        return _Rows(self.requests + other.requests, lengths, pending, random, self.alive + other.alive)
 
 
 class Sampler:
@@ -107,7 +108,7 @@ class Sampler:
         """
         if tokens < 1:
             raise UserError(f"--tokens {tokens} must be at least 1")
-        self._requests, self._tokens = requests, tokens
+        self._requests, self._tokens, self._progress = requests, tokens, progress
         self._texts = [Continuation() for _ in requests]
         waiting = list(range(len(requests)))[::-1]
         cache, rows = RowCache(), None
@@ -116,19 +117,23 @@ class Sampler:
             cache, rows = self._refill(cache, rows, waiting)
             if rows is None:
                 return self._texts
+            if not any(rows.alive):
+                continue
             logits = self._step(cache, rows)
             step += 1
             if step & (step - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
                 self._compare(rows, logits, step)
             self._decide(rows, logits)
-            progress(self._finish(rows))
+            self._finish(rows)
 
-    def _refill(self, cache: RowCache, rows: _Rows | None, waiting: list[int]) -> tuple[RowCache, _Rows | None]:
+    def _refill(
+        self, cache: RowCache, rows: _Rows | None, waiting: list[int]
+    ) -> tuple[RowCache, _Rows | None]:
         """Drop rows that ended and start waiting requests, when enough rows are idle."""
         running = [] if rows is None else [i for i, alive in enumerate(rows.alive) if alive]
-        seats = len(running) + len(waiting) if not running else self.batch if waiting else len(rows.alive)  # type: ignore[union-attr]
-        idle = min(seats, self.batch) - len(running)
-        if idle * IDLE < min(seats, self.batch):
+        idle = (0 if rows is None else len(rows.alive)) - len(running)
+        free = min(self.batch - len(running), len(waiting)) if waiting else idle
+        if running and max(free, idle) * IDLE < len(running):
             return cache, rows
         if running and rows is not None:
             rows = rows.keep(running)
@@ -236,8 +241,8 @@ class Sampler:
             ) from None
         rows.pending = tokens
 
-    def _finish(self, rows: _Rows) -> int:
-        """Note the chosen tokens; returns how many texts ended with them."""
+    def _finish(self, rows: _Rows) -> None:
+        """Note the chosen tokens, and which texts ended with them."""
         ended = 0
         for row, token in enumerate(rows.pending.tolist()):
             if not rows.alive[row]:
@@ -247,4 +252,5 @@ class Sampler:
             text.ended = token in self.ends
             rows.alive[row] = not text.ended and len(text.tokens) < self._tokens
             ended += not rows.alive[row]
-        return ended
+        if ended:
+            self._progress(ended)

@@ -1,0 +1,180 @@
+"""Likelihoods of texts under a model, and two models' next-token distributions side by side.
+
+Nats, summed in float64. A model that gives anything but numbers is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from eval.generation import distributions
+from eval.generation.tokens import context_of, split_ids
+from eval.icl.prefix_scorer import Item, PrefixScorer
+from eval.model import EvaluatedModel
+
+TAILS = 8  # continuations that share the keys and values of their prefix in one row
+LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
+
+Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+
+class Likelihood(NamedTuple):
+    """nll: sums of -log p, float64 [n]; tokens: int64 [n]."""
+
+    nll: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def per_token(self) -> float:
+        """Mean over all tokens."""
+        return float(self.nll.sum() / self.tokens.sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.per_token, 700.0))
+
+
+def continuations(
+    model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int = 8192
+) -> Likelihood:
+    """-log p of every continuation after its prompt, both token ids; equal prompts are fed once."""
+    _require_room(model, max((len(p) + len(c) for p, c in pairs), default=0))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (prompt, _) in enumerate(pairs):
+        groups.setdefault(tuple(prompt), []).append(i)
+    parts = [members[i : i + TAILS] for members in groups.values() for i in range(0, len(members), TAILS)]
+    items = [
+        Item(
+            np.array(pairs[part[0]][0], dtype=np.int64), [np.array(pairs[i][1], dtype=np.int64) for i in part]
+        )
+        for part in parts
+    ]
+    nll = np.zeros(len(pairs))
+    for part, score in zip(parts, PrefixScorer(model.model, budget).score(items), strict=True):
+        nll[part] = score.tails
+    _require_finite(nll, model)
+    return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
+
+
+def texts(model: EvaluatedModel, rows: Sequence[str], budget: int = 8192) -> Likelihood:
+    """-log p of whole texts, each on its own; one longer than the context is cut into windows of it."""
+    limit = context_of(model) or 1 << 30
+    pairs, owner = [], []
+    for number, row in enumerate(rows):
+        first, rest = split_ids(model.tokenizer, "", row)
+        for i in range(0, len(rest), limit - 1):
+            pairs.append(((first if i == 0 else [rest[i - 1]]), rest[i : i + limit - 1]))
+            owner.append(number)
+    if not pairs:
+        raise UserError("no text has a token that can be predicted")
+    found = continuations(model, pairs, budget)
+    nll = np.bincount(owner, weights=found.nll, minlength=len(rows))
+    return Likelihood(nll, np.bincount(owner, weights=found.tokens, minlength=len(rows)).astype(np.int64))
+
+
+def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+    """forward -sum p log q and reverse -sum q log p of rows of logits [n, V], float64 [n].
+
+    The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
+    """
+    p, p_mass = _weights(p_logits)
+    q, q_mass = _weights(q_logits)
+    forward = q_mass.log() - _mean(p, q_logits) / p_mass
+    reverse = p_mass.log() - _mean(q, p_logits) / q_mass
+    return {"forward_ce": forward, "reverse_ce": reverse}
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(logits - largest) and its sum; the logits are changed to what the exponential is taken of."""
+    logits -= logits.amax(dim=-1, keepdim=True)
+    weights = logits.exp()
+    return weights, weights.sum(dim=-1, dtype=torch.float64)
+
+
+def _mean(weights: Tensor, values: Tensor) -> Tensor:
+    return (weights * values).sum(dim=-1, dtype=torch.float64)
+
+
+def all_measures(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+    """Every measure of `distributions` for rows of logits [n, V]."""
+    return distributions.measures(distributions.log_probs(p_logits), distributions.log_probs(q_logits))
+
+
+@torch.inference_mode()
+def side_by_side(
+    p_model: Any, q_model: Any, rows: Sequence[Sequence[int]], measure: Measure
+) -> dict[str, np.ndarray]:
+    """Measures of two models' next-token distributions after every token of rows of ids but the last.
+
+    Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both,
+    which it may change, and gives [m] by name. Rows have at least two tokens.
+    """
+    if any(len(row) < 2 for row in rows):
+        raise ValueError("a row with fewer than two tokens predicts nothing")
+    totals: dict[str, np.ndarray] = {}
+    for part in _batches(rows, p_model, q_model):
+        width = len(rows[part[0]]) - 1
+        ids = np.zeros((len(part), width), dtype=np.int64)
+        mask = np.zeros((len(part), width), dtype=np.int64)
+        for r, i in enumerate(part):
+            n = len(rows[i]) - 1
+            ids[r, :n], mask[r, :n] = rows[i][:-1], 1
+        valid = torch.from_numpy(mask.astype(bool))
+        p, q = (_logits(model, ids, mask, valid) for model in (p_model, q_model))
+        shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
+        found = measure(p[:, :shared].contiguous(), q[:, :shared].contiguous())
+        owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
+        for name, values in found.items():
+            total = totals.setdefault(name, np.zeros(len(rows)))
+            total += np.bincount(owner, weights=values.cpu().numpy(), minlength=len(rows))
+    counts = np.array([len(row) - 1 for row in rows])
+    means = {name: total / counts for name, total in totals.items()}
+    if not all(np.isfinite(values).all() for values in means.values()):
+        raise UserError("a model gives probabilities that are not numbers (NaN or infinite weights?)")
+    return means
+
+
+def _logits(model: Any, ids: np.ndarray, mask: np.ndarray, valid: Tensor) -> Tensor:
+    """float32 [positions, V] at the valid places of a batch."""
+    device = next(model.parameters()).device
+    given = {"input_ids": torch.from_numpy(ids).to(device)}
+    if not bool(valid.all()):
+        given["attention_mask"] = torch.from_numpy(mask).to(device)
+    logits = model(**given, use_cache=False).logits
+    return (logits.flatten(0, 1) if bool(valid.all()) else logits[valid.to(device)]).float()
+
+
+def _batches(rows: Sequence[Sequence[int]], *models: Any) -> Iterator[list[int]]:
+    """Rows of similar length together, longest first, as many as the room for logits allows."""
+    gpu = next(models[0].parameters()).device.type != "cpu"
+    vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in models)
+    room = (LOGITS_GPU if gpu else LOGITS_CPU) // (4 * vocabulary)
+    batch: list[int] = []
+    for i in sorted(range(len(rows)), key=lambda i: -len(rows[i])):
+        if batch and (len(batch) + 1) * len(rows[batch[0]]) > room:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _require_room(model: EvaluatedModel, longest: int) -> None:
+    limit = context_of(model)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
+            "generate shorter ones (--tokens), or take another model"
+        )
+
+
+def _require_finite(values: np.ndarray, model: EvaluatedModel) -> None:
+    if not np.isfinite(values).all():
+        raise UserError(f"{model.given}: likelihoods that are not numbers (NaN or infinite weights?)")
