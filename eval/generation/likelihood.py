@@ -84,21 +84,21 @@ def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
 
     The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
     """
-    p, p_mass = _weights(p_logits)
-    q, q_mass = _weights(q_logits)
-    forward = q_mass.log() - _mean(p, q_logits) / p_mass
-    reverse = p_mass.log() - _mean(q, p_logits) / q_mass
-    return {"forward_ce": forward, "reverse_ce": reverse}
+    p, p_mass, p_log = _weights(p_logits)
+    q, q_mass, q_log = _weights(q_logits)
+    forward = q_log - _sum(p, q_logits) / p_mass
+    return {"forward_ce": forward, "reverse_ce": p_log - _sum(q, p_logits) / q_mass}
 
 
-def _weights(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logits - largest) and its sum; the logits are changed to what the exponential is taken of."""
-    logits -= logits.amax(dim=-1, keepdim=True)
-    weights = logits.exp()
-    return weights, weights.sum(dim=-1, dtype=torch.float64)
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - largest) [n, V], its sum and the logarithm of the sum of exp(logits), float64 [n]."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - largest).exp_()
+    mass = weights.sum(dim=-1, dtype=torch.float64)
+    return weights, mass, largest[:, 0].double() + mass.log()
 
 
-def _mean(weights: Tensor, values: Tensor) -> Tensor:
+def _sum(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * values).sum(dim=-1, dtype=torch.float64)
 
 
@@ -113,8 +113,8 @@ def side_by_side(
 ) -> dict[str, np.ndarray]:
     """Measures of two models' next-token distributions after every token of rows of ids but the last.
 
-    Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both,
-    which it may change, and gives [m] by name. Rows have at least two tokens.
+    Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both
+    and gives [m] by name. Rows have at least two tokens.
     """
     if any(len(row) < 2 for row in rows):
         raise ValueError("a row with fewer than two tokens predicts nothing")

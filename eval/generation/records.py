@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written: for every seed, `samples` texts of at most `tokens` tokens after every prefix."""
+    """What is to be written: per seed, `samples` texts of at most `tokens` tokens after every prefix."""
 
     prefixes: Prefixes
     decoding: Decoding
