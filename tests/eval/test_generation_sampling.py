@@ -1,4 +1,4 @@
-"""Sampling in batches: the same text whatever the batch, the model's own distribution, transformers' greedy."""
+"""Sampling: the same text whatever the batch, the model's own distribution, transformers' greedy text."""
 
 from __future__ import annotations
 
@@ -126,20 +126,20 @@ def test_close_calls_are_decided_by_the_row_alone(llama: Any, monkeypatch: pytes
 
 def test_real_text_does_not_depend_on_the_batch(shared_data: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(shared_data / "models" / "stories260K", dtype=torch.float32)
-    wanted = requests(40, 512, 20)
-    texts = [Sampler(model, ends=[2], batch=b).run(wanted[:n], 40) for b, n in ((1, 12), (64, 40), (7, 40))]
-    assert texts[1] == texts[2] and texts[1][:12] == texts[0]
+    wanted = requests(32, 512, 20)
+    texts = [Sampler(model, ends=[2], batch=b).run(wanted[:n], 30) for b, n in ((1, 3), (64, 32), (15, 32))]
+    assert texts[1] == texts[2] and texts[1][:3] == texts[0]
 
 
 def test_a_large_flat_vocabulary_does_not_depend_on_the_batch() -> None:
     """32,000 tokens that are almost equally likely: the hardest case for an inverse of the cumulated sum."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": 32000}), intermediate_size=64)).eval()
-    wanted = requests(32, 32000)
+    wanted = requests(16, 32000)
     sampler = Sampler(model)
     texts = sampler.run(wanted, 20)
     assert texts == Sampler(model, batch=9).run(wanted, 20)
-    assert sampler.redone < 32, "close calls must stay rare"
+    assert sampler.redone < 16, "close calls must stay rare"
 
 
 def test_longer_texts_begin_like_shorter_ones(llama: Any) -> None:
@@ -210,9 +210,16 @@ def test_a_cache_that_is_not_honoured_is_refused(llama: Any, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": 0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
-                 {"greedy": True, "top_k": 3}],
-)  # fmt: skip
+    "settings",
+    [
+        {"temperature": 0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"greedy": True, "top_k": 3},
+    ],
+)
 def test_senseless_decodings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="--"):
         Decoding(**settings)
