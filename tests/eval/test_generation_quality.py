@@ -281,12 +281,12 @@ def test_mistakes_of_quality_are_one_line(
     world: Path, sampled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = {
-        "protocol": (["--protocol", "releasd"], "did you mean released?"),
+        "protocol": ([sampled, "--protocol", "releasd"], "did you mean released?"),
         "nothing there": ([sampled.parent], "has no records.jsonl"),
-        "other model": (["--oracle", world / "nowhere"], "does not exist"),
+        "other model": ([sampled, "--oracle", world / "nowhere"], "does not exist"),
     }
     for name, (arguments, line) in cases.items():
-        code, _, err = command("quality", sampled, "--out", world / "out", *arguments)
+        code, _, err = command("quality", *arguments, "--out", world / "out")
         assert code == 2 and line in err, (name, err)
     with pytest.raises(UserError, match="at least 100"):
         closeness.require_texts(60, 200)
