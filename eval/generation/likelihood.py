@@ -19,8 +19,9 @@ from eval.generation.tokens import context_of, split_ids
 from eval.icl.prefix_scorer import Item, PrefixScorer
 from eval.model import EvaluatedModel
 
-TAILS = 8  # continuations that share the keys and values of their prefix in one row
 LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
+TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most
+CACHED = 2 << 20  # bytes of logits whose temporaries stay in a processor's cache
 
 Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
@@ -49,7 +50,12 @@ def continuations(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(tuple(prompt), []).append(i)
-    parts = [members[i : i + TAILS] for members in groups.values() for i in range(0, len(members), TAILS)]
+    parts = [
+        members[i : i + step]
+        for prompt, members in groups.items()
+        for step in [_sharing(len(prompt), [len(pairs[i][1]) for i in members])]
+        for i in range(0, len(members), step)
+    ]
     items = [
         Item(
             np.array(pairs[part[0]][0], dtype=np.int64), [np.array(pairs[i][1], dtype=np.int64) for i in part]
@@ -63,7 +69,27 @@ def continuations(
     return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
 
 
-def texts(model: EvaluatedModel, rows: Sequence[str], budget: int = 8192) -> Likelihood:
+def _sharing(prompt: int, lengths: Sequence[int]) -> int:
+    """How many continuations share a row with their prompt: long rows cost more attention than they save."""
+    return int(min(TAILS, max(1, prompt // max(lengths))))
+
+
+def _padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[np.ndarray, Tensor]:
+    """Ids [B, T], padded on the right, and which of [B, T - 1] places predict something from `starts` on."""
+    width = max(map(len, rows))
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    scored = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+    for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[r, : len(row)], scored[r, start : len(row) - 1] = row, True
+    return ids, scored
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    """Rows whose temporaries stay in a processor's cache."""
+    return max(1, CACHED // (4 * logits.shape[-1])) if logits.device.type == "cpu" else len(logits)
+
+
+def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     """-log p of whole texts, each on its own; one longer than the context is cut into windows of it."""
     limit = context_of(model) or 1 << 30
     pairs, owner = [], []
@@ -74,7 +100,7 @@ def texts(model: EvaluatedModel, rows: Sequence[str], budget: int = 8192) -> Lik
             owner.append(number)
     if not pairs:
         raise UserError("no text has a token that can be predicted")
-    found = continuations(model, pairs, budget)
+    found = continuations(model, pairs)
     nll = np.bincount(owner, weights=found.nll, minlength=len(rows))
     return Likelihood(nll, np.bincount(owner, weights=found.tokens, minlength=len(rows)).astype(np.int64))
 
@@ -120,16 +146,14 @@ def side_by_side(
         raise ValueError("a row with fewer than two tokens predicts nothing")
     totals: dict[str, np.ndarray] = {}
     for part in _batches(rows, p_model, q_model):
-        width = len(rows[part[0]]) - 1
-        ids = np.zeros((len(part), width), dtype=np.int64)
-        mask = np.zeros((len(part), width), dtype=np.int64)
-        for r, i in enumerate(part):
-            n = len(rows[i]) - 1
-            ids[r, :n], mask[r, :n] = rows[i][:-1], 1
-        valid = torch.from_numpy(mask.astype(bool))
-        p, q = (_logits(model, ids, mask, valid) for model in (p_model, q_model))
+        ids, valid = _padded([rows[i] for i in part], [0] * len(part))
+        p, q = (_logits(model, ids[:, :-1], valid) for model in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
-        found = measure(p[:, :shared].contiguous(), q[:, :shared].contiguous())
+        step = _rows_at_once(p)
+        chunks = [
+            measure(a[:, :shared], b[:, :shared]) for a, b in zip(p.split(step), q.split(step), strict=True)
+        ]
+        found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
         for name, values in found.items():
             total = totals.setdefault(name, np.zeros(len(rows)))
@@ -141,13 +165,13 @@ def side_by_side(
     return means
 
 
-def _logits(model: Any, ids: np.ndarray, mask: np.ndarray, valid: Tensor) -> Tensor:
-    """float32 [positions, V] at the valid places of a batch."""
+def _logits(model: Any, ids: np.ndarray, valid: Tensor) -> Tensor:
+    """float32 [positions, V] at the valid places of a batch.
+
+    Padding is on the right, where a causal model does not see it: no mask is needed.
+    """
     device = next(model.parameters()).device
-    given = {"input_ids": torch.from_numpy(ids).to(device)}
-    if not bool(valid.all()):
-        given["attention_mask"] = torch.from_numpy(mask).to(device)
-    logits = model(**given, use_cache=False).logits
+    logits = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
     return (logits.flatten(0, 1) if bool(valid.all()) else logits[valid.to(device)]).float()
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,7 +24,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eval.generation import likelihood
 from eval.generation.sampling import Request, Sampler
-from eval.icl.prefix_scorer import Item, PrefixScorer
 from tests.bench import common
 
 SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
@@ -116,14 +116,12 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
     random = np.random.default_rng(1)
     vocabulary = model.config.vocab_size
     prompts = prefixes(vocabulary)[: PREFIXES // 4]
-    items = [
-        Item(np.array(p), [random.integers(3, vocabulary, tokens - i) for i in range(TEXTS)]) for p in prompts
-    ]
-    distinct = sum(item.fed for item in items)
+    pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
+    distinct = sum(map(len, prompts)) + sum(len(rest) - 1 for _, rest in pairs)
     rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
-    scorer = PrefixScorer(model)
+    wrapped: Any = SimpleNamespace(model=model, given=name, path=None)
     contestants: dict[str, Callable[[int], Any]] = {
-        "perplexity": lambda number: scorer.score(items),
+        "perplexity": lambda number: likelihood.continuations(wrapped, pairs),
         "forward": lambda number: plain(model, distinct, tokens),
         "cross-entropies": lambda number: likelihood.side_by_side(
             model, other, rows, likelihood.cross_entropies
@@ -147,17 +145,21 @@ def plain(model: Any, count: int, width: int, batch: int = 16) -> None:
         model(input_ids=ids[: count // width - start], use_cache=False)
 
 
+PARTS = {"sampling": sampling, "likelihoods": likelihoods}
+
+
 def main() -> int:
     """Both models, all contestants."""
     parser = common.parser(__doc__, rounds=3)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     args = parser.parse_args()
     common.settle()
     rounds, tokens = (1, 20) if args.quick else (args.rounds, TOKENS)
     report = common.Report("generation")
     for name in args.models:
-        sampling(report, name, rounds, tokens)
-        likelihoods(report, name, rounds, tokens)
+        for part in args.parts:
+            PARTS[part](report, name, rounds, tokens)
     return report.finish(rounds=rounds, tokens=tokens, prefixes=PREFIXES, texts=TEXTS)
 
 

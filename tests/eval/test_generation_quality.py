@@ -190,22 +190,22 @@ def test_intervals() -> None:
 
 
 def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
-    """Human text against itself near the ceiling, GPT-2 XL between, shuffled words near the floor."""
+    """A text against itself at the ceiling, GPT-2 XL between, the corpus's words shuffled near the floor."""
     pytest.importorskip("mauve")
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
-    human, machine = (
-        [t[-400:] for t in prefixes.read_texts(path, f)][:300] for f in ("text", "sampled_gpt2_xl")
-    )
-    words = random.Random(0)
-    shuffled = [" ".join(words.sample(text.split(), len(text.split()))) for text in human]
-    states = closeness.featurizer(str(shared_data / "models" / "stories260K"))
-    features = {
-        name: states(texts) for name, texts in (("human", human), ("gpt2", machine), ("shuffled", shuffled))
-    }
-    found = closeness.beside_ceiling(features["human"], list(features.values()), splits=2)
+    fields = ("text", "sampled_gpt2_xl")
+    human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:200] for field in fields)
+    words = [word for text in human for word in text.split()]
+    random.Random(0).shuffle(words)
+    taken = iter(words)
+    shuffled = [" ".join(next(taken) for _ in text.split()) for text in human]
+    encoder = closeness.featurizer("minilm")
+    features = [encoder(texts) for texts in (human, machine, shuffled)]
+    found = closeness.beside_ceiling(features[0], features, splits=2)
     own, gpt2, floor = found["half"]
     assert found["ceiling"] > 0.8 and own == pytest.approx(found["ceiling"], abs=1e-9)
-    assert floor < gpt2 < found["ceiling"]
+    assert floor < gpt2 - 0.2 and gpt2 <= found["ceiling"] + 0.02
+    print(found)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------
