@@ -42,11 +42,16 @@ class Likelihood(NamedTuple):
         return math.exp(min(self.per_token, 700.0))
 
 
-def continuations(
-    model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int = 8192
-) -> Likelihood:
-    """-log p of every continuation after its prompt, both token ids; equal prompts are fed once."""
+def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
+    """-log p of every continuation after its prompt, both token ids; a long prompt is fed once."""
     _require_room(model, max((len(p) + len(c) for p, c in pairs), default=0))
+    nll = continuation_nll(model.model, pairs)
+    _require_finite(nll, model)
+    return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
+
+
+def continuation_nll(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
+    """The same for a loaded model: float64 [n]."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(tuple(prompt), []).append(i)
@@ -63,10 +68,9 @@ def continuations(
         for part in parts
     ]
     nll = np.zeros(len(pairs))
-    for part, score in zip(parts, PrefixScorer(model.model, budget).score(items), strict=True):
+    for part, score in zip(parts, PrefixScorer(model).score(items), strict=True):
         nll[part] = score.tails
-    _require_finite(nll, model)
-    return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
+    return nll
 
 
 def _sharing(prompt: int, lengths: Sequence[int]) -> int:

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -119,9 +118,8 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
     pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
     distinct = sum(map(len, prompts)) + sum(len(rest) - 1 for _, rest in pairs)
     rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
-    wrapped: Any = SimpleNamespace(model=model, given=name, path=None)
     contestants: dict[str, Callable[[int], Any]] = {
-        "perplexity": lambda number: likelihood.continuations(wrapped, pairs),
+        "perplexity": lambda number: likelihood.continuation_nll(model, pairs),
         "forward": lambda number: plain(model, distinct, tokens),
         "cross-entropies": lambda number: likelihood.side_by_side(
             model, other, rows, likelihood.cross_entropies
