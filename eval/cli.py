@@ -1,4 +1,4 @@
-"""python -m eval run | watch | compare | report | generate: in-context evaluation of language models.
+"""python -m eval run | watch | compare | report | generate | quality: evaluation of language models.
 
 Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
 mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
 from common.text import printable
+from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
 from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
@@ -60,17 +61,7 @@ def parser() -> argparse.ArgumentParser:
     watch.add_argument("--no-report", action="store_true", help="do not rewrite the report after a pass")
     _evaluation_arguments(watch)
 
-    generate = commands.add_parser("generate", help="sample text, without truncating the distribution")
-    generate.add_argument("--model", required=True, help="model directory (an export) or hub id")
-    generate.add_argument("--name", help="how results call it (its directory)")
-    generate.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
-    generate.add_argument("--dtype", default="auto", help=DTYPE_HELP)
-    generate.add_argument("--samples", type=int, default=8, help="texts per prefix (8)")
-    generate.add_argument(
-        "--prefix", action="append", help="text to continue; repeatable; default: begin one"
-    )
-    generate.add_argument("--tokens", type=int, default=80, help="longest continuation in tokens (80)")
-    generate.add_argument("--seed", type=int, default=0)
+    generation.add_arguments(commands)
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
@@ -187,17 +178,9 @@ def _watch(args: argparse.Namespace) -> int:
     return EXIT_RETRY if watch.troubled else EXIT_FAILURE if watch.failed else EXIT_OK
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from eval.generate import require_counts, write_samples
-    from eval.results import claim_name
-
-    require_counts(args.samples, args.tokens)
-    model = EvaluatedModel(args.model, args.name, args.dtype)
-    with _libraries(model.name):
-        claim_name(model, args.out, say)
-    for item in write_samples(model, args.out, args.prefix or [""], args.samples, args.tokens, args.seed):
-        say(f"{model.name}: {item['prefix']}{item['text']}".replace("\n", " ⏎ "))
-    return EXIT_OK
+def _generation(args: argparse.Namespace) -> int:
+    with _libraries(args.command):
+        return generation.run(args, say)
 
 
 @contextlib.contextmanager
@@ -270,7 +253,8 @@ def main() -> int:
     args = parser().parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    commands = {"run": _run, "watch": _watch, "generate": _generate, "report": _report, "compare": _compare}
+    commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
+    commands |= {"generate": _generation, "quality": _generation}
     try:
         return commands[args.command](args)
     except KeyboardInterrupt:

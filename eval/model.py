@@ -95,6 +95,13 @@ class EvaluatedModel:
         return model
 
     @cached_property
+    def scorer(self) -> Any:
+        """The model's likelihoods, by the fastest way that its own forward confirms."""
+        from eval.icl.prefix_scorer import PrefixScorer
+
+        return PrefixScorer(self.model)
+
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """What the trainer says about this model (step, tokens, objective), if it is an export of ours."""
         try:

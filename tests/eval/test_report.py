@@ -12,12 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from scipy import stats as scipy_stats
 
 from common.page import figures, parts
-from eval import generate
-from eval.model import EvaluatedModel
 from eval.report import numbers
 from eval.report.gather import gather
 from eval.report.write import write
@@ -401,41 +397,6 @@ def test_run_fails_on_a_regression(world: Path, tmp_path: Path) -> None:
 
 
 # --- sampled text -----------------------------------------------------------------------------------------
-
-
-def test_sampling_is_unbiased(world: Path, tmp_path: Path) -> None:
-    """First tokens follow the model's softmax, though the checkpoint's own defaults would truncate it."""
-    path = tiny_model(tmp_path / "model", seed=8)
-    defaults = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 5.0}
-    (path / "generation_config.json").write_text(json.dumps(defaults))
-    model = EvaluatedModel(str(path))
-    ids = generate.prompt_ids(model, "the")
-    with torch.no_grad():
-        p = model.model(input_ids=ids).logits[0, -1].double().softmax(0).numpy()
-    settings, counts = 800, np.zeros(len(p))
-    original = model.model.generate
-
-    def first_token(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        counts[out[0, ids.shape[1]]] += 1
-        return out
-
-    model.model.generate = first_token
-    generate.sample(model, ["the"], settings, 1, seed=0)
-    likely = p * settings >= 5
-    observed = np.append(counts[likely], counts[~likely].sum())
-    expected = np.append(p[likely], p[~likely].sum()) * settings
-    keep = expected > 0
-    assert scipy_stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
-
-
-def test_samples_repeat_and_the_first_do_not_depend_on_how_many(world: Path) -> None:
-    model = EvaluatedModel(str(world / "models" / "emo-200"))
-    few = generate.sample(model, ["", "the cat"], 2, 10, seed=1)
-    many = generate.sample(model, [""], 4, 10, seed=1)
-    assert few[:2] == many[:2]
-    assert generate.sample(model, [""], 2, 10, seed=2) != few[:2]
-    assert all(s["tokens"] <= 10 for s in many)
 
 
 def test_samples_of_other_weights_are_not_shown(world: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Text from language models, and measures of it: sampling, likelihoods, closeness to human text."""

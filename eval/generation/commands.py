@@ -1,0 +1,145 @@
+"""python -m eval generate | quality: sampled text, and how good it is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from eval.generation.prefixes import CORPORA, Prefixes, from_corpus, from_file, given, read_texts
+
+TOKENS, SAMPLES = 80, 8
+SHOWN = 16  # so many texts are printed
+MAUVE_HELP = (
+    "featurizer of MAUVE: minilm, a sentence model, or a language model by directory or id (gpt2-large)"
+)
+
+
+def add_arguments(subparsers: Any) -> None:
+    """The commands `generate` and `quality` with their arguments."""
+    _generate_arguments(
+        subparsers.add_parser("generate", help="sample text, by default from the whole distribution")
+    )
+    _quality_arguments(
+        subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
+    )
+
+
+def _generate_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", required=True, help="model directory (an export) or hub id")
+    add("--name", help="how results call it (its directory)")
+    add("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--prefix", action="append", help="text to continue; repeatable; default: begin one")
+    where.add_argument("--prefixes", type=Path, metavar="FILE", help="JSON lines with `text`, or plain lines")
+    where.add_argument("--corpus", help=f"prefixes of the paper's length: {', '.join(CORPORA)}")
+    add(
+        "--prefix-words",
+        type=int,
+        default=0,
+        help="with --prefixes: words of each text that are its prefix (all)",
+    )
+    add(
+        "--data",
+        default="hub",
+        help="with --corpus: directory of FOLDER/SPLIT.jsonl or .txt[.zst], or hub (hub)",
+    )
+    add("--split", default="test", help="with --corpus: train, validation or test (test)")
+    add("--limit", type=int, help="evenly spaced prefixes (all)")
+    add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy: 1)")
+    add("--tokens", type=int, help=f"longest continuation in tokens (the corpus's own, else {TOKENS})")
+    add("--seeds", default="0", help="comma-separated (0)")
+    add("--batch", type=int, default=64, help="texts at a time (64); does not change them")
+    add("--temperature", type=float, default=1.0, help="divides the logits (1)")
+    add("--top-k", type=int, default=0, help="only the k likeliest tokens (0: all)")
+    add("--top-p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
+    add("--greedy", action="store_true", help="always the likeliest token")
+
+
+def _quality_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("texts", nargs="+", type=Path, help="directories that generate wrote: OUT/models/NAME/generated/*")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/eval"),
+        help="results directory, for the oracle's texts (runs/eval)",
+    )
+    add("--oracle", help="model whose perplexity of the samples is measured, and of its own beside it")
+    add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
+    add("--mauve", metavar="FEATURIZER", help=MAUVE_HELP)
+    add(
+        "--test", type=Path, metavar="FILE", help="texts for PPL_test and cross-entropy (those of the corpus)"
+    )
+    add("--protocol", default="paper", help="paper, or released: as the authors' scripts compare texts")
+    add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    """Run `generate` or `quality`; returns the exit code."""
+    return (_generate if args.command == "generate" else _quality)(args, say)
+
+
+def _prefixes(args: argparse.Namespace) -> Prefixes:
+    if args.prefix_words < 0:
+        raise UserError(f"--prefix-words {args.prefix_words} must not be negative")
+    if args.prefix_words and not args.prefixes:
+        raise UserError("--prefix-words goes with --prefixes FILE")
+    if args.prefixes:
+        return from_file(args.prefixes, args.prefix_words, args.limit)
+    if args.corpus:
+        return from_corpus(args.corpus, args.data, args.split, args.limit)
+    return given(args.prefix)
+
+
+def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from eval.generation.choice import Decoding
+
+    decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
+    seeds = _numbers("--seeds", args.seeds)
+    prefixes = _prefixes(args)
+    tokens = (prefixes.tokens or TOKENS) if args.tokens is None else args.tokens
+    samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
+    from eval.generation.records import Generation, Plan
+    from eval.generation.tokens import end_ids
+    from eval.model import EvaluatedModel
+    from eval.results import claim_name
+
+    plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch)
+    model = EvaluatedModel(args.model, args.name, args.dtype)
+    generation = Generation(model, plan, args.out)
+    claim_name(model, args.out, say)
+    if not end_ids(model):
+        say(f"{model.name} has no end token: every text is {tokens} tokens long")
+    if prefixes.short:
+        say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")
+    records = generation.run()
+    for record in records if len(records) <= SHOWN else []:
+        say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
+    known = len(records) - generation.computed
+    say(f"{model.name}: {len(records)} texts ({known} already known) in {generation.directory}")
+    return 0
+
+
+def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from eval.generation.quality import Sampled, Wanted, measure, table
+
+    test = [t for t in read_texts(args.test) if t] if args.test else None
+    if test == []:
+        raise UserError(f"{args.test} has no texts")
+    wanted = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
+    sampled = [Sampled.read(directory) for directory in args.texts]
+    results = [measure(one, wanted, args.out, say) for one in sampled]
+    say("\n".join(table(results)))
+    return 0
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text!r} must be whole numbers with commas between them") from None

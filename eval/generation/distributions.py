@@ -1,0 +1,94 @@
+"""Exact measures over whole next-token distributions: entropies, divergences, tails, matching temperatures.
+
+Everything takes log probabilities, float64 [..., V], as `log_probs` makes them from logits, and gives
+float64 [...], in nats. P is the truth or the reference, Q the model. The log of a probability of zero is
+-inf, and 0 log 0 = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+RARE = 1e-4  # a token less likely than this under P belongs to its tail
+
+
+def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) in float64, whatever the dtype of the logits."""
+    return (logits.double() / temperature).log_softmax(dim=-1)
+
+
+def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-sum p log q; infinite where q misses a token that p has. P against Q is the forward one."""
+    p = log_p.exp()
+    return -torch.where(p > 0, p * log_q, 0.0).sum(dim=-1)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """-sum p log p."""
+    return cross_entropy(log_p, log_p)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum p log(p / q): the cost of Q where P is true. Both ways: exchange the arguments."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Half the sum of the divergences from the mean of P and Q; from 0 to log 2."""
+    middle = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (kl(log_p, middle) + kl(log_q, middle)) / 2
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Half the sum of absolute differences; from 0 to 1."""
+    return (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
+
+
+def tail_mass(log_p: Tensor, log_q: Tensor, below: float = RARE) -> Tensor:
+    """What Q gives to tokens with a probability under P of less than `below`."""
+    return torch.where(log_p.exp() < below, log_q.exp(), 0.0).sum(dim=-1)
+
+
+def measures(log_p: Tensor, log_q: Tensor, below: float = RARE) -> dict[str, Tensor]:
+    """All measures of Q against P by name, each [...]."""
+    return {
+        "kl_pq": kl(log_p, log_q),
+        "kl_qp": kl(log_q, log_p),
+        "js": jensen_shannon(log_p, log_q),
+        "tv": total_variation(log_p, log_q),
+        "tail_mass": tail_mass(log_p, log_q, below),
+        "entropy_p": entropy(log_p),
+        "entropy_q": entropy(log_q),
+        "forward_ce": cross_entropy(log_p, log_q),
+        "reverse_ce": cross_entropy(log_q, log_p),
+    }
+
+
+def solve_temperature(
+    mean_entropy: Callable[[float], float], target: float, low: float = 1e-3, high: float = 1e3
+) -> float:
+    """The temperature at which `mean_entropy` is `target`, by bisection of its logarithm.
+
+    mean_entropy: the entropy of softmax(logits / T), averaged over contexts; it grows with T. Raises
+    ValueError when no temperature between `low` and `high` gives the target.
+    """
+    if not mean_entropy(low) <= target <= mean_entropy(high):
+        raise ValueError(f"no temperature between {low:g} and {high:g} gives an entropy of {target:g} nats")
+    a, b = math.log(low), math.log(high)
+    while b - a > 1e-12:
+        middle = (a + b) / 2
+        if mean_entropy(math.exp(middle)) < target:
+            a = middle
+        else:
+            b = middle
+    return math.exp((a + b) / 2)
+
+
+def matching_temperature(logits: Tensor, target: float) -> float:
+    """The temperature at which the mean entropy of rows of logits [n, V] is `target` nats; see above."""
+    return solve_temperature(lambda t: float(entropy(log_probs(logits, t)).mean()), target)

@@ -1,0 +1,209 @@
+"""Likelihoods of texts under a model, and two models' next-token distributions side by side.
+
+Nats, summed in float64. A model that gives anything but numbers is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from eval.generation import distributions
+from eval.generation.tokens import context_of, split_ids
+from eval.icl.layout import Item
+from eval.icl.prefix_scorer import PrefixScorer
+from eval.icl.scores import NotFiniteError
+from eval.model import EvaluatedModel
+
+LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
+TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most
+CACHED = 2 << 20  # bytes of logits whose temporaries stay in a processor's cache
+
+Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+
+class Likelihood(NamedTuple):
+    """nll: sums of -log p, float64 [n]; tokens: int64 [n]."""
+
+    nll: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def per_token(self) -> float:
+        """Mean over all tokens."""
+        return float(self.nll.sum() / self.tokens.sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.per_token, 700.0))
+
+
+def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
+    """-log p of every continuation after its prompt, both token ids; a long prompt is fed once."""
+    _require_room(model, max((len(p) + len(c) for p, c in pairs), default=0))
+    try:
+        nll = continuation_nll(model.scorer, pairs)
+    except NotFiniteError as error:
+        raise UserError(f"{model.given}: {error}") from None
+    return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
+
+
+def continuation_nll(
+    scorer: PrefixScorer, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> np.ndarray:
+    """The same by a loaded model's scorer: float64 [n]."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (prompt, _) in enumerate(pairs):
+        groups.setdefault(tuple(prompt), []).append(i)
+    parts = [
+        members[i : i + step]
+        for prompt, members in groups.items()
+        for step in [_sharing(len(prompt), [len(pairs[i][1]) for i in members])]
+        for i in range(0, len(members), step)
+    ]
+    items = [
+        Item(
+            np.array(pairs[part[0]][0], dtype=np.int64), [np.array(pairs[i][1], dtype=np.int64) for i in part]
+        )
+        for part in parts
+    ]
+    nll = np.zeros(len(pairs))
+    for part, score in zip(parts, scorer.score(items), strict=True):
+        nll[part] = score.tails
+    return nll
+
+
+def _sharing(prompt: int, lengths: Sequence[int]) -> int:
+    """How many continuations share a row with their prompt: long rows cost more attention than they save."""
+    return int(min(TAILS, max(1, prompt // max(lengths))))
+
+
+def _padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[np.ndarray, Tensor]:
+    """Ids [B, T], padded on the right, and which of [B, T - 1] places predict something from `starts` on."""
+    width = max(map(len, rows))
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    scored = torch.zeros(len(rows), width - 1, dtype=torch.bool)
+    for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        ids[r, : len(row)], scored[r, start : len(row) - 1] = row, True
+    return ids, scored
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    """Rows whose temporaries stay in a processor's cache."""
+    return max(1, CACHED // (4 * logits.shape[-1])) if logits.device.type == "cpu" else len(logits)
+
+
+def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
+    """-log p of whole texts, each on its own; one longer than the context is cut into windows of it."""
+    limit = context_of(model) or 1 << 30
+    pairs, owner = [], []
+    for number, row in enumerate(rows):
+        first, rest = split_ids(model.tokenizer, "", row)
+        for i in range(0, len(rest), limit - 1):
+            pairs.append(((first if i == 0 else [rest[i - 1]]), rest[i : i + limit - 1]))
+            owner.append(number)
+    if not pairs:
+        raise UserError("no text has a token that can be predicted")
+    found = continuations(model, pairs)
+    nll = np.bincount(owner, weights=found.nll, minlength=len(rows))
+    return Likelihood(nll, np.bincount(owner, weights=found.tokens, minlength=len(rows)).astype(np.int64))
+
+
+def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+    """forward -sum p log q and reverse -sum q log p of rows of logits [n, V], float64 [n].
+
+    The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
+    """
+    p, p_mass, p_log = _weights(p_logits)
+    q, q_mass, q_log = _weights(q_logits)
+    forward = q_log - _sum(p, q_logits) / p_mass
+    return {"forward_ce": forward, "reverse_ce": p_log - _sum(q, p_logits) / q_mass}
+
+
+def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(logits - largest) [n, V], its sum and the logarithm of the sum of exp(logits), float64 [n]."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - largest).exp_()
+    mass = weights.sum(dim=-1, dtype=torch.float64)
+    return weights, mass, largest[:, 0].double() + mass.log()
+
+
+def _sum(weights: Tensor, values: Tensor) -> Tensor:
+    return (weights * values).sum(dim=-1, dtype=torch.float64)
+
+
+def all_measures(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+    """Every measure of `distributions` for rows of logits [n, V]."""
+    return distributions.measures(distributions.log_probs(p_logits), distributions.log_probs(q_logits))
+
+
+@torch.inference_mode()
+def side_by_side(
+    p_model: Any, q_model: Any, rows: Sequence[Sequence[int]], measure: Measure
+) -> dict[str, np.ndarray]:
+    """Measures of two models' next-token distributions after every token of rows of ids but the last.
+
+    Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both
+    and gives [m] by name. Rows have at least two tokens.
+    """
+    if any(len(row) < 2 for row in rows):
+        raise ValueError("a row with fewer than two tokens predicts nothing")
+    totals: dict[str, np.ndarray] = {}
+    for part in _batches(rows, p_model, q_model):
+        ids, valid = _padded([rows[i] for i in part], [0] * len(part))
+        p, q = (_logits(model, ids[:, :-1], valid) for model in (p_model, q_model))
+        shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
+        step = _rows_at_once(p)
+        chunks = [
+            measure(a[:, :shared], b[:, :shared]) for a, b in zip(p.split(step), q.split(step), strict=True)
+        ]
+        found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
+        for name, values in found.items():
+            total = totals.setdefault(name, np.zeros(len(rows)))
+            total += np.bincount(owner, weights=values.cpu().numpy(), minlength=len(rows))
+    counts = np.array([len(row) - 1 for row in rows])
+    means = {name: total / counts for name, total in totals.items()}
+    if not all(np.isfinite(values).all() for values in means.values()):
+        raise UserError("a model gives probabilities that are not numbers (NaN or infinite weights?)")
+    return means
+
+
+def _logits(model: Any, ids: np.ndarray, valid: Tensor) -> Tensor:
+    """float32 [positions, V] at the valid places of a batch.
+
+    Padding is on the right, where a causal model does not see it: no mask is needed.
+    """
+    device = next(model.parameters()).device
+    logits = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+    return (logits.flatten(0, 1) if bool(valid.all()) else logits[valid.to(device)]).float()
+
+
+def _batches(rows: Sequence[Sequence[int]], *models: Any) -> Iterator[list[int]]:
+    """Rows of similar length together, longest first, as many as the room for logits allows."""
+    gpu = next(models[0].parameters()).device.type != "cpu"
+    vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in models)
+    room = (LOGITS_GPU if gpu else LOGITS_CPU) // (4 * vocabulary)
+    batch: list[int] = []
+    for i in sorted(range(len(rows)), key=lambda i: -len(rows[i])):
+        if batch and (len(batch) + 1) * len(rows[batch[0]]) > room:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def _require_room(model: EvaluatedModel, longest: int) -> None:
+    limit = context_of(model)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
+            "generate shorter ones (--tokens), or take another model"
+        )

@@ -1,0 +1,246 @@
+"""Sampled text on disk: made in chunks that any number of processes share, then one file of records.
+
+OUT/store/KEY/                                   chunks and leases, as evaluations have them
+OUT/models/NAME/generated/CORPUS-DECODING/
+    records.jsonl       one text per line: prefix, continuation, its tokens, the human continuation
+    about.json          model, corpus, decoding, seeds
+OUT/models/NAME/samples.json                     the first few unbiased ones, for the report
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.errors import UserError
+from common.lease import held
+from eval import store
+from eval.generation.choice import Decoding
+from eval.generation.prefixes import Prefixes
+from eval.generation.sampling import BATCH, Request, Sampler
+from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids
+from eval.model import EvaluatedModel
+from eval.results import SAMPLES
+
+CHUNK = 256  # texts; what a killed process loses at most
+POLL_SECONDS = 0.2
+SHOWN = 16  # texts kept for the report
+VERSION = 1  # of everything that decides what a seed gives
+RECORDS, ABOUT = "records.jsonl", "about.json"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written: per seed, `samples` texts of at most `tokens` tokens after every prefix."""
+
+    prefixes: Prefixes
+    decoding: Decoding
+    tokens: int
+    samples: int = 1
+    seeds: tuple[int, ...] = (0,)
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise UserError(f"--seeds {','.join(map(str, self.seeds))} must be different numbers")
+        if self.decoding.greedy and (self.samples > 1 or len(self.seeds) > 1):
+            raise UserError("--greedy gives one text per prefix; use it with --samples 1 and one seed")
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefixes.name}-{self.decoding.name}"
+
+
+class Generation:
+    """Writes the texts of a plan; `computed` counts those that this process sampled."""
+
+    def __init__(self, model: EvaluatedModel, plan: Plan, out: Path) -> None:
+        self.model = model
+        self.plan = plan
+        self.out = out
+        self.computed = 0
+        self.prompts = [prompt_ids(model, text) for text in plan.prefixes.texts]
+        self._require_room()
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        return Sampler(self.model.model, self.plan.decoding, end_ids(self.model), self.plan.batch)
+
+    @property
+    def directory(self) -> Path:
+        """Where the records of this model, corpus and decoding are."""
+        return self.out / "models" / self.model.name / "generated" / self.plan.name
+
+    def run(self, publish: bool = True) -> list[Record]:
+        """All records, sampled or found; with `publish` in their file too."""
+        plan, records = self.plan, []
+        total = len(self.prompts) * plan.samples * len(plan.seeds)
+        label = f"{self.model.name} {plan.name}"
+        with tqdm(total=total, desc=label, unit="text", disable=None) as bar:
+            for seed in plan.seeds:
+                records += self._of_seed(seed, bar)
+        if publish:
+            self._write(records)
+        return records
+
+    def _write(self, records: list[Record]) -> None:
+        text = "".join(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in records)
+        store.replace(self.directory / RECORDS, text)
+        store.replace(self.directory / ABOUT, store.dump(self._about(records)))
+        if self.plan.decoding.unbiased:
+            self._show(records)
+
+    def _require_room(self) -> None:
+        context = context_of(self.model)
+        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        count = len(self.prompts[longest])
+        if context is not None and count + self.plan.tokens > context:
+            raise UserError(
+                f"prefix {longest} has {count} tokens and --tokens is {self.plan.tokens}, together more than "
+                f"the context of {self.model.given}, {context} tokens; shorten one of them"
+            )
+
+    def _identity(self, seed: int) -> dict[str, Any]:
+        plan = self.plan
+        # In half precision the batch may decide close calls, see `sampling`.
+        batch = None if self.model.model.dtype.itemsize >= 4 else plan.batch
+        return {
+            "generation": VERSION,
+            "weights": self.model.digest,
+            "dtype": str(self.model.model.dtype),
+            "tokenizer": self.model.tokenizer_digest,
+            "prompts": store.digest(self.prompts),
+            "prefixes": plan.prefixes.digest,
+            "ends": sorted(self.sampler.ends),
+            "decoding": asdict(plan.decoding),
+            "tokens": plan.tokens,
+            "samples": plan.samples,
+            "seed": seed,
+            "batch": batch,
+        }
+
+    def _of_seed(self, seed: int, bar: Any) -> list[Record]:
+        """Records of a seed: the missing chunks that nobody else is at, until all are there."""
+        entry = store.Entry(self.out / "store", self._identity(seed))
+        count = len(self.prompts) * self.plan.samples
+        chunks = [range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK)]
+        bar.update(sum(len(c) for i, c in enumerate(chunks) if entry.has_chunk(i, c)))
+        while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
+            worked = False
+            for i in pending:
+                with held(entry.lease(f"chunk-{i:05d}")) as mine:
+                    if mine and not entry.has_chunk(i, chunks[i]):
+                        self._publish(entry, i, chunks[i], self._sample(seed, chunks[i], bar))
+                        worked = True
+                    elif entry.has_chunk(i, chunks[i]):
+                        bar.update(len(chunks[i]))
+            if not worked:
+                time.sleep(POLL_SECONDS)
+        return [record for i in range(len(chunks)) for record in entry.chunk(i) or []]
+
+    def _publish(self, entry: store.Entry, index: int, rows: range, records: list[Record]) -> None:
+        """The first copy of a chunk counts: another kind of machine may round a text differently."""
+        try:
+            entry.finish_chunk(index, records)
+        except store.StoreConflictError:
+            if not entry.has_chunk(index, rows):
+                raise
+
+    def _sample(self, seed: int, numbers: range, bar: Any) -> list[Record]:
+        """Records of some continuations; number n is sample n % samples of prefix n // samples."""
+        plan = self.plan
+        places = [divmod(n, plan.samples) for n in numbers]
+        requests = [Request(self.prompts[p], [seed, p, s]) for p, s in places]
+        found = self.sampler.run(requests, plan.tokens, bar.update)
+        self.computed += len(found)
+        decode = self.model.tokenizer.decode
+        records = []
+        for row, (prefix, sample), text in zip(numbers, places, found, strict=True):
+            start = decode(self.prompts[prefix], skip_special_tokens=True)
+            whole = decode([*self.prompts[prefix], *text.tokens], skip_special_tokens=True)
+            record = {
+                "row": row,
+                "seed": seed,
+                "prefix_number": prefix,
+                "sample": sample,
+                "prefix": plan.prefixes.texts[prefix],
+                "text": whole[len(start) :],
+                "ids": text.tokens,
+                "ended": text.ended,
+                "tokens": len(text.tokens),
+            }
+            if plan.prefixes.references is not None:
+                record["reference"] = plan.prefixes.references[prefix]
+                record["human"] = self.human(prefix)
+            records.append(record)
+        return records
+
+    @cache  # noqa: B019 - lives as long as the command
+    def human(self, prefix: int) -> str:
+        """The human continuation of a prefix, cut to as many tokens as a continuation may have."""
+        assert self.plan.prefixes.references is not None
+        text, rest = self.plan.prefixes.texts[prefix], self.plan.prefixes.references[prefix]
+        start, ids = split_ids(self.model.tokenizer, text, rest)
+        decode = self.model.tokenizer.decode
+        before = decode(start, skip_special_tokens=True)
+        return decode([*start, *ids[: self.plan.tokens]], skip_special_tokens=True)[len(before) :]
+
+    def _about(self, records: list[Record]) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "model": self.model.name,
+            "path": self.model.given,
+            "weights": self.model.digest,
+            "dtype": str(self.model.model.dtype),
+            "tokenizer": self.model.tokenizer_digest,
+            "corpus": plan.prefixes.name,
+            "prefix_words": plan.prefixes.words,
+            "prefixes": len(self.prompts),
+            "decoding": asdict(plan.decoding) | {"name": plan.decoding.name},
+            "tokens": plan.tokens,
+            "samples": plan.samples,
+            "seeds": list(plan.seeds),
+            "records": len(records),
+        }
+
+    def _show(self, records: list[Record]) -> None:
+        kept = [{key: r[key] for key in ("prefix", "text", "ended", "tokens")} for r in records[:SHOWN]]
+        view = {
+            "weights": self.model.digest,
+            "seed": self.plan.seeds[0],
+            "max_tokens": self.plan.tokens,
+            "samples": kept,
+        }
+        store.replace(self.out / "models" / self.model.name / SAMPLES, store.dump(view))
+
+
+def write_samples(
+    model: EvaluatedModel, out: Path, prefixes: Prefixes, samples: int, tokens: int, seed: int
+) -> list[Record]:
+    """Unbiased samples with one seed, kept for the report; the records."""
+    return Generation(model, Plan(prefixes, Decoding(), tokens, samples, (seed,)), out).run()
+
+
+def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
+    """(about, records) of a directory that `Generation` wrote."""
+    if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
+        raise UserError(f"{directory} has no {RECORDS}; make it with: python -m eval generate")
+    lines = (directory / RECORDS).read_text().split("\n")
+    about = json.loads((directory / ABOUT).read_text())
+    records = [json.loads(line) for line in lines if line]
+    if len(records) != about["records"]:
+        raise UserError(
+            f"{directory}: {len(records)} records where {about['records']} were written; generate again"
+        )
+    return about, records

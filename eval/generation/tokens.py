@@ -1,0 +1,60 @@
+"""Token ids of prefixes and texts: where a model begins, where it ends, how far it reaches."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common.errors import UserError
+from eval.model import EvaluatedModel
+
+
+def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
+    """Token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
+    tokenizer = model.tokenizer
+    ids = _without_end(tokenizer, prefix)
+    if ids:
+        return ids
+    start = _first(tokenizer)
+    if start is None:
+        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
+    return [start]
+
+
+def end_ids(model: EvaluatedModel) -> frozenset[int]:
+    """Ids that end a text, by the tokenizer and by the model's generation settings."""
+    settings = getattr(model.model, "generation_config", None)
+    named = getattr(settings, "eos_token_id", None)
+    ids = [model.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    return frozenset(i for i in ids if i is not None)
+
+
+def context_of(model: EvaluatedModel) -> int | None:
+    """Longest sequence of a model in tokens, if its configuration says so."""
+    config = json.loads((model.path / "config.json").read_text())
+    config = config.get("text_config", config)
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return None if found is None else int(found)
+
+
+def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
+    """Ids of prefix + text, in those of the prefix (at least one: BOS, or the first token) and the rest."""
+    whole, start = list(tokenizer(prefix + text).input_ids), _without_end(tokenizer, prefix)
+    first = _first(tokenizer)
+    if not start and first is not None and whole[:1] != [first]:
+        whole = [first, *whole]
+    common = next((i for i, (a, b) in enumerate(zip(whole, start, strict=False)) if a != b), len(start))
+    common = max(1, min(common, len(whole)))
+    return whole[:common], whole[common:]
+
+
+def _without_end(tokenizer: Any, text: str) -> list[int]:
+    ids = list(tokenizer(text).input_ids) if text else []
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
+
+
+def _first(tokenizer: Any) -> int | None:
+    """BOS, or what stands for it."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -1,0 +1,167 @@
+"""Sampling and likelihoods: batched beside one by one and transformers' generate; CPU time.
+
+    python -m tests.bench.generation [--rounds 3] [--quick]
+
+Everybody continues the same 64 ragged prefixes with the same number of tokens at most, from the whole
+distribution. One by one is measured on some of the prefixes and scaled to all. Likelihood: tokens per second
+beside a plain dense forward, head included, over as many tokens as are distinct.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from eval.generation import likelihood
+from eval.generation.sampling import Request, Sampler
+from eval.icl.prefix_scorer import PrefixScorer
+from tests.bench import common
+
+SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
+PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
+BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
+TEXTS = 5  # continuations of a prefix
+
+
+def small() -> Any:
+    """A real model of 260,000 parameters."""
+    return AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=torch.float32).eval()
+
+
+def large() -> Any:
+    """A random LLaMA of 21 million parameters with 32,000 tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        max_position_embeddings=2048,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+MODELS = {"stories260K": (small, 8), "llama-21M": (large, 4)}  # and prefixes that one by one is measured on
+
+
+def prefixes(vocabulary: int) -> list[list[int]]:
+    """64 prefixes of 1 to 30 tokens."""
+    random = np.random.default_rng(0)
+    return [random.integers(3, vocabulary, random.integers(1, LONGEST + 1)).tolist() for _ in range(PREFIXES)]
+
+
+def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None:
+    """Seconds of the three ways, and whether ours gives one text."""
+    make, few = MODELS[name]
+    model = make()
+    prompts = prefixes(model.config.vocab_size)
+
+    def ours(number: int, batch: int = PREFIXES, count: int = PREFIXES) -> Any:
+        requests = [Request(prompt, [number, i]) for i, prompt in enumerate(prompts[:count])]
+        return Sampler(model, ends=[END], batch=batch).run(requests, tokens)
+
+    contestants: dict[str, Callable[[int], Any]] = {
+        "batched": ours,
+        "one by one": lambda number: ours(number, 1, few),
+        "transformers": lambda number: hf_generate(model, prompts, tokens, number),
+    }
+    times = common.race(contestants, rounds)
+    times["one by one"] = [took * PREFIXES / few for took in times["one by one"]]
+    for who, took in times.items():
+        report.row(model=name, what="sampling", who=who, seconds=float(np.median(took)))
+    report.ratio(
+        f"{name}: one by one / batched", common.ratio(times, "one by one", "batched"), at_least=BATCHED
+    )
+    report.ratio(
+        f"{name}: transformers / batched",
+        common.ratio(times, "transformers", "batched"),
+        at_least=TRANSFORMERS,
+    )
+    same = sum(a == b for a, b in zip(ours(0)[:few], ours(0, 1, few), strict=True))
+    report.ratio(f"{name}: equal texts of {few}", same / few, at_least=1.0)
+
+
+@torch.inference_mode()
+def hf_generate(model: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> Any:
+    """transformers' generate on one left-padded batch."""
+    width = max(map(len, prompts))
+    torch.manual_seed(seed)
+    return model.generate(
+        torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+        attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=tokens,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+
+
+def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> None:
+    """PPL of continuations that share prefixes, and cross-entropies, beside the plain forward."""
+    model = MODELS[name][0]()
+    other = MODELS[name][0]()
+    scorer = PrefixScorer(model)
+    random = np.random.default_rng(1)
+    vocabulary = model.config.vocab_size
+    prompts = prefixes(vocabulary)[: PREFIXES // 4]
+    pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
+    distinct = sum(map(len, prompts)) + sum(len(rest) - 1 for _, rest in pairs)
+    rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
+    contestants: dict[str, Callable[[int], Any]] = {
+        "perplexity": lambda number: likelihood.continuation_nll(scorer, pairs),
+        "forward": lambda number: plain(model, distinct, tokens),
+        "cross-entropies": lambda number: likelihood.side_by_side(
+            model, other, rows, likelihood.cross_entropies
+        ),
+        "two forwards": lambda number: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
+    }
+    times = common.race(contestants, rounds)
+    for who, took in times.items():
+        report.row(model=name, what="likelihood", who=who, seconds=float(np.median(took)))
+    speed = common.ratio(times, "forward", "perplexity")
+    report.ratio(f"{name}: forward / perplexity", speed, at_least=FORWARD)
+    speed = common.ratio(times, "two forwards", "cross-entropies")
+    report.ratio(f"{name}: two forwards / cross-entropies", speed, at_least=FORWARD)
+
+
+@torch.inference_mode()
+def plain(model: Any, count: int, width: int, batch: int = 16) -> None:
+    """Logits of `count` tokens in full rows of `width`: nothing padded, nothing else done."""
+    ids = torch.arange(batch * width).view(batch, width) % model.config.vocab_size
+    for start in range(0, count // width, batch):
+        model(input_ids=ids[: count // width - start], use_cache=False)
+
+
+PARTS = {"sampling": sampling, "likelihoods": likelihoods}
+
+
+def main() -> int:
+    """Both models, all contestants."""
+    parser = common.parser(__doc__, rounds=3)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    args = parser.parse_args()
+    common.settle()
+    rounds, tokens = (1, 20) if args.quick else (args.rounds, TOKENS)
+    report = common.Report("generation")
+    for name in args.models:
+        for part in args.parts:
+            PARTS[part](report, name, rounds, tokens)
+    return report.finish(rounds=rounds, tokens=tokens, prefixes=PREFIXES, texts=TEXTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
