@@ -66,16 +66,13 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
 
 def _plan(work: Work, jobs: int) -> None:
     """The runs, how many are done, and how long the rest will take."""
-    runs, first = work.runs, trials(work.experiment, work.runs)
-    wanted = work.wanted()
-    left = [run for run in wanted if not work.is_done(run)]
-    print(f"{work.experiment.out}: {len(runs)} combinations; to do now {len(left)} of {len(wanted)} runs")
-    if first and wanted == first:
-        choose = work.experiment.choose
-        assert choose is not None
-        print(f"{choose.axis} is chosen by {choose.by} first; the chosen ones then go on to all labels")
-    for run in wanted:
-        print(f"  {'done' if run not in left else 'to do'}  {run.name}")
+    tasks, choose = work.tasks(), work.experiment.choose
+    left = [task for task in tasks if not task.done]
+    print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")
+    if choose is not None and len(tasks) == len(trials(work.experiment, work.runs)) and left:
+        print(f"{choose.axis} is chosen by {choose.by} first; what is chosen is then repeated")
+    for task in tasks:
+        print(f"  {'done ' if task.done else 'to do'}  {task.run.name}")
     taken = list(work.seconds())
     each = sum(taken) / len(taken) / 60 if taken else work.experiment.minutes
     if each is not None:

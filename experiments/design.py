@@ -42,11 +42,18 @@ class Measure(Section):
     """A command that leaves JSON files, and the numbers to read from them.
 
     In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
-    model, and the experiment's directory; labels stand for themselves by the name of their axis.
+    model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
+    may also name `{baseline}`, the exported model of the baseline with the same other labels; it is then done
+    after the choice.
     """
 
     command: str
     read: dict[str, str] = Field(min_length=1)  # name of a number: "FILE:key.key"
+
+    @property
+    def against_baseline(self) -> bool:
+        """Whether the baseline's model is needed, too."""
+        return "{baseline}" in self.command
 
 
 class Choose(Section):

@@ -24,7 +24,7 @@ def gather(work: Work) -> dict[str, Any]:
     Raises UserError when runs are missing: a table of a part would be another experiment.
     """
     experiment = work.experiment
-    missing = [run.name for run in work.wanted() if not work.is_done(run)]
+    missing = [task.run.name for task in work.tasks() if not task.done]
     if missing:
         raise UserError(
             f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first"

@@ -113,7 +113,7 @@ def pretend(work: Work, nll: dict[str, float]) -> None:
         (directory / "metrics.jsonl").write_text(
             json.dumps({"step": 3, "validation_nll": nll[run.name]}) + "\n"
         )
-        for stage in work.stages(run):
+        for stage in work.trial(run).stages:
             stage.note.parent.mkdir(parents=True, exist_ok=True)
             stage.note.write_text(json.dumps({"command": stage.command, "seconds": 1.0}))
         (work.experiment.out / f"{run.name}.json").write_text(json.dumps({"letters": [len(run.name)]}))
@@ -140,9 +140,9 @@ def test_an_unfinished_experiment_has_no_table(tmp_path: Path, recipe: Path) -> 
 def test_another_command_is_another_stage(tmp_path: Path, recipe: Path) -> None:
     work = Work(read_experiment(sweep(tmp_path, recipe), []))
     pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
-    assert all(work.is_done(run) for run in work.runs)
+    assert all(task.done for task in work.tasks())
     changed = Work(read_experiment(sweep(tmp_path, recipe, set={"train.steps": 4}), []))
-    assert not any(changed.is_done(run) for run in changed.runs)
+    assert not any(task.done for task in changed.tasks())
 
 
 def test_a_number_that_is_not_there_is_named(tmp_path: Path, recipe: Path) -> None:
@@ -157,6 +157,24 @@ def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
     measures = {"broken": {"command": "python -c 'raise SystemExit(3)'", "read": {"x": "{out}/x.json:x"}}}
     work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
     pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
-    (work.stages(work.runs[0])[-1].note).unlink()
-    with pytest.raises(UserError, match=r"mle-1: broken ended with exit code 3 .*\.broken\.log"):
+    work.trial(work.runs[0]).stages[-1].note.unlink()
+    with pytest.raises(UserError, match=r"mle-1: broken ended with code 3 .*\.broken\.log"):
         work.work()
+
+
+def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
+    measures = {
+        "gap": {"command": "python -c pass {baseline} {export}", "read": {"gap": "{out}/x.json:x"}},
+    }
+    work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
+    tasks = {task.run.name: task for task in work.tasks()}
+    assert list(tasks)[:2] == ["mle-1", "mle-2"]  # baselines first
+    assert tasks["emo-2"].stages[-1].command[-2:] == [
+        str(tmp_path / "out/runs/mle-2/export"),
+        str(tmp_path / "out/runs/emo-2/export"),
+    ]
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    work.trial(work.runs[0]).stages[-1].note.unlink()  # mle-1 is not trained
+    assert not work._do(tasks["emo-1"])
+    assert work._do(tasks["emo-2"])
+    assert tasks["emo-2"].done
