@@ -1,0 +1,92 @@
+"""python -m experiments run | table: sweeps over recipes, and what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from common.errors import UserError
+from common.provenance import REPOSITORY
+from experiments.design import Experiment, read_experiment, trials
+from experiments.work import Work
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 a run failed, 2 a mistake in the input, 130 interrupted."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        experiment = read_experiment(args.file, args.overrides)
+        return (_table if args.command == "table" else _run)(args, experiment)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    parser.add_argument("command", choices=("run", "table"), help="do the runs, or gather their table")
+    parser.add_argument("file", type=Path, help="an experiment file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs and the time; run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (%(default)s)")
+    parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")
+    parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="write an Indexed Job instead")
+    parser.add_argument("--workers", type=int, default=8, help="of those jobs (%(default)s)")
+    return parser
+
+
+def _run(args: argparse.Namespace, experiment: Experiment) -> int:
+    from experiments import schedulers
+
+    if args.jobs < 1 or args.workers < 1:
+        raise UserError("--jobs and --workers must be at least 1")
+    work = Work(experiment, lambda line: print(line, flush=True))
+    _plan(work, args.jobs)
+    if args.slurm is not None:
+        schedulers.slurm(args.file, args.overrides, args.workers, REPOSITORY, args.slurm)
+    if args.kubernetes is not None:
+        schedulers.kubernetes(args.file, args.overrides, args.workers, args.kubernetes)
+    if args.dry_run or args.slurm is not None or args.kubernetes is not None:
+        return 0
+    command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
+    others = [subprocess.Popen(command) for _ in range(args.jobs - 1)]
+    try:
+        work.work()
+    finally:
+        codes = [process.wait() for process in others]
+    if any(codes):
+        return max(codes)
+    return _table(args, experiment)
+
+
+def _plan(work: Work, jobs: int) -> None:
+    """The runs, how many are done, and how long the rest will take."""
+    tasks, choose = work.tasks(), work.experiment.choose
+    left = [task for task in tasks if not task.done]
+    print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")
+    if choose is not None and len(tasks) == len(trials(work.experiment, work.runs)) and left:
+        print(f"{choose.axis} is chosen by {choose.by} first; what is chosen is then repeated")
+    for task in tasks:
+        print(f"  {'done ' if task.done else 'to do'}  {task.run.name}")
+    taken = list(work.seconds())
+    each = sum(taken) / len(taken) / 60 if taken else work.experiment.minutes
+    if each is not None:
+        print(f"about {each * len(left) / jobs:.0f} minutes with {jobs} at a time ({each:.1f} a run)")
+
+
+def _table(args: argparse.Namespace, experiment: Experiment) -> int:
+    from experiments.table import write
+
+    path = write(Work(experiment))
+    print(path.read_text())
+    print(f"{path}; numbers: {path.with_name('results.json')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""An experiment file: a base recipe, axes, and what to measure, expanded into runs.
+
+    out: runs/experiments/NAME
+    recipe: launch/recipes/BASE.yaml
+    set: { train.steps: 200 }                    # overrides of every run
+    axes:
+      objective:                                 # labels, each with its overrides
+        mle: { objective.name: mle }
+        emo: { objective.name: emo }
+      lr: { train.lr: [1.0e-4, 3.0e-4] }         # the short form: one key, its values are the labels
+      seed: { train.seed: [1, 2, 3] }
+    repeat: seed                                 # the axis over which results are paired and averaged
+    choose: { axis: lr, by: validation_nll }     # on development data, with the first of `repeat` alone
+    measures:
+      sst2:
+        command: python -m eval run --model {export} --name {run} --out {out}/results --tasks sst2 --data DIR
+        read: { accuracy: "{out}/results/models/{run}/sst2.json:result.accuracy" }
+    compare: { axis: objective, baseline: mle }
+
+Every run is the base recipe with the overrides of its labels. Where an axis is chosen, each combination of
+the other axes is first tried with all its labels and the first label of `repeat`; only the best one is then
+run with the other labels of `repeat`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, model_validator
+
+from common.errors import UserError, nearest
+from common.recipe import Section, parse_section, read_recipe
+
+Overrides = dict[str, Any]
+VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
+
+
+class Measure(Section):
+    """A command that leaves JSON files, and the numbers to read from them.
+
+    In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
+    model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
+    may also name `{baseline}`, the exported model of the baseline with the same other labels; it is then done
+    after the choice.
+    """
+
+    command: str
+    read: dict[str, str] = Field(min_length=1)  # name of a number: "FILE:key.key"
+
+    @property
+    def against_baseline(self) -> bool:
+        """Whether the baseline's model is needed, too."""
+        return "{baseline}" in self.command
+
+
+class Choose(Section):
+    """One axis is settled on development data instead of being reported."""
+
+    axis: str
+    by: str = VALIDATION
+    least: bool = True  # the smallest wins; false: the largest
+
+
+class Compare(Section):
+    """Which labels are compared, and with which."""
+
+    axis: str
+    baseline: str
+
+
+class Question(Section):
+    """A question with a rule, written down before anything is run.
+
+    yes: `better` beats every one of `than` in `outcome`: each paired interval, widened for their number,
+    lies beyond `negligible` on the better side; no: every one of them lies wholly on the other side of it;
+    otherwise undecided.
+    """
+
+    text: str
+    better: str
+    than: list[str] = Field(min_length=1)
+    outcome: str
+    least: bool = True
+    negligible: float = Field(0.0, ge=0)
+
+
+class Experiment(Section):
+    """The whole file."""
+
+    out: Path
+    recipe: Path
+    set: Overrides = {}
+    axes: dict[str, dict[str, Any]] = Field(min_length=1)
+    repeat: str
+    choose: Choose | None = None
+    measures: dict[str, Measure] = {}
+    compare: Compare
+    questions: dict[str, Question] = {}
+    ranks: int = Field(1, gt=0)  # of every training run
+    minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
+
+    @model_validator(mode="after")
+    def _axes_exist(self) -> Experiment:
+        named = {"repeat": self.repeat, "compare.axis": self.compare.axis}
+        if self.choose is not None:
+            named["choose.axis"] = self.choose.axis
+        for key, axis in named.items():
+            if axis not in self.axes:
+                raise ValueError(f"{key}={axis} is not one of the axes; {nearest(axis, self.axes)}")
+        if len(set(named.values())) < len(named):
+            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
+        labels = {axis: self.labels(axis) for axis in self.axes}[self.compare.axis]
+        asked = [q for question in self.questions.values() for q in (question.better, *question.than)]
+        for label in (self.compare.baseline, *asked):
+            if label not in labels:
+                raise ValueError(f"{label} is not a label of {self.compare.axis}; {nearest(label, labels)}")
+        outcomes = {VALIDATION, *(name for m in self.measures.values() for name in m.read)}
+        for name in (
+            *(q.outcome for q in self.questions.values()),
+            *([self.choose.by] if self.choose else ()),
+        ):
+            if name not in outcomes:
+                raise ValueError(f"nothing measures {name}; {nearest(name, outcomes)}")
+        return self
+
+    def labels(self, axis: str) -> dict[str, Overrides]:
+        """The labels of an axis in order, with the overrides that each stands for."""
+        given = self.axes[axis]
+        if len(given) == 1:
+            ((key, values),) = given.items()
+            if isinstance(values, list):
+                return {str(value): {key: value} for value in values}
+        for label, overrides in given.items():
+            if not isinstance(overrides, Mapping):
+                raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")
+        return {str(label): dict(overrides) for label, overrides in given.items()}
+
+
+class Run(NamedTuple):
+    """One combination of labels."""
+
+    labels: tuple[tuple[str, str], ...]  # (axis, label) in the file's order
+    overrides: Overrides
+
+    @property
+    def name(self) -> str:
+        """Also its directory."""
+        return "-".join(label for _, label in self.labels)
+
+    def label(self, axis: str) -> str:
+        """Its label on an axis."""
+        return dict(self.labels)[axis]
+
+    def without(self, *axes: str) -> tuple[tuple[str, str], ...]:
+        """Its labels on the other axes."""
+        return tuple(pair for pair in self.labels if pair[0] not in axes)
+
+
+def read_experiment(path: Path, overrides: list[str]) -> Experiment:
+    """An experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
+    experiment = parse_section(Experiment, read_recipe(path, overrides), "")
+    names = [run.name for run in expand(experiment)]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{path}: two runs are both called {repeated}; give their labels different names")
+    return experiment
+
+
+def expand(experiment: Experiment) -> list[Run]:
+    """All combinations of labels, in the order of the axes."""
+    axes = {axis: experiment.labels(axis) for axis in experiment.axes}
+    runs = []
+    for labels in itertools.product(*axes.values()):
+        overrides = dict(experiment.set)
+        for axis, label in zip(axes, labels, strict=True):
+            overrides |= axes[axis][label]
+        runs.append(Run(tuple(zip(axes, labels, strict=True)), overrides))
+    return runs
+
+
+def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
+    """The runs among which `choose` decides: all labels of its axis, the first label of `repeat`."""
+    if experiment.choose is None:
+        return []
+    first = next(iter(experiment.labels(experiment.repeat)))
+    return [run for run in runs if run.label(experiment.repeat) == first]
+
+
+def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
+    """The runs that are reported, given the scores of all trials by run name."""
+    if experiment.choose is None:
+        return runs
+    choose = experiment.choose
+    best: dict[tuple[tuple[str, str], ...], Run] = {}
+    sign = 1 if choose.least else -1
+    for run in trials(experiment, runs):
+        group = run.without(choose.axis, experiment.repeat)
+        if group not in best or sign * scores[run.name] < sign * scores[best[group].name]:
+            best[group] = run
+    picked = {group: run.label(choose.axis) for group, run in best.items()}
+    return [r for r in runs if picked[r.without(choose.axis, experiment.repeat)] == r.label(choose.axis)]

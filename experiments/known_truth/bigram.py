@@ -1,0 +1,161 @@
+"""Bigram languages whose every probability is known, and a small learner that is fitted to their counts.
+
+The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax), for many runs at
+once: a leading dimension S of independent runs. A bigram sample is its counts, so every step sees the whole
+sample: the gradient is exact and no batch order adds noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments.known_truth.expected import Costs, expected_gradient
+from pipeline.loss import Objective
+
+ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
+HIDDEN = 50
+CHECK_EVERY = 20  # steps between looks at the development sample
+
+
+class Truth(NamedTuple):
+    """A bigram language."""
+
+    rows: Tensor  # [V, V] next-token probabilities by context
+    contexts: Tensor  # [V] how often each token is a context
+    embedding: Tensor  # [V, H] what true costs are made from
+
+
+def geometric_truth(V: int, share: float, generator: torch.Generator, width: int = 16) -> Truth:
+    """Next tokens that are neighbours in an embedding, to a `share` in [0, 1]; the rest is chance.
+
+    logits_x = b (sqrt(share) h_x . e_i + sqrt(1 - share) noise), where b gives each row ENTROPY_SHARE log V
+    nats. At share 1 tokens that are plausible together lie close together, at 0 costs say nothing about P.
+    """
+    draw = {"generator": generator, "dtype": torch.float64}
+    embedding = nn.functional.normalize(torch.randn(V, width, **draw), dim=-1)  # type: ignore[call-overload]
+    directions = torch.randn(V, width, **draw)  # type: ignore[call-overload]
+    noise = torch.randn(V, V, **draw)  # type: ignore[call-overload]
+    logits = share**0.5 * directions @ embedding.T + (1 - share) ** 0.5 * noise
+    low, high = torch.zeros(V, 1, dtype=torch.float64), torch.full((V, 1), 1e3, dtype=torch.float64)
+    wanted = ENTROPY_SHARE * torch.log(torch.tensor(V, dtype=torch.float64))
+    for _ in range(60):
+        b = (low + high) / 2
+        rows = torch.softmax(b * logits, -1)
+        entropy = -torch.special.xlogy(rows, rows).sum(-1, keepdim=True)
+        low, high = torch.where(entropy > wanted, b, low), torch.where(entropy > wanted, high, b)
+    return Truth(rows, _stationary(rows), embedding)
+
+
+def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
+    """MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
+    gamma = torch.distributions.Gamma(torch.full((V, V), 0.5, dtype=torch.float64), torch.ones(()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        rows = gamma.sample()
+    order = torch.rand(V, V, generator=generator).argsort(-1)
+    rows = rows.scatter(-1, order[:, : V // 2], 0.0)
+    rows = rows / rows.sum(-1, keepdim=True)
+    embedding = torch.randn(V, width, generator=generator, dtype=torch.float64)
+    return Truth(rows, _stationary(rows), nn.functional.normalize(embedding, dim=-1))
+
+
+def _stationary(rows: Tensor) -> Tensor:
+    """How often each token is met in a long text."""
+    share = torch.full_like(rows[0], 1 / len(rows))
+    for _ in range(200):
+        share = 0.5 * (share + share @ rows)  # halved: a periodic chain settles, too
+    return share / share.sum()
+
+
+def sample_counts(truth: Truth, tokens: int, seeds: list[int]) -> Tensor:
+    """Bigram counts [S, V, V] of samples of `tokens` tokens, one for each seed."""
+    samples = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        joint = (truth.contexts[:, None] * truth.rows).flatten()
+        drawn = torch.multinomial(joint, tokens, replacement=True, generator=generator)
+        samples.append(torch.bincount(drawn, minlength=len(joint)).view_as(truth.rows))
+    return torch.stack(samples)
+
+
+class Learner(nn.Module):
+    """S independent networks: embedding -> ReLU layer -> logits [S, V, V]."""
+
+    def __init__(self, V: int, seeds: list[int]) -> None:
+        super().__init__()
+
+        def start(*shape: int) -> nn.Parameter:
+            each = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
+            return nn.Parameter(torch.stack(each) / shape[0] ** 0.5)
+
+        self.embedding = nn.Parameter(start(V, HIDDEN) * V**0.5)
+        self.hidden, self.out = start(HIDDEN, HIDDEN), start(HIDDEN, V)
+        self.shift = nn.Parameter(torch.zeros(len(seeds), 1, HIDDEN))
+
+    def forward(self) -> Tensor:
+        return torch.relu(self.embedding @ self.hidden + self.shift) @ self.out
+
+
+class Fitted(NamedTuple):
+    """Learners as they were when the development sample liked them best."""
+
+    logits: Tensor  # [S, V, V]
+    nll: Tensor  # [S], nats per token of the development sample
+    step: Tensor  # [S]
+
+
+def fit(
+    train: Tensor,
+    dev: Tensor,
+    objective: Objective,
+    costs: Costs,
+    seeds: list[int],
+    lr: float,
+    steps: int = 2000,
+) -> Fitted:
+    """Fit learners to counts [S, V, V] by Adam on the expected gradient, each stopped early on its `dev`."""
+    learner = Learner(train.shape[-1], seeds)
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=lr, weight_decay=1e-4)
+    total = train.sum(-1, keepdim=True)
+    rows = (train / total.clamp_min(1)).float()
+    share = (total / total.sum(1, keepdim=True)).float()
+    best: Fitted | None = None
+    for step in range(1, steps + 1):
+        logits = learner()
+        q = torch.softmax(logits.detach(), -1)
+        optimizer.zero_grad()
+        logits.backward(share * expected_gradient(q, rows, objective, costs))
+        optimizer.step()
+        if step % CHECK_EVERY == 0:
+            best = _better(best, learner().detach(), dev, step)
+    assert best is not None
+    return best
+
+
+def _better(best: Fitted | None, logits: Tensor, dev: Tensor, step: int) -> Fitted:
+    """The better of two, run by run; a run that diverged is never better."""
+    nll = nats_per_token(logits, dev).nan_to_num(torch.inf)
+    found = Fitted(logits, nll, torch.full_like(nll, step))
+    if best is None:
+        return found
+    ahead = nll < best.nll
+    return Fitted(
+        torch.where(ahead[:, None, None], logits, best.logits),
+        torch.where(ahead, nll, best.nll),
+        torch.where(ahead, found.step, best.step),
+    )
+
+
+def nats_per_token(logits: Tensor, counts: Tensor) -> Tensor:
+    """Mean negative log-likelihood [S] of counts [S, V, V] under logits [S, V, V]."""
+    logq = torch.log_softmax(logits.double(), -1)
+    return -(counts * logq).sum((-2, -1)) / counts.sum((-2, -1))
+
+
+def learning_rates(base: float = 3e-3, spread: float = 3.0) -> Iterator[float]:
+    """Candidates from which every objective chooses its own on the development sample."""
+    return (base * spread**power for power in (-1, 0, 1))

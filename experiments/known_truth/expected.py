@@ -1,0 +1,90 @@
+"""An objective's gradient when the truth is known: the expectation over targets instead of one target.
+
+For a truth P over V tokens and a model q = softmax(z), the expected gradient of an objective is
+
+    g_i = sum_y P_y dL_y / dz_i = q_i sum_y P_y omega_y (A_y + B_y c_yi) - P_i omega_i K_i
+
+with (A, B, K, omega) as `pipeline.loss` gives them for target y. Weights inside an objective are detached, so
+g is the gradient of no function, and training settles where g = 0, not where the expected loss is least.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.loss import Objective
+
+
+class Costs(Protocol):
+    """Transport costs c_ij = c_ji >= 0 between V tokens, known by how they act on a vector."""
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """weights [..., V] -> sum_j weights_j c_ji, [..., V]."""
+
+
+class CosineCosts:
+    """c_ij = 1 - cos(e_i, e_j) of an embedding [V, H]; products take V H steps instead of V V."""
+
+    def __init__(self, embedding: Tensor) -> None:
+        self.rows = torch.nn.functional.normalize(embedding, dim=-1)
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """See `Costs`."""
+        return weights.sum(-1, keepdim=True) - (weights @ self.rows) @ self.rows.T
+
+    def permuted(self, generator: torch.Generator) -> CosineCosts:
+        """The same costs between other tokens: geometry of the right size in the wrong places."""
+        return CosineCosts(self.rows[torch.randperm(len(self.rows), generator=generator)])
+
+
+class ConstantCosts:
+    """c_ij = 1 for i != j: no geometry, so that what is left of an objective is its reweighting."""
+
+    def apply(self, weights: Tensor) -> Tensor:
+        """See `Costs`."""
+        return weights.sum(-1, keepdim=True) - weights
+
+
+def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Costs) -> Tensor:
+    """g [..., V] at the model q [..., V] for targets drawn from truth [..., V]: rows of probabilities."""
+    m = -q.clamp_min(torch.finfo(q.dtype).tiny).log()
+    found = objective.coefficients(m, costs.apply(q).clamp_min(0), q)
+    weights = truth * found.omega
+    shared = (weights * found.A).sum(-1, keepdim=True)
+    if found.B is not None:
+        shared = shared + costs.apply(weights * found.B)
+    return q * shared - weights * found.K
+
+
+class Settled(NamedTuple):
+    """Where training with unlimited data and capacity settles."""
+
+    q: Tensor  # [n, V]
+    residual: Tensor  # [n]: the largest entry of the expected gradient that is left
+
+
+def settle(
+    truth: Tensor, objective: Objective, costs: Costs, steps: int = 5000, tolerance: float = 1e-12
+) -> Settled:
+    """The fixed point of `objective` for truths [n, V] (float64), by preconditioned descent from q = truth.
+
+    An objective that has no fixed point inside the simplex collapses towards a corner: its residual then
+    stays above the tolerance, and q is where it was after `steps`.
+    """
+    z = truth.clamp_min(1e-30).log()
+    rate = torch.full_like(z[:, :1], 0.5)
+    least = torch.full_like(rate, torch.inf)
+    for _ in range(steps):
+        q = torch.softmax(z, -1)
+        g = expected_gradient(q, truth, objective, costs)
+        residual = g.abs().amax(-1, keepdim=True)
+        if residual.max() < tolerance:
+            break
+        rate = torch.where(residual > 1.2 * least, 0.7 * rate, (1.02 * rate).clamp(max=1.0))
+        least = torch.minimum(least, residual)
+        # g / q is the step of a Newton iteration whose Hessian is its diagonal
+        z = torch.log_softmax(z - rate * (g / q.clamp_min(1e-12)).clamp(-1, 1), -1)
+    return Settled(q, residual[:, 0])

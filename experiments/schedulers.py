@@ -1,0 +1,78 @@
+"""The same experiment on a cluster: an array of workers that share its runs."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from common.files import write_text
+
+SLURM = """#!/bin/bash
+# {workers} workers share the runs of {file}; sbatch it again after a failure: what is done stays done.
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus=1
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+cd {repository}
+exec {command}
+"""
+
+KUBERNETES = """# {workers} workers share the runs of {file}. All mount the claim emo-runs (ReadWriteMany).
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {workers}
+  parallelism: {workers}
+  backoffLimit: 20
+  template:
+    spec:
+      restartPolicy: Never
+      securityContext: {{ runAsNonRoot: true, runAsUser: 1001, fsGroup: 1001 }}
+      containers:
+        - name: work
+          image: emo:latest
+          command: [sh, -c, {command}]
+          resources:
+            requests: {{ cpu: "8", memory: 64Gi, nvidia.com/gpu: 1 }}
+            limits: {{ memory: 128Gi, nvidia.com/gpu: 1 }}
+          volumeMounts:
+            - {{ name: runs, mountPath: /emo/runs }}
+      volumes:
+        - name: runs
+          persistentVolumeClaim: {{ claimName: emo-runs }}
+"""
+
+
+def _words(file: Path, overrides: list[str]) -> str:
+    return shlex.join(["python", "-m", "experiments", "run", str(file), *overrides])
+
+
+def _name(file: Path) -> str:
+    return file.stem.lower().replace("_", "-")
+
+
+def slurm(file: Path, overrides: list[str], workers: int, repository: Path, target: Path) -> None:
+    """Write the batch script of an array of `workers`."""
+    text = SLURM.format(
+        workers=workers,
+        last=workers - 1,
+        file=file,
+        name=_name(file),
+        repository=shlex.quote(str(repository)),
+        command=_words(file, overrides).replace("python", ".venv/bin/python", 1),
+    )
+    write_text(target, text)
+
+
+def kubernetes(file: Path, overrides: list[str], workers: int, target: Path) -> None:
+    """Write the Indexed Job of `workers` pods."""
+    import json
+
+    command = json.dumps(_words(file, overrides))
+    write_text(target, KUBERNETES.format(workers=workers, file=file, name=_name(file), command=command))

@@ -1,0 +1,266 @@
+"""Doing the runs of an experiment: stage by stage, by the rooms' own commands, by any number of workers.
+
+A run's stages are preparation (shared by all runs with the same data), training, and its measures. A stage
+that is done leaves a note with the command that did it; another command means that it is done again. Workers
+take runs through leases, so the same command on more machines shares the work, and a worker that is killed
+loses one stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+from common.files import write_text
+from common.provenance import REPOSITORY
+from data_prep.config import load_data_config
+from eval import store
+from experiments.design import VALIDATION, Experiment, Measure, Run, chosen, expand, trials
+from pipeline.run_dir import EXPORT, read_metrics
+
+POLL = 2.0  # seconds between looks for work when others hold all of it
+SCRIPTS = {"text": "continual", "instruct": "instruct"}
+
+
+class Stage(NamedTuple):
+    """A command, and the note that says it was done."""
+
+    name: str
+    command: list[str]
+    note: Path
+
+    @property
+    def done(self) -> bool:
+        """Whether this very command has been done."""
+        note = read_note(self.note)
+        return note is not None and note.get("command") == self.command
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """A stage's note, or None where there is none that can be read."""
+    try:
+        note = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
+
+
+class Task(NamedTuple):
+    """A run and its stages in order; those from `alone` on also need the run's baseline."""
+
+    run: Run
+    stages: list[Stage]
+    alone: int
+    baseline: Run | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every stage has been done."""
+        return all(stage.done for stage in self.stages)
+
+
+class Work:
+    """An experiment on disk."""
+
+    def __init__(self, experiment: Experiment, say: Callable[[str], None] = print) -> None:
+        self.experiment, self.say = experiment, say
+        self.runs = expand(experiment)
+        self.notes = experiment.out / "notes"
+        overrides = [f"{key}={_yaml(value)}" for key, value in experiment.set.items()]
+        self.script = SCRIPTS[load_data_config(experiment.recipe, overrides).kind]
+
+    def directory(self, run: Run) -> Path:
+        """The run directory of a run."""
+        return self.experiment.out / "runs" / run.name
+
+    def trial(self, run: Run) -> Task:
+        """What a run needs before anything is chosen: all measures but those against the baseline."""
+        own = {n: m for n, m in self.experiment.measures.items() if not m.against_baseline}
+        stages = [*self._training(run), *(self._measuring(run, name, m) for name, m in own.items())]
+        return Task(run, stages, len(stages))
+
+    def tasks(self) -> list[Task]:
+        """What is to be done as far as is known: the trials until all are done, then what they choose."""
+        first = [self.trial(run) for run in trials(self.experiment, self.runs)]
+        if not all(task.done for task in first):
+            return first
+        reported = self.reported()
+        compare = self.experiment.compare
+        aside = (compare.axis, *([self.experiment.choose.axis] if self.experiment.choose else ()))
+        bases = {run.without(*aside): run for run in reported if run.label(compare.axis) == compare.baseline}
+        last = {n: m for n, m in self.experiment.measures.items() if m.against_baseline}
+        tasks = []
+        for run in sorted(reported, key=lambda run: run.label(compare.axis) != compare.baseline):
+            base, task = bases[run.without(*aside)], self.trial(run)
+            after = [self._measuring(run, name, measure, base) for name, measure in last.items()]
+            tasks.append(Task(run, [*task.stages, *after], task.alone, base))
+        return tasks
+
+    def reported(self) -> list[Run]:
+        """The runs that the table shows; all trials must be done."""
+        choose = self.experiment.choose
+        if choose is None:
+            return self.runs
+        scores = {}
+        for run in trials(self.experiment, self.runs):
+            score = self.values(run).get(choose.by, math.nan)
+            scores[run.name] = score if math.isfinite(score) else math.inf * (1 if choose.least else -1)
+        return chosen(self.experiment, self.runs, scores)
+
+    def values(self, run: Run) -> dict[str, float]:
+        """What is known of a run so far, by name. Raises UserError where a measure left no number."""
+        found = {}
+        records = [r for r in read_metrics(self.directory(run)) if VALIDATION in r]
+        if records and records[-1][VALIDATION] is not None:
+            found[VALIDATION] = float(records[-1][VALIDATION])
+        for name, measure in self.experiment.measures.items():
+            if read_note(self.notes / run.name / f"{name}.json") is not None:
+                found |= {key: _number(self._fill(place, run)) for key, place in measure.read.items()}
+        return found
+
+    def seconds(self) -> Iterator[float]:
+        """How long each run took that is done."""
+        for task in self.tasks():
+            notes = [read_note(stage.note) for stage in task.stages if stage.name != "prepare"]
+            if all(note is not None for note in notes):
+                yield sum(float(note["seconds"]) for note in notes if note is not None)
+
+    def work(self) -> None:
+        """Do runs until none is left; wait for those that other workers hold.
+
+        Raises UserError, naming the log, when a command fails.
+        """
+        while left := [task for task in self.tasks() if not task.done]:
+            worked = False
+            for task in left:
+                with store.held(self._lease(task.run.name)) as mine:
+                    worked |= mine and self._do(task)
+            if not worked:
+                time.sleep(POLL)
+
+    def _do(self, task: Task) -> bool:
+        """Do the stages that can be done now; whether there was one."""
+        worked = False
+        for place, stage in enumerate(task.stages):
+            if stage.done:
+                continue
+            if place >= task.alone and task.baseline is not None and not self.trial(task.baseline).done:
+                break
+            if stage.name == "prepare":
+                self._once(task.run, stage)
+            else:
+                self._run(task.run, stage)
+            worked = True
+        return worked
+
+    def _once(self, run: Run, stage: Stage) -> None:
+        """Runs with the same data share their preparation: one worker does it, the others wait."""
+        while not stage.done:
+            with store.held(self._lease(f"prepare.{stage.note.stem}")) as mine:
+                if mine and not stage.done:
+                    self._run(run, stage)
+            if not mine:
+                time.sleep(POLL)
+
+    def _lease(self, name: str) -> store.Lease:
+        return store.Lease(self.experiment.out / "leases", name)
+
+    def _run(self, run: Run, stage: Stage) -> None:
+        log = self.experiment.out / "logs" / f"{run.name}.{stage.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.say(f"{run.name}: {stage.name}")
+        began = time.monotonic()
+        with log.open("ab") as sink:
+            done = subprocess.run(
+                stage.command, cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT, env=_environment()
+            )
+        if done.returncode:
+            reason = _reason(log.read_text(errors="replace"))
+            raise UserError(f"{run.name}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
+        stage.note.parent.mkdir(parents=True, exist_ok=True)
+        note = {"command": stage.command, "seconds": round(time.monotonic() - began, 1)}
+        write_text(stage.note, json.dumps(note, indent=1))
+
+    def _training(self, run: Run) -> list[Stage]:
+        data = self._data(run)
+        overrides = [f"{key}={_yaml(value)}" for key, value in run.overrides.items()]
+        of_data = [text for text in overrides if text.startswith("data.")]
+        recipe, place = str(self.experiment.recipe), f"data.dir={data}"
+        prepare = [sys.executable, "-m", "data_prep", "prepare", recipe, *of_data, place]
+        train = [_bin("deepspeed"), "--num_gpus", str(self.experiment.ranks)]
+        train += ["--master_port", str(_port(run)), f"launch/{self.script}.sh", recipe]
+        train += [*overrides, place, f"run_dir={self.directory(run)}"]
+        return [
+            Stage("prepare", prepare, self.notes / f"{data.name}.json"),
+            Stage("train", train, self.notes / run.name / "train.json"),
+        ]
+
+    def _measuring(self, run: Run, name: str, measure: Measure, baseline: Run | None = None) -> Stage:
+        command = shlex.split(self._fill(measure.command, run, baseline))
+        if command[0] == "python":
+            command[0] = sys.executable
+        return Stage(name, command, self.notes / run.name / f"{name}.json")
+
+    def _data(self, run: Run) -> Path:
+        """Where the run's data are prepared: one place for all runs whose data overrides are the same."""
+        own = {key: value for key, value in run.overrides.items() if key.split(".")[0] == "data"}
+        key = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        return self.experiment.out / f"data-{key}"
+
+    def _fill(self, text: str, run: Run, baseline: Run | None = None) -> str:
+        directory = self.directory(run)
+        places = {"run": run.name, "dir": directory, "export": directory / EXPORT, "out": self.experiment.out}
+        if baseline is not None:
+            places["baseline"] = self.directory(baseline) / EXPORT
+        try:
+            return text.format(**dict(run.labels), **places)
+        except (KeyError, IndexError, ValueError) as error:
+            known = ", ".join((*places, *dict(run.labels)))
+            raise UserError(f"measures: {text!r} cannot be filled in ({error}); known: {known}") from None
+
+
+def _reason(log: str) -> str:
+    """The last line of a log that says what went wrong."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
+
+
+def _number(place: str) -> float:
+    """The number at "FILE:key.key"."""
+    path, _, keys = place.rpartition(":")
+    try:
+        value = json.loads(Path(path).read_text())
+        for key in keys.split("."):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return float(value)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"{place} holds no number ({type(error).__name__}: {error})") from None
+
+
+def _yaml(value: Any) -> str:
+    """A value as an override on the command line."""
+    return json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value)
+
+
+def _bin(name: str) -> str:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+def _port(run: Run) -> int:
+    """A rendezvous port of its own, so that runs may stand beside each other."""
+    return 20000 + int(hashlib.sha256(run.name.encode()).hexdigest()[:8], 16) % 20000
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}

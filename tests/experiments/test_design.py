@@ -1,0 +1,90 @@
+"""Experiment files: expansion, choice on development data, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from experiments.__main__ import main
+from experiments.design import chosen, expand, read_experiment, trials
+
+FILE: dict[str, Any] = {
+    "out": "runs/x",
+    "recipe": "launch/recipes/quickstart-continue.yaml",
+    "set": {"train.steps": 3},
+    "axes": {
+        "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
+        "lr": {"train.lr": [0.1, 0.2]},
+        "seed": {"train.seed": [1, 2, 3]},
+    },
+    "repeat": "seed",
+    "choose": {"axis": "lr"},
+    "compare": {"axis": "objective", "baseline": "mle"},
+}
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
+    return path
+
+
+def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
+    runs = expand(read_experiment(write(tmp_path), []))
+    assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
+    assert len(runs) == 12
+    assert runs[-1].overrides == {
+        "train.steps": 3,
+        "objective.name": "emo",
+        "train.lr": 0.2,
+        "train.seed": 3,
+    }
+
+
+def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path), [])
+    runs = expand(experiment)
+    first = trials(experiment, runs)
+    assert [run.name for run in first] == ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
+    scores = {"mle-0.1-1": 2.0, "mle-0.2-1": 1.0, "emo-0.1-1": 1.0, "emo-0.2-1": float("inf")}
+    kept = [run.name for run in chosen(experiment, runs, scores)]
+    assert kept == ["mle-0.2-1", "mle-0.2-2", "mle-0.2-3", "emo-0.1-1", "emo-0.1-2", "emo-0.1-3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeat": "sed"}, "did you mean seed?"),
+        ({"axes": {**FILE["axes"], "lr": {"slow": 3}}}, "axes.lr.slow"),
+        ({"compare": {"axis": "objective", "baseline": "mel"}}, "did you mean mle?"),
+        ({"compare": {"axis": "lr", "baseline": "0.1"}}, "different axes"),
+        ({"choose": {"axis": "lr", "by": "validation_nl"}}, "did you mean validation_nll?"),
+        ({"axis": {}}, "axis"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(write(tmp_path, **changes)), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    axes = FILE["axes"] | {"lr": {"a-1": {}, "a": {}}, "seed": {"1": {}, "1-1": {}}}
+    with pytest.raises(UserError, match="both called mle-a-1-1"):
+        read_experiment(write(tmp_path, axes=axes), [])
+
+
+def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
+    assert main(["run", str(path), "--dry-run", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "12 combinations; to do now 4 of 4 runs" in said
+    assert "about 4 minutes with 2 at a time" in said
+    assert not (tmp_path / "out").exists()

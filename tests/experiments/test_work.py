@@ -1,0 +1,180 @@
+"""A real sweep: killed and started again it repeats nothing, and its table is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from experiments.design import read_experiment
+from experiments.table import gather, markdown
+from experiments.work import Work
+from tests.conftest import REPO
+from tests.helpers.launching import ENVIRONMENT, tiny_recipe
+
+MEASURE = (
+    "import json, sys, pathlib; name, out = sys.argv[1:]; path = pathlib.Path(out) / f'{name}.json'; "
+    "path.write_text(json.dumps({'letters': [len(name)], 'made': 1}))"
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("recipe"), steps=3)
+
+
+def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
+    script = tmp_path / "measure.py"
+    script.write_text(MEASURE)
+    tree = {
+        "out": str(tmp_path / "out"),
+        "recipe": str(recipe),
+        "axes": {
+            "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
+            "seed": {"train.seed": [1, 2]},
+        },
+        "repeat": "seed",
+        "measures": {
+            "length": {
+                "command": f"python {script} {{run}} {{out}}",
+                "read": {"letters": "{out}/{run}.json:letters.0"},
+            }
+        },
+        "compare": {"axis": "objective", "baseline": "mle"},
+        "questions": {
+            "helps": {"text": "Does EMO help?", "better": "emo", "than": ["mle"], "outcome": "validation_nll"}
+        },
+    } | changes
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "experiments", "run", str(path), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def notes(out: Path) -> dict[str, int]:
+    return {str(p.relative_to(out)): p.stat().st_mtime_ns for p in (out / "notes").rglob("*.json")}
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
+    path, out = sweep(tmp_path, recipe), tmp_path / "out"
+    rng, kept = random.Random(0), {}
+    for _ in range(3):
+        process = start(path)
+        time.sleep(rng.uniform(4, 16))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        now = notes(out)
+        assert now.items() >= kept.items()  # nothing that was done was done again
+        kept = now
+    process = start(path)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert notes(out).items() >= kept.items()
+    results = json.loads((out / "results.json").read_text())
+    assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
+    assert all(row["measures"]["validation_nll"]["n"] == 2 for row in results["rows"])
+    assert results["verdicts"]["helps"]["answer"] in ("yes", "no", "undecided")
+    before = (out / "table.md").read_text()
+    again = start(path, "--jobs", "2")
+    said, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert "to do now 0 of 4 runs" in said
+    assert (out / "table.md").read_text() == before
+
+
+def pretend(work: Work, nll: dict[str, float]) -> None:
+    """Leave what real stages leave."""
+    for run in work.runs:
+        directory = work.directory(run)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "metrics.jsonl").write_text(
+            json.dumps({"step": 3, "validation_nll": nll[run.name]}) + "\n"
+        )
+        for stage in work.trial(run).stages:
+            stage.note.parent.mkdir(parents=True, exist_ok=True)
+            stage.note.write_text(json.dumps({"command": stage.command, "seconds": 1.0}))
+        (work.experiment.out / f"{run.name}.json").write_text(json.dumps({"letters": [len(run.name)]}))
+
+
+def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
+    work = Work(read_experiment(sweep(tmp_path, recipe), []))
+    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.4})
+    results = gather(work)
+    mle, emo = results["rows"]
+    assert mle["measures"]["validation_nll"]["mean"] == 2.5
+    gap = emo["differences"]["validation_nll"]
+    assert gap["mean"] == pytest.approx(-0.55)
+    assert gap["p_holm"] == gap["p"]
+    assert emo["measures"]["letters"]["mean"] == 5
+    assert "Does EMO help?" in markdown(results)
+
+
+def test_an_unfinished_experiment_has_no_table(tmp_path: Path, recipe: Path) -> None:
+    with pytest.raises(UserError, match="4 runs are not done"):
+        gather(Work(read_experiment(sweep(tmp_path, recipe), [])))
+
+
+def test_another_command_is_another_stage(tmp_path: Path, recipe: Path) -> None:
+    work = Work(read_experiment(sweep(tmp_path, recipe), []))
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    assert all(task.done for task in work.tasks())
+    changed = Work(read_experiment(sweep(tmp_path, recipe, set={"train.steps": 4}), []))
+    assert not any(task.done for task in changed.tasks())
+
+
+def test_a_number_that_is_not_there_is_named(tmp_path: Path, recipe: Path) -> None:
+    work = Work(read_experiment(sweep(tmp_path, recipe), []))
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    (work.experiment.out / "emo-1.json").write_text("{}")
+    with pytest.raises(UserError, match=r"emo-1.json:letters.0 holds no number"):
+        gather(work)
+
+
+def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
+    measures = {"broken": {"command": "python -c 'raise SystemExit(3)'", "read": {"x": "{out}/x.json:x"}}}
+    work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    work.trial(work.runs[0]).stages[-1].note.unlink()
+    with pytest.raises(UserError, match=r"mle-1: broken ended with code 3 .*\.broken\.log"):
+        work.work()
+
+
+def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
+    measures = {
+        "gap": {"command": "python -c pass {baseline} {export}", "read": {"gap": "{out}/x.json:x"}},
+    }
+    work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
+    tasks = {task.run.name: task for task in work.tasks()}
+    assert list(tasks)[:2] == ["mle-1", "mle-2"]  # baselines first
+    assert tasks["emo-2"].stages[-1].command[-2:] == [
+        str(tmp_path / "out/runs/mle-2/export"),
+        str(tmp_path / "out/runs/emo-2/export"),
+    ]
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    work.trial(work.runs[0]).stages[-1].note.unlink()  # mle-1 is not trained
+    assert not work._do(tasks["emo-1"])
+    assert work._do(tasks["emo-2"])
+    assert tasks["emo-2"].done
