@@ -89,8 +89,13 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     return args
 
 
-def read_recipe(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too).
+def load_section(cls: type[SectionT], path: Path, overrides: Sequence[str]) -> SectionT:
+    """A YAML file with overrides as `cls`: for files that are not recipes but are written like them."""
+    return parse_section(cls, read_recipe(path, overrides, tuple(cls.model_fields)), "")
+
+
+def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS) -> dict[str, Any]:
+    """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too); `keys`: its sections.
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
@@ -102,8 +107,8 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         _override(tree, override)
     for key in tree:
-        if key not in KEYS:
-            raise UserError(f"recipe {path}: unknown key {key}; {nearest(str(key), KEYS)}")
+        if key not in keys:
+            raise UserError(f"recipe {path}: unknown key {key}; {nearest(str(key), keys)}")
     return tree
 
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, model_validator
 
 from common.errors import UserError, nearest
-from common.recipe import Section, parse_section, read_recipe
+from common.recipe import Section, load_section
 
 Overrides = dict[str, Any]
 VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
@@ -161,7 +161,7 @@ class Run(NamedTuple):
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """An experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
-    experiment = parse_section(Experiment, read_recipe(path, overrides), "")
+    experiment = load_section(Experiment, path, overrides)
     names = [run.name for run in expand(experiment)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import write_text
+from common.lease import Lease, held
 from common.provenance import REPOSITORY
 from data_prep.config import load_data_config
 from eval import store
@@ -143,7 +144,7 @@ class Work:
         while left := [task for task in self.tasks() if not task.done]:
             worked = False
             for task in left:
-                with store.held(self._lease(task.run.name)) as mine:
+                with held(self._lease(task.run.name)) as mine:
                     worked |= mine and self._do(task)
             if not worked:
                 time.sleep(POLL)
@@ -166,14 +167,14 @@ class Work:
     def _once(self, run: Run, stage: Stage) -> None:
         """Runs with the same data share their preparation: one worker does it, the others wait."""
         while not stage.done:
-            with store.held(self._lease(f"prepare.{stage.note.stem}")) as mine:
+            with held(self._lease(f"prepare.{stage.note.stem}")) as mine:
                 if mine and not stage.done:
                     self._run(run, stage)
             if not mine:
                 time.sleep(POLL)
 
-    def _lease(self, name: str) -> store.Lease:
-        return store.Lease(self.experiment.out / "leases", name)
+    def _lease(self, name: str) -> Lease:
+        return store.lease(self.experiment.out / "leases", name)
 
     def _run(self, run: Run, stage: Stage) -> None:
         log = self.experiment.out / "logs" / f"{run.name}.{stage.name}.log"

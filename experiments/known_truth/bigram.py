@@ -50,12 +50,18 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     return Truth(rows, _stationary(rows), embedding)
 
 
-def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
-    """MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
-    gamma = torch.distributions.Gamma(torch.full((V, V), 0.5, dtype=torch.float64), torch.ones(()))
+def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
+    """n rows of probabilities over V tokens, float64; none is exactly zero."""
+    alphas = torch.full((V,), concentration, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        rows = gamma.sample()
+        rows = torch.distributions.Dirichlet(alphas).sample((n,)).clamp_min(1e-12)
+    return rows / rows.sum(-1, keepdim=True)
+
+
+def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
+    """MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
+    rows = dirichlet(V, V, 0.5, generator)
     order = torch.rand(V, V, generator=generator).argsort(-1)
     rows = rows.scatter(-1, order[:, : V // 2], 0.0)
     rows = rows / rows.sum(-1, keepdim=True)

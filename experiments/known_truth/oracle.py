@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import write_text
-from data_prep.sources import open_text
+from data_prep.inputs import open_text
 from eval.generation import distributions
 from eval.model import EvaluatedModel
 
@@ -54,7 +54,9 @@ def measure(
     """Mean measures per context. Raises UserError for models whose vocabularies or tokenizers differ."""
     truth, learner = EvaluatedModel(str(oracle)), EvaluatedModel(str(model))
     if truth.tokenizer_digest != learner.tokenizer_digest:
-        raise UserError(f"{model} and {oracle} have different tokenizers; their distributions cannot be compared")
+        raise UserError(
+            f"{model} and {oracle} have different tokenizers; their distributions cannot be compared"
+        )
     rows = token_rows(truth.tokenizer, texts)
     targets = torch.tensor([token for row in rows for token in row[1:]])
     p, q = distributions.log_probs(logits_of(truth.model, rows)), logits_of(learner.model, rows)

@@ -25,6 +25,7 @@ DESCRIBED = {
     ".ci/run": "what runs on every change: make test",
     "README.md": "what it is and how it is used",
     "docs/*.md": "architecture (this page) and operations (stops, exit codes, resume)",
+    "experiments/*.yaml": "experiments: a base recipe or study, axes, measures, questions with their rules",
     "ds_configs/*.json": "ZeRO-1, 2, 3, 3 with offload, and with weights on NVMe",
     "launch/continual.sh": "continual pre-training: a shell command and a Python script in one",
     "launch/instruct.sh": "instruction tuning, likewise",
@@ -80,7 +81,7 @@ def render() -> str:
     for file, line in entries().items():
         folder = file.split("/", 1)[0] if "/" in file and not file.startswith(".") else ""
         blocks.setdefault("" if folder in ("docs", "ds_configs") else folder, []).append((file, line))
-    names = ["", "launch", "common", "data_prep", "pipeline", "eval", "tests"]
+    names = ["", "launch", "common", "data_prep", "pipeline", "eval", "experiments", "tests"]
     names += sorted(blocks.keys() - set(names))
     width = max(len(file) for block in blocks.values() for file, _ in block)
     texts = ["\n".join(f"    {f:<{width}}  {line}" for f, line in blocks[n]) for n in names if n in blocks]
