@@ -3,9 +3,9 @@
     python -m experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl --out FILE.json
         [--baseline DIR] [--dev FILE.jsonl]
 
-With `--baseline` every measure is also reported as the difference from the baseline at the temperature at which it
-is as certain as the model: what is left of an objective's effect when sharpening alone is taken away. With `--dev`
-the model is reported at the temperature that suits the development text best, too.
+With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
+which it is as certain as the model: what is left of an objective's effect when sharpening alone is taken away.
+With `--dev` the model is reported at the temperature that suits the development text best, too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m experiments.known_truth.study FILE.yaml [key=value ...]
 
-FILE says which truths, sample sizes, objectives and costs; `results.json` lands in its `out`. Cells that are done
-are not done again.
+FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. Cells that
+are done are not done again.
 """
 
 from __future__ import annotations
