@@ -4,7 +4,7 @@
         [--baseline DIR] [--dev FILE.jsonl]
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
-which it is as certain as the model: what is left of an objective's effect when sharpening alone is taken away.
+which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
 With `--dev` the model is reported at the temperature that suits the development text best, too.
 """
 
