@@ -60,8 +60,11 @@ class ObjectiveConfig(Section):
     name: str = "emo"
     params: dict[str, float] = {}  # the objective's own parameters, e.g. {ratio_cap: 3}
     # The cost embedding: `pretrained` (the head of model.path as it was before training), `live` (the
-    # head as it trains), or a model directory, hub id or tensor file. Unused by objectives without costs.
+    # head as it trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other
+    # token costs 1, so that only an objective's reweighting is left) and `permuted` (the pretrained costs
+    # between other tokens, by cost_seed). Unused by objectives without costs.
     cost: str = "pretrained"
+    cost_seed: int = 0
     # Memory for cost rows of frequent targets: faster, with gradients off by less than 2e-3. 0: exact.
     cost_cache_mb: float = Field(0.0, ge=0)
     z_loss: float = Field(0.0, ge=0)

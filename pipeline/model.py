@@ -190,16 +190,19 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     mean nothing, so an objective without costs is not measured with them.
     """
     objective = training_objective(config)
-    source, revision = config.objective.cost, None
+    kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
     cost: Cost = None
-    if source == "pretrained" and (config.model.path is not None or objective.needs_cost):
+    if kind == "live":
+        cost = LiveCost()
+    elif kind == "constant":
+        cost = CostEmbedding.constant(vocab_size).cached(megabytes)
+    elif kind not in ("pretrained", "permuted"):
+        cost = load_cost(kind, vocab_size, cache_mb=megabytes)
+    elif config.model.path is not None or objective.needs_cost:
         source = config.model.path or str(initial_weights(config))
         revision = config.model.revision if config.model.path else None
-    if source == "live":
-        cost = LiveCost()
-    elif source != "pretrained":
-        megabytes = config.objective.cost_cache_mb
         cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
+        cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 

@@ -43,7 +43,23 @@ class CostEmbedding:
 
     def cached(self, memory_mb: float) -> CostEmbedding:
         """The same embedding with a cache of `memory_mb` for cost rows (0: exact, no cache)."""
-        return CostEmbedding(self.rows, memory_mb)
+        found = CostEmbedding(self.rows, memory_mb)
+        found.fingerprint = self.fingerprint
+        return found
+
+    @classmethod
+    def constant(cls, vocab_size: int) -> CostEmbedding:
+        """Costs of 1 between different tokens: no geometry. Exact, since rows without length have none."""
+        found = cls(torch.zeros(vocab_size, 1))
+        found.fingerprint = f"constant {vocab_size}"
+        return found
+
+    def permuted(self, seed: int) -> CostEmbedding:
+        """The same costs between other tokens: geometry of the right size in the wrong places."""
+        order = torch.randperm(self.vocab_size, generator=torch.Generator().manual_seed(seed))
+        found = CostEmbedding(self.rows[order.to(self.rows.device)], self.cache_mb)
+        found.fingerprint = f"{self.fingerprint} permuted {seed}"
+        return found
 
     @property
     def cache(self) -> CostCache | None:

@@ -122,7 +122,9 @@ def _generation_config(config: RunConfig, here: bool) -> GenerationConfig | None
 def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
     """Read the cost embedding once, where it exists already and is at hand."""
     source, path = config.objective.cost, config.model.path
-    if source == "pretrained":
+    if source == "constant":
+        return
+    if source in ("pretrained", "permuted"):
         if path is None:
             return  # the head of weights that the run itself is going to write
         source = path

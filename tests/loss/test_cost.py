@@ -15,6 +15,7 @@ from pipeline.loss.cost import LIVE, CostEmbedding
 from pipeline.loss.cost_cache import WINDOW_CPU
 from pipeline.loss.cost_source import load_cost
 from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.objectives import get_objective
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
 
@@ -266,3 +267,34 @@ def test_costs_come_from_the_revision_asked_for(tmp_path: Path, monkeypatch: pyt
     load_cost("owner/name", 96, revision="abc")
     assert len(asked) > 1
     assert set(asked) == {"abc"}
+
+
+def test_constant_costs_have_no_geometry() -> None:
+    cost = CostEmbedding.constant(7)
+    assert torch.equal(cost.costs(torch.arange(7)), 1 - torch.eye(7))
+
+
+def test_emo_with_constant_costs_is_a_weighted_likelihood() -> None:
+    """Its gradient is w grad m with w = (1 + p_y m / (1 - p_y)) / 2: nothing but reweighting."""
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 4, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 8, 3, 1])
+    fused_linear_loss(hidden, weight, labels, get_objective("emo"), CostEmbedding.constant(9)).loss.backward()
+    found, hidden.grad = hidden.grad, None
+    m = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    p = (-m).exp().detach()
+    ((1 + p * m.detach() / (1 - p)) / 2 * m).sum().backward()
+    assert found is not None and hidden.grad is not None
+    assert torch.allclose(found, hidden.grad, atol=1e-9)
+
+
+def test_permuted_costs_are_those_of_other_tokens() -> None:
+    torch.manual_seed(0)
+    cost = CostEmbedding.from_weight(torch.randn(30, 6))
+    tokens = torch.arange(30)
+    true, permuted = cost.costs(tokens), cost.permuted(1).costs(tokens)
+    assert not torch.allclose(true, permuted)
+    assert torch.allclose(true.flatten().sort().values, permuted.flatten().sort().values, atol=1e-6)
+    assert torch.equal(permuted, cost.permuted(1).costs(tokens))
+    assert cost.permuted(1).fingerprint != cost.permuted(2).fingerprint
