@@ -27,11 +27,11 @@ quickstart: setup
 	$(BIN)/python launch/quickstart.py
 
 test: setup lint
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs.
 test-fast: setup
-	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile -m "not launch and not slow"
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile --no-loadscope-reorder -m "not launch and not slow"
 
 lint: setup
 	$(BIN)/ruff check .
