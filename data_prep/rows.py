@@ -179,7 +179,7 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
             return _clean(raw.replace("\r\n", "\n").removesuffix("\r"), spec.clean)
         try:
             raw = json.loads(raw)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
             return Rejected("broken_json", getattr(error, "msg", "nested too deep"))
     raw = _object(raw)
     if not isinstance(raw, dict):

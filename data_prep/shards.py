@@ -36,6 +36,7 @@ FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may hav
 class ShardInfo(Section):
     """One shard file."""
 
+    split: str  # the data set that it was made for: a shard in another one's place is not a part of it
     file: str
     bytes: int
     sha256: str

@@ -75,6 +75,8 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     from transformers import PreTrainedTokenizerFast
 
     backend, names = _find(path, revision)
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None  # it would give a text other ids every time
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
 
 

@@ -66,12 +66,13 @@ class ShardWriter:
         if self._waiting_rows >= BATCH_ROWS:
             self._write_waiting(last=False)
 
-    def finish(self, name: str, documents: int, counts: Counter[str]) -> ShardInfo:
-        """Write what waits and the end of the stream."""
+    def finish(self, place: Path, documents: int, counts: Counter[str]) -> ShardInfo:
+        """Write what waits and the end of the stream; `place`: what the file will be called."""
         self._write_waiting(last=True)
         self._stream.close()
         return ShardInfo(
-            file=name,
+            split=place.parent.name,
+            file=place.name,
             bytes=self.bytes,
             sha256=self._hash.hexdigest(),
             rows=self.rows,
@@ -141,7 +142,7 @@ def write_shard(
             _blocks(writer, counted(), config.block, quota, counts)
         else:
             _bins(writer, counted(), config.block, dtype, directory)
-        info = writer.finish(name, documents, counts)
+        info = writer.finish(directory / name, documents, counts)
     if config.contamination is not None:
         found = {"documents": overlapping, "grams": sorted(overlap)}
         write_text(overlap_path(directory, index, config.shards), json.dumps(found) + "\n")
@@ -164,7 +165,7 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     note, shard = note_path(directory, index, count), directory / shard_name(index, count)
     try:
         info = ShardInfo.model_validate_json(note.read_bytes())
-        whole = shard.stat().st_size == info.bytes
+        whole = shard.stat().st_size == info.bytes and (info.split, info.file) == (directory.name, shard.name)
     except (OSError, ValidationError):
         return None
     return info if whole else None

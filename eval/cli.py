@@ -226,6 +226,10 @@ def _compare(args: argparse.Namespace) -> int:
     print(table(a, b))
     verdict = regression(a, b, args.max_drop)
     print(printable(verdict.summary))
+    if args.fail_on_regression and verdict.missing and not verdict.regressions:
+        raise UserError(
+            f"no verdict without {', '.join(verdict.missing)}; evaluate both models on the same tasks"
+        )
     return EXIT_REGRESSION if args.fail_on_regression and verdict.regressions else EXIT_OK
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
@@ -129,6 +129,7 @@ class Verdict:
 
     regressions: list[str]  # one sentence each
     summary: str
+    missing: list[str] = field(default_factory=list)  # tasks that only one of the two has a usable result of
 
 
 def regression(a: Model, b: Model, max_drop: float | None = None) -> Verdict:
@@ -152,7 +153,13 @@ def regression(a: Model, b: Model, max_drop: float | None = None) -> Verdict:
         reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
     count = f"{len(found.tasks)} task{'' if len(found.tasks) == 1 else 's'}"
-    return Verdict(reasons, f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}")
+    missing = [
+        f"{task} ({m.name})" for m in (a, b) for task in in_order({*a.results, *b.results} - {*m.results})
+    ]
+    said = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
+    if missing:
+        said += f"; not compared, for want of a result: {', '.join(missing)}"
+    return Verdict(reasons, said, missing)
 
 
 def table(a: Model, b: Model) -> str:

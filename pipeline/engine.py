@@ -32,7 +32,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from common.errors import UserError
 from pipeline.planning.ds_file import zero_stage
-from pipeline.ranks import PATIENCE, World
+from pipeline.ranks import PATIENCE, World, gather_objects
 from pipeline.stop import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Engine:
         groups = parameter_groups(model, ds_config["optimizer"]["params"]["weight_decay"])
         self.ds, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
         self.groups = [len(group["params"]) for group in groups]  # part of a checkpoint's layout
+        self.frozen = self._frozen_sum()  # what adapters belong to
         if compiled:
             self.ds.compile()
         self.files = Snapshots(self.ds._config)
@@ -192,6 +193,23 @@ class Engine:
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
         for group, settings in zip(self.ds.optimizer.param_groups, own, strict=True):
             group.update(settings)
+
+    def _frozen_sum(self) -> int:
+        """A sum of the bits of all parameters that do not train, the same for any number of ranks."""
+        total = 0
+        for name, parameter in self.model.named_parameters():
+            part = getattr(parameter, "ds_tensor", None)  # this rank's part under ZeRO-3
+            if parameter.requires_grad or (part is None and not self.world.is_main):
+                continue
+            values = parameter if part is None else part[: self._own(parameter)]
+            bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+            total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
+        return sum(gather_objects(total)) % 2**64
+
+    def _own(self, parameter: Any) -> int:
+        """How many values of a partitioned parameter are this rank's; what follows in its part is padding."""
+        size = parameter.ds_tensor.numel()
+        return max(0, min(size, parameter.ds_numel - self.world.rank * size))
 
     def _zeros(self) -> Tensor:
         return torch.zeros(5, dtype=torch.float64, device=self.world.device)

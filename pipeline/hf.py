@@ -150,6 +150,8 @@ def fuse_causal_lm(
     `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
     `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
     """
+    if hasattr(model, "get_base_model"):  # PEFT: its wrapper calls the model inside
+        model = model.get_base_model()  # type: ignore[operator]
     _fuse(model, objective, cost, params, options)
     weight = model.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:

@@ -80,6 +80,7 @@ class Saved(NamedTuple):
     ranks: int
     zero_stage: int
     groups: list[int]  # parameters in each of the optimizer's groups
+    frozen: int  # of the engine: which weights the adapters belong to
     cost: str | None  # fingerprint of the cost embedding
     progress: dict[str, Any]  # of metrics and guard, between two records
 
@@ -142,6 +143,15 @@ def check_groups(saved: Saved, groups: list[int]) -> None:
         raise UserError(
             f"{saved.directory} was saved with {saved.groups} parameters in the optimizer's groups, and this "
             f"run has {groups}: the model or this program has changed; set run_dir to a new directory"
+        )
+
+
+def check_frozen(saved: Saved, frozen: int) -> None:
+    """Raises UserError when weights that do not train, which no checkpoint holds, are not what they were."""
+    if saved.frozen != frozen:
+        raise UserError(
+            f"{saved.directory} holds adapters of another base model than model.path is now; put the old "
+            "weights back, or set run_dir to a new directory"
         )
 
 

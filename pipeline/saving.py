@@ -66,6 +66,7 @@ class Saver:
             "ranks": self.engine.world.ranks,
             "zero_stage": self.engine.stage,
             "groups": self.engine.groups,
+            "frozen": self.engine.frozen,
             "cost": self.cost,
             "progress": progress,
             "data_fingerprint": self.fingerprint,

@@ -95,6 +95,7 @@ def _load(
     check_model(trainer, config, ready.data.manifest)
     if saved is not None and source is not None:
         resume.check_groups(saved, trainer.groups)
+        resume.check_frozen(saved, trainer.frozen)
         trainer.load(source)
         log.info("resumed from %s", saved.directory)
     return trainer

@@ -38,6 +38,8 @@ def logits_loss(
     V = logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")
+    if labels.is_floating_point() or labels.is_complex():
+        raise UserError(f"labels must be whole numbers (given: {labels.dtype})")
     if isinstance(cost, LiveCost) or objective.dense:
         raise UserError("the live head and demd_dense need the fused head (fuse_head)")
     if cost is None and objective.needs_cost:

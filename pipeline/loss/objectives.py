@@ -188,5 +188,8 @@ def get_objective(name: str, **params: float | None) -> Objective:
         if key not in known:
             hint = nearest(key, known) if known else "it has no parameters"
             raise UserError(f"unknown parameter {key!r} of objective {name}; {hint}")
+        value = params[key]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"objective {name}: {key} must be a number (given: {value!r})")
     bound = tuple((key, params.get(key, known[key].default)) for key in known)
     return Objective(name, needs_cost, make(**params), bound, dense=name == "demd_dense")

@@ -90,7 +90,7 @@ def check_host(ds_config: dict[str, Any]) -> None:
 
 def _read(path: Path, given: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"deepspeed={given} does not exist; see ds_configs/")
+        raise UserError(f"deepspeed={given} is not a file; see ds_configs/")
     try:
         tree = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except (ValueError, OSError, RecursionError) as error:

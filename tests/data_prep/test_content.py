@@ -271,3 +271,19 @@ def test_seen_segments_hold_history(tmp_path: Path) -> None:
     ((_, labels),) = segments(train_set(config))
     assert labels.count(load_tokenizer(tiny_tokenizer()).eos_token_id) == 3
     assert np.flatnonzero(np.array(labels) >= 0).size >= 6
+
+
+def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
+    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    tree["model"]["dropout"] = 0.5
+    (tmp_path / "drawing").mkdir()
+    (tmp_path / "drawing" / "tokenizer.json").write_text(json.dumps(tree))
+    text = "the same words have the same ids " * 5
+    drawing, plain = load_tokenizer(tmp_path / "drawing"), load_tokenizer(tiny_tokenizer())
+    assert {tuple(drawing(text).input_ids) for _ in range(5)} == {tuple(plain(text).input_ids)}
+
+
+def test_an_endless_integer_is_broken_json() -> None:
+    row = f'{{"text": "x", "n": {"9" * 6000}}}'
+    (found,) = parse([row.encode()], RowSpec("text", "auto", True, None, "none", 100_000))
+    assert isinstance(found, Rejected) and found.reason == "broken_json"

@@ -518,3 +518,13 @@ def test_an_unmarked_directory_of_an_earlier_version_is_left(config: DataConfig)
         with pytest.raises(UserError, match=re.escape("not marked by data_prep.json")):
             run(config, force=force)
     assert len(TokenDataset(config.dir / "train").batch(np.arange(3))["input_ids"]) == 3
+
+
+def test_a_split_in_the_place_of_another_is_made_again(config: DataConfig) -> None:
+    before = {p.name: p.read_bytes() for p in (config.dir / "validation").glob("*.arrow")}
+    shutil.rmtree(config.dir / "validation")
+    shutil.copytree(config.dir / "train", config.dir / "validation")
+    assert verify(config.dir)[1]
+    run(config)
+    assert {p.name: p.read_bytes() for p in (config.dir / "validation").glob("*.arrow")} == before
+    assert not verify(config.dir)[1]

@@ -121,7 +121,8 @@ def _hold(directory: Path, seconds: float) -> None:
 
 def test_the_lease_of_a_dead_process_is_free_at_once(tmp_path: Path) -> None:
     holder = child(_hold, tmp_path, 60)
-    _until(lambda: any(tmp_path.glob("work.*")) and not lease(tmp_path, "work").acquire())
+    _until(lambda: any(p.stat().st_size for p in tmp_path.glob("work.*")))  # the holder has signed
+    assert not lease(tmp_path, "work").acquire()
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     began = time.monotonic()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.run_dir import HEARTBEAT, STATE, checkpoints
@@ -48,6 +48,31 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
     name = "transformer.h.1.mlp.c_fc.weight"
     assert (exported.get_parameter(name) - first.get_parameter(name)).abs().max() > 1e-4
     assert json.loads((run_dir / HEARTBEAT).read_text())["doing"] == "finished"
+
+
+def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
+    """No checkpoint holds the frozen weights, so they are known again by a sum; also on other ranks."""
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    made = launching.run_alone(str(recipe), f"run_dir={tmp_path / 'first'}", "train.steps=1")
+    assert made.returncode == 0, made.stdout
+    (tmp_path / "first" / "export").rename(base)
+    options = [str(recipe), f"run_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
+    options += ["model.lora.r=2", "train.steps=3", "train.save_every=1", "objective.name=mle"]
+    done = launching.run(2, *options)
+    assert done.returncode == 0, done.stdout
+    for name in ("step-000003", "export"):
+        subprocess.run(["rm", "-r", str(run_dir / name)], check=True)
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] *= 1.1
+    (base / "model.safetensors").rename(tmp_path / "right")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    wrong = launching.run_alone(*options)
+    assert wrong.returncode == 2, wrong.stdout
+    assert "adapters of another base model" in wrong.stdout
+    (tmp_path / "right").rename(base / "model.safetensors")
+    again = launching.run_alone(*options)
+    assert again.returncode == 0, again.stdout
+    assert "resumed from" in again.stdout
 
 
 def test_a_second_launch_is_refused_and_a_resumed_one_is_not(recipe: Path, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ STATE_NOW = {
     "ranks": 1,
     "zero_stage": 3,
     "groups": [4, 2],
+    "frozen": 0,
     "cost": None,
     "progress": {},
 }
