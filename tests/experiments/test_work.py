@@ -81,7 +81,7 @@ def notes(out: Path) -> dict[str, int]:
 def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
     rng, kept = random.Random(0), {}
-    for _ in range(3):
+    for _ in range(2):
         process = start(path)
         time.sleep(rng.uniform(4, 16))
         os.killpg(process.pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
         assert now.items() >= kept.items()  # nothing that was done was done again
         kept = now
     process = start(path)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said
     assert notes(out).items() >= kept.items()
     results = json.loads((out / "results.json").read_text())
@@ -99,7 +99,7 @@ def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
     assert results["verdicts"]["helps"]["answer"] in ("yes", "no", "undecided")
     before = (out / "table.md").read_text()
     again = start(path, "--jobs", "2")
-    said, _ = again.communicate(timeout=120)
+    said, _ = again.communicate(timeout=300)
     assert again.returncode == 0, said
     assert "to do now 0 of 4 runs" in said
     assert (out / "table.md").read_text() == before

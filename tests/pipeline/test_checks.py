@@ -34,7 +34,7 @@ def test_a_recipe_without_mistakes(recipe: Path) -> None:
 
 
 MISTAKES = [
-    ("deepspeed=none.json", "none.json does not exist"),
+    ("deepspeed=none.json", "none.json is not a file"),
     ("objective.name=emoo", "did you mean emo"),
     ("objective.params.ratio_cup=3", "did you mean ratio_cap"),
     ("objective.name=demd_dense", "compares with a teacher"),
