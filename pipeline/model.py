@@ -185,9 +185,8 @@ def training_objective(config: RunConfig) -> Objective:
 def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     """The objective and its cost embedding.
 
-    The embedding is read from the weights as they were before training, also on resume, because the
-    paper's transport cost is given a priori and stays fixed (section 3.1). The first weights of a new model
-    mean nothing, so an objective without costs is not measured with them.
+    The embedding is read from the weights before training, also on resume: costs are given a priori (section
+    3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
     objective = training_objective(config)
     kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
@@ -200,8 +199,7 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
         cost = load_cost(kind, vocab_size, cache_mb=megabytes)
     elif config.model.path is not None or objective.needs_cost:
         source = config.model.path or str(initial_weights(config))
-        revision = config.model.revision if config.model.path else None
-        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
+        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=config.model.revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
@@ -239,8 +237,7 @@ def write_initial_weights(config: RunConfig) -> None:
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     """The model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
 
-    Raises UserError when the weights cannot be read, are not exactly those of the configuration, or are not
-    all finite.
+    Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
     """
     path = config.model.path or str(initial_weights(config))
     try:
