@@ -273,7 +273,7 @@ def _write_weights(model: nn.Module, target: Path, is_main: bool) -> str | None:
 def _write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Configuration, generation defaults, tokenizer, model card and export.json."""
     settings = copy.deepcopy(base.config)
-    settings.architectures = [type(base).__name__.removeprefix("Fused")]
+    settings.architectures = [type(base).__name__]
     settings.use_cache = True
     settings.save_pretrained(target)
     if base.generation_config is not None:
