@@ -17,6 +17,6 @@ from pipeline.stop import Watch
 
 watch = Watch()  # before the heavy imports: a request to stop may come while they take their time
 
-from pipeline.cli import run_recipe
+from pipeline.cli import leave, run_recipe
 
-sys.exit(run_recipe("text", watch))
+leave(run_recipe("text", watch))

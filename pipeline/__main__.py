@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from pipeline.cli import main
+from pipeline.cli import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
@@ -39,6 +39,18 @@ def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
     if code != ExitCode.DONE and _is_main():
         print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank with `code`, without an orderly end of the interpreter.
+
+    All is written and the process group is left. What remains are the libraries' own threads: one that still
+    runs when its C++ object is taken down calls `terminate`, and exit code 75 becomes a SIGABRT.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,7 +139,7 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     print(f"error: {line}", file=sys.stderr, flush=True)
     print(f"exit code {code}", file=sys.stderr, flush=True)
     watch.ended(code)
-    os._exit(code)  # without an orderly end: the other ranks may be waiting for this one in a collective
+    leave(code)  # the other ranks may be waiting for this one in a collective
 
 
 # Trying again does not cure these.

@@ -172,9 +172,12 @@ def test_names_from_directories_are_usable() -> None:  # defects D3
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--tokens", 0], "--tokens must be at least 1"),
-        (["generate", "--samples", 0], "--samples must be at least 1"),
-        (["generate", "--samples", 1, "--tokens", 2000], "exceed the model's context of 1024"),
+        (["generate", "--tokens", 0], "--tokens 0 must be at least 1"),
+        (["generate", "--samples", 0], "--samples 0 must be at least 1"),
+        (
+            ["generate", "--samples", 1, "--tokens", 2000],
+            "prefix 0 has 1 tokens and --tokens is 2000, together more than the context",
+        ),
         (["run", "--max-tokens", 2000], "--max-tokens 2000 exceeds the model's context of 1024"),
         (["run", "--shots", 99], "99 demonstrations wanted of 12 rows"),
         (["run", "--max-drop", "nan"], "--max-drop must be a number"),

@@ -141,7 +141,7 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
             for _ in range(rows // 2000):
                 ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
                 writer.add(PackedRows(ids, full, halves, two, none, np.zeros(1000, np.int64), full - 2))
-            infos.append(writer.finish(name, rows, Counter()))
+            infos.append(writer.finish(place / name, rows, Counter()))
     counts = {k: sum(getattr(info, k) for info in infos) for k in COUNTED}
     manifest = Manifest(
         format=FORMAT,

@@ -66,6 +66,15 @@ def test_a_crash_keeps_its_traceback_and_is_reported(monkeypatch: pytest.MonkeyP
     assert watch.code == ExitCode.FAILURE
 
 
+def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
+    program = (
+        "import atexit, os; from pipeline.cli import leave\n"
+        "atexit.register(os.abort); print('last words'); leave(75)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
+    assert (done.returncode, done.stdout) == (ExitCode.STOPPED, "last words\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
