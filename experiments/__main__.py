@@ -71,6 +71,8 @@ def _plan(work: Work, jobs: int) -> None:
     print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")
     if choose is not None and len(tasks) == len(trials(work.experiment, work.runs)) and left:
         print(f"{choose.axis} is chosen by {choose.by} first; what is chosen is then repeated")
+    for stage in work.before():
+        print(f"  {'done ' if stage.done else 'to do'}  before: {stage.name}")
     for task in tasks:
         print(f"  {'done ' if task.done else 'to do'}  {task.run.name}")
     taken = list(work.seconds())

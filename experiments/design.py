@@ -2,6 +2,9 @@
 
     out: runs/experiments/NAME
     recipe: launch/recipes/BASE.yaml
+    names: { oracle: DIR }                       # {oracle} in commands; or give names.oracle=PATH
+    before:                                      # done once, in this order, before any run
+      corpus: python -m eval generate --model {oracle} --name oracle --out {out}/corpus
     set: { train.steps: 200 }                    # overrides of every run
     axes:
       objective:                                 # labels, each with its overrides
@@ -20,6 +23,8 @@
 Every run is the base recipe with the overrides of its labels. Where an axis is chosen, each combination of
 the other axes is first tried with all its labels and the first label of `repeat`; only the best one is then
 run with the other labels of `repeat`.
+
+`{out}` and the names can be used in every command, and in every text among the overrides.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from common.recipe import Section, load_section
 
 Overrides = dict[str, Any]
 VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
+PLACES = ("run", "dir", "export", "out", "baseline")  # what a measure's command can refer to
 
 
 class Measure(Section):
@@ -92,6 +98,8 @@ class Experiment(Section):
 
     out: Path
     recipe: Path
+    names: dict[str, str | int] = {}  # texts that commands and overrides refer to
+    before: dict[str, str] = {}  # commands by name
     set: Overrides = {}
     axes: dict[str, dict[str, Any]] = Field(min_length=1)
     repeat: str
@@ -101,6 +109,13 @@ class Experiment(Section):
     questions: dict[str, Question] = {}
     ranks: int = Field(1, gt=0)  # of every training run
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
+
+    @model_validator(mode="after")
+    def _names_are_free(self) -> Experiment:
+        for name in self.names:
+            if name in PLACES or name in self.axes:
+                raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
+        return self
 
     @model_validator(mode="after")
     def _axes_exist(self) -> Experiment:
@@ -125,6 +140,11 @@ class Experiment(Section):
             if name not in outcomes:
                 raise ValueError(f"nothing measures {name}; {nearest(name, outcomes)}")
         return self
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """What can be filled in everywhere."""
+        return {"out": self.out, **self.names}
 
     def labels(self, axis: str) -> dict[str, Overrides]:
         """The labels of an axis in order, with the overrides that each stands for."""
@@ -177,8 +197,27 @@ def expand(experiment: Experiment) -> list[Run]:
         overrides = dict(experiment.set)
         for axis, label in zip(axes, labels, strict=True):
             overrides |= axes[axis][label]
-        runs.append(Run(tuple(zip(axes, labels, strict=True)), overrides))
+        filled = {key: _filled(value, experiment.places, key) for key, value in overrides.items()}
+        runs.append(Run(tuple(zip(axes, labels, strict=True)), filled))
     return runs
+
+
+def fill(text: str, places: Mapping[str, Any], where: str) -> str:
+    """`text` with its `{name}`s filled in. Raises UserError for a name that is not in `places`."""
+    try:
+        return text.format_map(places)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        known = ", ".join(places)
+        raise UserError(f"{where}: {text!r} cannot be filled in ({error}); known: {known}") from None
+
+
+def _filled(value: Any, places: Mapping[str, Any], key: str) -> Any:
+    """An override with every text in it filled in."""
+    if isinstance(value, Mapping):
+        return {name: _filled(inner, places, key) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, places, key) for inner in value]
+    return fill(value, places, f"override {key}") if isinstance(value, str) else value
 
 
 def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:

@@ -1,9 +1,9 @@
 """Doing the runs of an experiment: stage by stage, by the rooms' own commands, by any number of workers.
 
-A run's stages are preparation (shared by all runs with the same data), training, and its measures. A stage
-that is done leaves a note with the command that did it; another command means that it is done again. Workers
-take runs through leases, so the same command on more machines shares the work, and a worker that is killed
-loses one stage.
+The stages in `before` are done first, once for all runs. A run's own are preparation (shared by all runs with
+the same data), training, and its measures. A stage that is done leaves a note with the command that did it;
+when that command or one of those before it changes, the stage is done again. Workers take runs through
+leases, so the same command on more machines shares the work, and a worker that is killed loses one stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from common.lease import Lease, held
 from common.provenance import REPOSITORY
 from data_prep.config import load_data_config
 from eval import store
-from experiments.design import VALIDATION, Experiment, Measure, Run, chosen, expand, trials
+from experiments.design import VALIDATION, Experiment, Measure, Run, chosen, expand, fill, trials
 from pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
@@ -39,12 +39,28 @@ class Stage(NamedTuple):
     name: str
     command: list[str]
     note: Path
+    after: str = ""  # digest of the stages that it depends on
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What its note says besides the time it took."""
+        return {"command": self.command, "after": self.after}
 
     @property
     def done(self) -> bool:
-        """Whether this very command has been done."""
+        """Whether this very command has been done, after those that now go before it."""
         note = read_note(self.note)
-        return note is not None and note.get("command") == self.command
+        return note is not None and self.content.items() <= note.items()
+
+
+def in_order(stages: Iterable[Stage], *before: Stage) -> list[Stage]:
+    """Stages of which each depends on the one before it, the first on all of `before`."""
+    chain: list[Stage] = []
+    for stage in stages:
+        below = [one.content for one in (chain[-1:] or before)]
+        after = hashlib.sha256(json.dumps(below).encode()).hexdigest()[:16] if below else ""
+        chain.append(stage._replace(after=after))
+    return chain
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
@@ -77,18 +93,25 @@ class Work:
         self.experiment, self.say = experiment, say
         self.runs = expand(experiment)
         self.notes = experiment.out / "notes"
-        overrides = [f"{key}={_yaml(value)}" for key, value in experiment.set.items()]
-        self.script = SCRIPTS[load_data_config(experiment.recipe, overrides).kind]
+        self.script = SCRIPTS[load_data_config(experiment.recipe, self._overrides(self.runs[0])).kind]
 
     def directory(self, run: Run) -> Path:
         """The run directory of a run."""
         return self.experiment.out / "runs" / run.name
 
+    def before(self) -> list[Stage]:
+        """The stages that all runs share, in order."""
+        stages = []
+        for name, text in self.experiment.before.items():
+            command = self._command(text, self.experiment.places, f"before.{name}")
+            stages.append(Stage(name, command, self.notes / f"before.{name}.json"))
+        return in_order(stages)
+
     def trial(self, run: Run) -> Task:
         """What a run needs before anything is chosen: all measures but those against the baseline."""
         own = {n: m for n, m in self.experiment.measures.items() if not m.against_baseline}
         stages = [*self._training(run), *(self._measuring(run, name, m) for name, m in own.items())]
-        return Task(run, stages, len(stages))
+        return Task(run, in_order(stages, *self.before()[-1:]), len(stages))
 
     def tasks(self) -> list[Task]:
         """What is to be done as far as is known: the trials until all are done, then what they choose."""
@@ -104,6 +127,7 @@ class Work:
         for run in sorted(reported, key=lambda run: run.label(compare.axis) != compare.baseline):
             base, task = bases[run.without(*aside)], self.trial(run)
             after = [self._measuring(run, name, measure, base) for name, measure in last.items()]
+            after = in_order(after, task.stages[-1], self.trial(base).stages[-1])
             tasks.append(Task(run, [*task.stages, *after], task.alone, base))
         return tasks
 
@@ -126,7 +150,11 @@ class Work:
             found[VALIDATION] = float(records[-1][VALIDATION])
         for name, measure in self.experiment.measures.items():
             if read_note(self.notes / run.name / f"{name}.json") is not None:
-                found |= {key: _number(self._fill(place, run)) for key, place in measure.read.items()}
+                places = self._places(run)
+                found |= {
+                    key: _number(fill(place, places, f"measures.{name}.read.{key}"))
+                    for key, place in measure.read.items()
+                }
         return found
 
     def seconds(self) -> Iterator[float]:
@@ -137,10 +165,12 @@ class Work:
                 yield sum(float(note["seconds"]) for note in notes if note is not None)
 
     def work(self) -> None:
-        """Do runs until none is left; wait for those that other workers hold.
+        """Do what all runs share, then runs until none is left; wait for those that other workers hold.
 
         Raises UserError, naming the log, when a command fails.
         """
+        for stage in self.before():
+            self._once("before", stage)
         while left := [task for task in self.tasks() if not task.done]:
             worked = False
             for task in left:
@@ -158,28 +188,28 @@ class Work:
             if place >= task.alone and task.baseline is not None and not self.trial(task.baseline).done:
                 break
             if stage.name == "prepare":
-                self._once(task.run, stage)
+                self._once(task.run.name, stage)
             else:
-                self._run(task.run, stage)
+                self._run(task.run.name, stage)
             worked = True
         return worked
 
-    def _once(self, run: Run, stage: Stage) -> None:
-        """Runs with the same data share their preparation: one worker does it, the others wait."""
+    def _once(self, owner: str, stage: Stage) -> None:
+        """What several runs share: one worker does it, the others wait."""
         while not stage.done:
-            with held(self._lease(f"prepare.{stage.note.stem}")) as mine:
+            with held(self._lease(f"once.{stage.note.stem}")) as mine:
                 if mine and not stage.done:
-                    self._run(run, stage)
+                    self._run(owner, stage)
             if not mine:
                 time.sleep(POLL)
 
     def _lease(self, name: str) -> Lease:
         return store.lease(self.experiment.out / "leases", name)
 
-    def _run(self, run: Run, stage: Stage) -> None:
-        log = self.experiment.out / "logs" / f"{run.name}.{stage.name}.log"
+    def _run(self, owner: str, stage: Stage) -> None:
+        log = self.experiment.out / "logs" / f"{owner}.{stage.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.say(f"{run.name}: {stage.name}")
+        self.say(f"{owner}: {stage.name}")
         began = time.monotonic()
         with log.open("ab") as sink:
             done = subprocess.run(
@@ -187,14 +217,14 @@ class Work:
             )
         if done.returncode:
             reason = _reason(log.read_text(errors="replace"))
-            raise UserError(f"{run.name}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
+            raise UserError(f"{owner}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
         stage.note.parent.mkdir(parents=True, exist_ok=True)
-        note = {"command": stage.command, "seconds": round(time.monotonic() - began, 1)}
+        note = stage.content | {"seconds": round(time.monotonic() - began, 1)}
         write_text(stage.note, json.dumps(note, indent=1))
 
     def _training(self, run: Run) -> list[Stage]:
         data = self._data(run)
-        overrides = [f"{key}={_yaml(value)}" for key, value in run.overrides.items()]
+        overrides = self._overrides(run)
         of_data = [text for text in overrides if text.startswith("data.")]
         recipe, place = str(self.experiment.recipe), f"data.dir={data}"
         prepare = [sys.executable, "-m", "data_prep", "prepare", recipe, *of_data, place]
@@ -207,10 +237,25 @@ class Work:
         ]
 
     def _measuring(self, run: Run, name: str, measure: Measure, baseline: Run | None = None) -> Stage:
-        command = shlex.split(self._fill(measure.command, run, baseline))
-        if command[0] == "python":
-            command[0] = sys.executable
+        command = self._command(measure.command, self._places(run, baseline), f"measures.{name}")
         return Stage(name, command, self.notes / run.name / f"{name}.json")
+
+    @staticmethod
+    def _command(text: str, places: Mapping[str, Any], where: str) -> list[str]:
+        """A command's words; what is filled in stays one word, whatever is in it."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"{where}: {text!r} is not a command ({error})") from None
+        if not words:
+            raise UserError(f"{where} is empty; give it a command")
+        command = [fill(word, places, where) for word in words]
+        return [sys.executable, *command[1:]] if command[0] == "python" else command
+
+    @staticmethod
+    def _overrides(run: Run) -> list[str]:
+        """A run's overrides as on a command line."""
+        return [f"{key}={_yaml(value)}" for key, value in run.overrides.items()]
 
     def _data(self, run: Run) -> Path:
         """Where the run's data are prepared: one place for all runs whose data overrides are the same."""
@@ -218,16 +263,13 @@ class Work:
         key = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
         return self.experiment.out / f"data-{key}"
 
-    def _fill(self, text: str, run: Run, baseline: Run | None = None) -> str:
+    def _places(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
+        """What the commands of a run can refer to."""
         directory = self.directory(run)
-        places = {"run": run.name, "dir": directory, "export": directory / EXPORT, "out": self.experiment.out}
+        places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
             places["baseline"] = self.directory(baseline) / EXPORT
-        try:
-            return text.format(**dict(run.labels), **places)
-        except (KeyError, IndexError, ValueError) as error:
-            known = ", ".join((*places, *dict(run.labels)))
-            raise UserError(f"measures: {text!r} cannot be filled in ({error}); known: {known}") from None
+        return dict(run.labels) | places | self.experiment.places
 
 
 def _reason(log: str) -> str:

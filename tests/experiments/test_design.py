@@ -64,6 +64,12 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> No
         ({"compare": {"axis": "lr", "baseline": "0.1"}}, "different axes"),
         ({"choose": {"axis": "lr", "by": "validation_nl"}}, "did you mean validation_nll?"),
         ({"axis": {}}, "axis"),
+        ({"set": {"model.path": "{oracel}"}}, "override model.path: '{oracel}' cannot be filled in"),
+        ({"before": {"corpus": "python -c {oracle}"}}, "before.corpus: '{oracle}' cannot be filled in"),
+        ({"before": {"corpus": "python 'x"}}, "No closing quotation"),
+        ({"before": {"corpus": ""}}, "before.corpus is empty"),
+        ({"names": {"lr": "x"}}, "names.lr"),
+        ({"names": {"export": "x"}}, "{export} already means something else"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -88,3 +94,15 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "12 combinations; to do now 4 of 4 runs" in said
     assert "about 4 minutes with 2 at a time" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_names_are_filled_into_overrides(tmp_path: Path) -> None:
+    changes = {
+        "names": {"place": "some/where", "rows": 3},
+        "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
+        "axes": FILE["axes"] | {"lr": {"slow": {"train.lr": 0.1, "data.limit_rows": "{rows}"}}},
+    }
+    run = expand(read_experiment(write(tmp_path, **changes), ["names.place=there"]))[0]
+    assert run.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
+    assert run.overrides["data.root"] == "there"
+    assert run.overrides["data.limit_rows"] == "3"

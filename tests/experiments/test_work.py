@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def pretend(work: Work, nll: dict[str, float]) -> None:
         )
         for stage in work.trial(run).stages:
             stage.note.parent.mkdir(parents=True, exist_ok=True)
-            stage.note.write_text(json.dumps({"command": stage.command, "seconds": 1.0}))
+            stage.note.write_text(json.dumps(stage.content | {"seconds": 1.0}))
         (work.experiment.out / f"{run.name}.json").write_text(json.dumps({"letters": [len(run.name)]}))
 
 
@@ -178,3 +179,58 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
     assert not work._do(tasks["emo-1"])
     assert work._do(tasks["emo-2"])
     assert tasks["emo-2"].done
+
+
+COUNT = "import sys, pathlib, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).open('a').write('x')"
+
+
+def with_before(tmp_path: Path, recipe: Path, **more: Any) -> Path:
+    """A sweep whose corpus is made first: here a letter more in a file, each time that it is made."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    tree = {"names": {"where": str(tmp_path / "a place")}, "before": {"corpus": f"python {script} {{where}}"}}
+    return sweep(tmp_path, recipe, **tree, **more)
+
+
+def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
+    path = with_before(tmp_path, recipe, measures={})
+    works = [Work(read_experiment(path, []), lambda _: None) for _ in range(3)]
+    assert works[0].before()[0].command[-1] == str(tmp_path / "a place")  # one word, whatever is in it
+    pretend(works[0], dict.fromkeys((run.name for run in works[0].runs), 1.0))
+    workers = [threading.Thread(target=work.work) for work in works]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert (tmp_path / "a place").read_text() == "x"
+    works[0].work()
+    assert (tmp_path / "a place").read_text() == "x"
+
+
+def test_another_corpus_means_other_runs(tmp_path: Path, recipe: Path) -> None:
+    path = with_before(tmp_path, recipe)
+    work = Work(read_experiment(path, []))
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    assert all(task.done for task in work.tasks())
+    other = Work(read_experiment(path, ["names.where=/elsewhere"]))
+    assert not any(stage.done for task in other.tasks() for stage in task.stages)
+
+
+def test_a_measure_follows_those_before_it(tmp_path: Path, recipe: Path) -> None:
+    """What `quality` says of texts is old when `generate` wrote others."""
+    measures = {
+        name: {"command": f"python -c pass {name}", "read": {name: "{out}/x.json:x"}} for name in ("a", "b")
+    }
+    work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []))
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
+    measures["a"]["command"] += " more"
+    changed = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []))
+    done = [stage.done for stage in changed.tasks()[0].stages]
+    assert done == [True, True, False, False]  # preparation and training stay
+
+
+def test_a_failing_stage_before_all_runs_names_its_log(tmp_path: Path, recipe: Path) -> None:
+    before = {"corpus": "python -c 'raise SystemExit(3)'"}
+    work = Work(read_experiment(sweep(tmp_path, recipe, before=before), []), lambda _: None)
+    with pytest.raises(UserError, match=r"before: corpus ended with code 3 .*before\.corpus\.log"):
+        work.work()
