@@ -2,7 +2,7 @@
 
     out: runs/experiments/NAME
     recipe: launch/recipes/BASE.yaml
-    names: { oracle: DIR }                       # {oracle} in commands; or give names.oracle=PATH
+    names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; or give names.oracle=PATH
     before:                                      # done once, in this order, before any run
       corpus: python -m eval generate --model {oracle} --name oracle --out {out}/corpus
     set: { train.steps: 200 }                    # overrides of every run
@@ -115,6 +115,10 @@ class Experiment(Section):
         for name in self.names:
             if name in PLACES or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
+        try:
+            assert self.places
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"names: {error} stands for nothing; a name may use those before it") from None
         return self
 
     @model_validator(mode="after")
@@ -143,8 +147,11 @@ class Experiment(Section):
 
     @property
     def places(self) -> dict[str, Any]:
-        """What can be filled in everywhere."""
-        return {"out": self.out, **self.names}
+        """What can be filled in everywhere. A name may use those before it."""
+        found: dict[str, Any] = {"out": self.out}
+        for name, text in self.names.items():
+            found[name] = text.format(**found) if isinstance(text, str) else text
+        return found
 
     def labels(self, axis: str) -> dict[str, Overrides]:
         """The labels of an axis in order, with the overrides that each stands for."""
