@@ -46,11 +46,12 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
     work = Work(experiment, lambda line: print(line, flush=True))
+    work.check()
     _plan(work, args.jobs)
     if args.slurm is not None:
-        schedulers.slurm(args.file, args.overrides, args.workers, REPOSITORY, args.slurm)
+        schedulers.slurm(args.file, args.overrides, args.workers, experiment.ranks, REPOSITORY, args.slurm)
     if args.kubernetes is not None:
-        schedulers.kubernetes(args.file, args.overrides, args.workers, args.kubernetes)
+        schedulers.kubernetes(args.file, args.overrides, args.workers, experiment.ranks, args.kubernetes)
     if args.dry_run or args.slurm is not None or args.kubernetes is not None:
         return 0
     command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
