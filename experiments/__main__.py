@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.provenance import REPOSITORY
-from experiments.design import Experiment, read_experiment, trials
+from experiments.design import Experiment, chosen, read_experiment, trials
 from experiments.work import Work
 
 
@@ -71,7 +71,8 @@ def _plan(work: Work, jobs: int) -> None:
     left = [task for task in tasks if not task.done]
     print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")
     if choose is not None and len(tasks) == len(trials(work.experiment, work.runs)) and left:
-        print(f"{choose.axis} is chosen by {choose.by} first; what is chosen is then repeated")
+        then = len(chosen(work.experiment, work.runs, dict.fromkeys((run.name for run in work.runs), 0.0)))
+        print(f"{choose.axis} is chosen by {choose.by} first; {then} runs are then reported")
     for stage in work.before():
         print(f"  {'done ' if stage.done else 'to do'}  before: {stage.name}")
     for task in tasks:

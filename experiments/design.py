@@ -178,8 +178,11 @@ class Experiment(Section):
 
     @property
     def places(self) -> dict[str, Any]:
-        """What can be filled in everywhere."""
-        return {"out": self.out, **self.names}
+        """What can be filled in everywhere. A name may use those before it."""
+        places: dict[str, Any] = {"out": self.out}
+        for name, text in self.names.items():
+            places[name] = fill(str(text), places, f"names.{name}")
+        return places
 
     def labels(self, axis: str) -> dict[str, Overrides]:
         """The labels of an axis in order, with the overrides that each stands for."""

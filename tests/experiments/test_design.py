@@ -107,13 +107,13 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_names_are_filled_into_overrides(tmp_path: Path) -> None:
     changes = {
-        "names": {"place": "some/where", "rows": 3},
+        "names": {"root": "some", "place": "{root}/where", "rows": 3},
         "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
         "axes": FILE["axes"] | {"lr": {"slow": {"train.lr": 0.1, "data.limit_rows": "{rows}"}}},
     }
-    run = expand(read_experiment(write(tmp_path, **changes), ["names.place=there"]))[0]
+    run = expand(read_experiment(write(tmp_path, **changes), ["names.root=there"]))[0]
     assert run.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
-    assert run.overrides["data.root"] == "there"
+    assert run.overrides["data.root"] == "there/where"
     assert run.overrides["data.limit_rows"] == "3"
 
 
