@@ -44,13 +44,15 @@ class Source(Section):
     embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
     seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
-    # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`.
+    # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists
+    # of ids, used as they are: nothing is put before or after them).
     # `auto`: wikitext or lines for text files, the form that a row's columns show for the others.
-    format: Literal["auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages"] = (
-        "auto"
-    )
-    # Column of the text (unset: text, content, sentence, document, story); in instructions of the messages
-    # (messages, conversations) or of the prompt (instruction, prompt, question, query).
+    format: Literal[
+        "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
+    ] = "auto"
+    # Column of the text (unset: text, content, sentence, document, story) or of the tokens (ids, input_ids);
+    # in instructions of the messages (messages, conversations) or of the prompt (instruction, prompt,
+    # question, query).
     column: str | None = Field(None, min_length=1)
     clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
     # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times, spread over the shard.
@@ -98,6 +100,12 @@ class DataConfig(Section):
             raise ValueError("give exactly one of tokenizer and train_tokenizer")
         if self.validation and self.validation_fraction:
             raise ValueError("give validation or validation_fraction, not both")
+        if any(source.format == "tokens" for source in (*self.sources, *self.validation)):
+            if self.kind == "instruct":
+                raise ValueError("format: tokens is for kind: text; instructions need their text")
+            if self.train_tokenizer or self.contamination:
+                what = "train_tokenizer" if self.train_tokenizer else "contamination"
+                raise ValueError(f"{what} needs text, and a source has format: tokens")
         return self
 
     @property

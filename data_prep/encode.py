@@ -19,7 +19,7 @@ from data_prep.config import DataConfig
 from data_prep.contamination import Finder, load
 from data_prep.inputs import AGAIN, Input
 from data_prep.parallel import Workers
-from data_prep.rows import Row, checksum, plain_text, take
+from data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from data_prep.scan import Assignment, Part
 from data_prep.selection import deal, in_turn
 from data_prep.shards import token_dtype
@@ -74,7 +74,9 @@ class RowEncoder:
         """Encode the rows of a payload that the shard takes, as often as it takes them."""
         rows = _rows(part, part.copies)
         texts, conversations = _of_kind(rows)
-        encoded = self.texts(texts) if part.spec.kind == "text" else self.conversations(conversations)
+        encoded = (
+            self.texts(texts, part.name) if part.spec.kind == "text" else self.conversations(conversations)
+        )
         if self.finder is None:
             return encoded
         hits, overlapping = self.finder.overlap([plain_text(row) for row in rows])
@@ -84,15 +86,28 @@ class RowEncoder:
         """Tokens of each row that the shard takes, of one copy: int64."""
         texts, conversations = _of_kind(_rows(part, part.copies > 0))
         if part.spec.kind == "text":
-            return self.texts(texts).lengths
+            return self.texts(texts, part.name).lengths
         examples = self._examples(conversations, Counter())
         return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
-    def texts(self, texts: list[str]) -> Encoded:
-        """Each text as BOS, its tokens, EOS."""
-        found = [self.bos + ids + self.eos for ids in self.text.encode(texts)]
+    def texts(self, texts: list[str | TokenIds], name: str) -> Encoded:
+        """Each text as BOS, its tokens, EOS; tokens as they are. All are of the source `name`."""
+        written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
+        found = [
+            self.bos + next(written) + self.eos if isinstance(text, str) else self._given(text, name)
+            for text in texts
+        ]
         lengths = np.array([self._count(ids) for ids in found], np.int64)
         return Encoded(self._array(b"".join(found)), lengths, [], len(texts), Counter(), NONE, 0)
+
+    def _given(self, text: TokenIds, name: str) -> bytes:
+        size = self.settings.tokenizer.vocab_size
+        if max(text.ids) >= size:
+            raise UserError(
+                f"{name}: token {max(text.ids)} is not one of the tokenizer's {size:,}; name the tokenizer "
+                "that these tokens are from"
+            )
+        return np.array(text.ids, self.dtype).tobytes()
 
     def conversations(self, conversations: list[Conversation]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
@@ -165,10 +180,10 @@ def _rows(part: Part, copies: np.ndarray) -> list[Row]:
     return take(part.payload, part.spec, copies.tolist())
 
 
-def _of_kind(rows: list[Row]) -> tuple[list[str], list[Conversation]]:
+def _of_kind(rows: list[Row]) -> tuple[list[str | TokenIds], list[Conversation]]:
     """The texts and the conversations among some rows, which are all one or the other."""
     return (
-        [row for row in rows if isinstance(row, str)],
+        [row for row in rows if not isinstance(row, Conversation)],
         [row for row in rows if isinstance(row, Conversation)],
     )
 
@@ -245,10 +260,10 @@ def words_agree(settings: EncodeSettings, assignment: Assignment, inputs: list[I
         for row in _rows(part, part.copies):
             if isinstance(row, str):
                 beginning.append(row[:SAMPLE_CHARS])
-                continue
-            for turn in render(row, settings.template):
-                beginning.append(turn.text[: turn.start][:SAMPLE_CHARS])
-                continuing.append(turn.text[turn.start :][:SAMPLE_CHARS])
+            elif isinstance(row, Conversation):
+                for turn in render(row, settings.template):
+                    beginning.append(turn.text[: turn.start][:SAMPLE_CHARS])
+                    continuing.append(turn.text[turn.start :][:SAMPLE_CHARS])
     if by_words.encode(beginning) != whole.encode(beginning):
         return False
     return not continuing or by_words.encode(continuing, True) == whole.encode(continuing, True)

@@ -1,4 +1,4 @@
-"""Raw bytes or table rows -> texts or conversations, each valid or rejected with a reason.
+"""Raw bytes or table rows -> texts, conversations or token ids, each valid or rejected with a reason.
 
 Works on one piece of a source at a time, the same way when rows are scanned and when they are encoded.
 """
@@ -32,6 +32,7 @@ UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # of 
 SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see selection.py
 REASONS = ("", *STRUCTURE, *CONTENT, *SELECTION)
 
+TOKEN_COLUMNS = ("ids", "input_ids")
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "story")
 PROMPT_COLUMNS = ("instruction", "prompt", "question", "query")
 INPUT_COLUMNS = ("input", "context")
@@ -72,7 +73,13 @@ class Rejected(NamedTuple):
     detail: str = ""
 
 
-Row = str | Conversation
+class TokenIds(NamedTuple):
+    """A text that is tokens already: they are used as they are."""
+
+    ids: tuple[int, ...]
+
+
+Row = str | Conversation | TokenIds
 Payload = bytes | list[Any]  # a stretch of a text file, or rows of a table
 
 
@@ -125,15 +132,20 @@ def cuts(payload: bytes, spec: RowSpec) -> Iterator[int]:
 
 def content_hash(row: Row) -> int:
     """Identity of a row by content, 64 bits: the same in every run and on every machine."""
-    text = row if isinstance(row, str) else json.dumps((row.exchanges, row.system), ensure_ascii=False)
+    if isinstance(row, Conversation):
+        text = json.dumps((row.exchanges, row.system), ensure_ascii=False)
+    else:
+        text = plain_text(row)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def plain_text(row: Row) -> str:
-    """All text of a row, for counting and comparing."""
+    """All text of a row, for counting and comparing; token ids are numbers with spaces between them."""
     if isinstance(row, str):
         return row
+    if isinstance(row, TokenIds):
+        return " ".join(map(str, row.ids))
     parts = [row.system] if row.system else []
     for exchange in row.exchanges:
         parts += [part for part in (exchange.prompt, exchange.input, exchange.response) if part]
@@ -155,7 +167,7 @@ def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
 
 def _read_columns(raw: dict[str, Any], spec: RowSpec) -> set[str]:
     if spec.kind == "text":
-        found = [_first(raw, (spec.column,) if spec.column else TEXT_COLUMNS)]
+        found = [_first(raw, _text_columns(spec))]
     elif talk := _chat_column(raw, spec):
         found = [_first(raw, SYSTEM_COLUMNS), talk]
     else:
@@ -200,13 +212,24 @@ def _first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in there if raw[name] not in (None, "")), there[0] if there else None)
 
 
-def _text(raw: dict[str, Any], spec: RowSpec) -> str | Rejected:
-    """The text column of a row."""
-    names = (spec.column,) if spec.column else TEXT_COLUMNS
+def _text_columns(spec: RowSpec) -> tuple[str, ...]:
+    """Where a row's text may be, or its tokens."""
+    if spec.column is not None:
+        return (spec.column,)
+    return TOKEN_COLUMNS if spec.format == "tokens" else TEXT_COLUMNS
+
+
+def _text(raw: dict[str, Any], spec: RowSpec) -> str | TokenIds | Rejected:
+    """The text column of a row, or its tokens."""
+    names = _text_columns(spec)
     name = _first(raw, names)
     if name is None:
         return _missing(raw, names)
     value = raw[name]
+    if spec.format == "tokens":
+        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            return _wrong(name, value, "a list of token ids")
+        return TokenIds(tuple(value))
     return _clean(value, spec.clean) if isinstance(value, str) else _wrong(name, value)
 
 
@@ -296,6 +319,8 @@ def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation |
 
 def _judge(row: Row, spec: RowSpec) -> Row | Rejected:
     """The row, or the reason why its content is useless."""
+    if isinstance(row, TokenIds):
+        return row if row.ids else Rejected("empty")
     if isinstance(row, Conversation):
         if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges):
             return Rejected("empty_instruction")

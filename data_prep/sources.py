@@ -107,7 +107,7 @@ def _file(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
     if not text and source.format in for_text:
         raise UserError(f"{path} holds JSON or a table: format {source.format} is for text files")
-    if text and (spec.kind == "instruct" or source.format in ("text", "alpaca", "messages")):
+    if text and (spec.kind == "instruct" or source.format in ("text", "alpaca", "messages", "tokens")):
         raise UserError(f"{path} is plain text; {source.format} rows need jsonl, json or parquet")
     if suffix == ".parquet":
         return _parquet(source, name, spec, path, packed)

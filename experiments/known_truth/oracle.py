@@ -1,11 +1,12 @@
 """A learner beside its oracle: exact next-token distributions of both at every context of held-out text.
 
     python -m experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl --out FILE.json
-        [--baseline DIR] [--dev FILE.jsonl]
+        [--baseline DIR] [--dev FILE.jsonl] [--samples N --tokens N]
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
 which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
 With `--dev` the model is reported at the temperature that suits the development text best, too.
+With `--samples` the oracle reads so many texts of the model's own, and as many of its own: the floor.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from scipy import optimize
 from torch import Tensor
 
 from common.errors import UserError
+from common.exit_codes import ExitCode
 from common.files import write_text
 from data_prep.inputs import open_text
-from eval.generation import distributions
+from eval.generation import distributions, likelihood
+from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
+from experiments.known_truth.corpus import sample
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
+SAMPLES_SEED = 4  # not one of the corpus's
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,33 +42,42 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(name, required=True, type=Path)
     parser.add_argument("--baseline", type=Path)
     parser.add_argument("--dev", type=Path)
+    parser.add_argument("--samples", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=160, help="of each sample at most (%(default)s)")
     args = parser.parse_args(argv)
     try:
-        found = measure(args.oracle, args.model, args.texts, args.baseline, args.dev)
+        oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+        found = measure(oracle, model, args.texts, args.baseline, args.dev)
+        if args.samples:
+            found["samples"] = judged(oracle, model, args.samples, args.tokens, args.out.parent)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.out, json.dumps(found, indent=1))
-    return 0
+    return ExitCode.DONE
 
 
 def measure(
-    oracle: Path, model: Path, texts: Path, baseline: Path | None = None, dev: Path | None = None
+    oracle: EvaluatedModel,
+    model: EvaluatedModel,
+    texts: Path,
+    baseline: Path | None = None,
+    dev: Path | None = None,
 ) -> dict[str, Any]:
     """Mean measures per context. Raises UserError for models whose vocabularies or tokenizers differ."""
-    truth, learner = EvaluatedModel(str(oracle)), EvaluatedModel(str(model))
-    if truth.tokenizer_digest != learner.tokenizer_digest:
+    if oracle.tokenizer_digest != model.tokenizer_digest:
         raise UserError(
-            f"{model} and {oracle} have different tokenizers; their distributions cannot be compared"
+            f"{model.given} and {oracle.given} have different tokenizers; their distributions cannot be "
+            "compared"
         )
-    rows = token_rows(truth.tokenizer, texts)
+    rows = token_rows(oracle.tokenizer, texts)
     targets = torch.tensor([token for row in rows for token in row[1:]])
-    p, q = distributions.log_probs(logits_of(truth.model, rows)), logits_of(learner.model, rows)
+    p, q = distributions.log_probs(logits_of(oracle.model, rows)), logits_of(model.model, rows)
     found: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
     found["deciles"] = by_decile(p, distributions.log_probs(q))
     if dev is not None:
-        fitted = fit_temperature(learner.model, token_rows(truth.tokenizer, dev))
+        fitted = fit_temperature(model.model, token_rows(oracle.tokenizer, dev))
         found["temperature"] = fitted
         found["tempered"] = summary(p, q / fitted, targets)
     if baseline is not None:
@@ -73,6 +87,21 @@ def measure(
         found["baseline_temperature"] = matched
         found["over_tempered_baseline"] = {k: found["at_1"][k] - other[k] for k in other}
     return found
+
+
+def judged(
+    oracle: EvaluatedModel, model: EvaluatedModel, samples: int, tokens: int, out: Path
+) -> dict[str, float]:
+    """The oracle's nats per token of the model's samples, and of its own; PPL_oracle is exp of them."""
+    return {
+        "oracle_nats": _nats(oracle, sample(model, samples, tokens, SAMPLES_SEED, out)),
+        "floor_nats": _nats(oracle, sample(oracle, samples, tokens, SAMPLES_SEED, out)),
+    }
+
+
+def _nats(oracle: EvaluatedModel, rows: list[list[int]]) -> float:
+    begin = prompt_ids(oracle, "")
+    return likelihood.continuations(oracle, [(begin, row[len(begin) :]) for row in rows]).per_token
 
 
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -106,11 +135,12 @@ def fit_temperature(model: Any, rows: list[list[int]]) -> float:
 
 
 def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Texts of a jsonl file (column `text`) as token ids with the tokenizer's own beginning."""
+    """Texts of a jsonl file as token ids: their `ids`, or their `text` with the tokenizer's own beginning."""
     rows, contexts = [], 0
     with open_text(path) as lines:
         for line in lines:
-            row = tokenizer(json.loads(line)["text"]).input_ids
+            one = json.loads(line)
+            row = one["ids"] if "ids" in one else tokenizer(one["text"]).input_ids
             if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
                 contexts += len(row) - 1

@@ -287,3 +287,37 @@ def test_an_endless_integer_is_broken_json() -> None:
     row = f'{{"text": "x", "n": {"9" * 6000}}}'
     (found,) = parse([row.encode()], RowSpec("text", "auto", True, None, "none", 100_000))
     assert isinstance(found, Rejected) and found.reason == "broken_json"
+
+
+def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
+    rows = [[1, 5, 6, 7], [1, 9, 1, 8], [1, 4, 4, 4]]
+    write_jsonl(tmp_path / "t.jsonl", [{"ids": ids, "text": "not read"} for ids in rows])
+    config = data_config(
+        tmp_path, block=4, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}], dedup="none"
+    )
+    run(config)
+    assert [ids for ids, _ in segments(train_set(config))] == rows
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"ids": "1 2"}, "column ids must be a list of token ids, not str"),
+        ({"ids": [1, -2]}, "column ids must be a list of token ids, not list"),
+        ({"ids": [1, True]}, "column ids must be a list of token ids, not list"),
+        ({"text": "a"}, "no column ids or input_ids; there are: text"),
+        ({"input_ids": [1, 10**6]}, "token 1000000 is not one of the tokenizer's"),
+    ],
+)
+def test_tokens_that_are_none_are_told(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "t.jsonl", [{"ids": [1, 2]}, row])
+    config = data_config(tmp_path, block=2, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}])
+    with pytest.raises(UserError, match=said):
+        run(config)
+
+
+def test_tokens_have_no_text_to_look_at(tmp_path: Path) -> None:
+    sources = [{"files": "t.jsonl", "format": "tokens"}]
+    for wrong, said in (({"kind": "instruct"}, "for kind: text"), ({"contamination": "d"}, "needs text")):
+        with pytest.raises(UserError, match=said):
+            data_config(tmp_path, sources=sources, **wrong)

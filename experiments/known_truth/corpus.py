@@ -1,0 +1,61 @@
+"""A corpus that an oracle wrote: training, development and test texts as the very tokens that were drawn.
+
+    python -m experiments.known_truth.corpus --oracle DIR --out DIR
+        [--train N] [--dev N] [--test N] [--tokens N]
+
+Each text is what the oracle begins with and then `--tokens` draws from its whole distribution, fewer where it
+ends. Texts are kept as token ids (`format: tokens`): written out and tokenised again some of them would be
+other tokens, which the oracle never drew. A corpus of more texts begins with those of a smaller one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from common.errors import UserError
+from common.exit_codes import ExitCode
+from common.files import write_text
+from eval.generation.choice import Decoding
+from eval.generation.prefixes import given
+from eval.generation.records import Generation, Plan
+from eval.generation.tokens import prompt_ids
+from eval.model import EvaluatedModel
+
+SEEDS = {"train": 1, "dev": 2, "test": 3}
+STORE = "store"  # below the results directory that Generation is given
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Sample and write. Exit codes: 0 done, 2 a mistake in the input."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.corpus", description=__doc__)
+    parser.add_argument("--oracle", required=True, help="model directory or hub id")
+    parser.add_argument("--out", required=True, type=Path)
+    for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
+        parser.add_argument(f"--{split}", type=int, default=count, help="texts (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of a text at most (%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        oracle = EvaluatedModel(args.oracle)
+        for split, seed in SEEDS.items():
+            rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
+            text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
+            write_text(args.out / f"{split}.jsonl", text)
+            print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    return ExitCode.DONE
+
+
+def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
+    """Unbiased samples with what they begin with; finished chunks are kept below `out`."""
+    plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
+    begin = prompt_ids(oracle, "")
+    return [[*begin, *record["ids"]] for record in Generation(oracle, plan, out).run(publish=False)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""An oracle's corpus, and learners measured beside it: exact, and right where the answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eval.model import EvaluatedModel
+from experiments.known_truth import corpus, oracle
+from tests.helpers.evaluating import tiny_model, tiny_tokenizer
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with one tokenizer, and a corpus of the first."""
+    root = tmp_path_factory.mktemp("oracle")
+    tiny_model(root / "oracle", seed=1)
+    tiny_model(root / "learner", seed=2)
+    assert sampled(root, 6) == 0
+    return root
+
+
+def sampled(root: Path, texts: int) -> int:
+    counts = ["--train", str(texts), "--dev", "5", "--test", "4", "--tokens", str(TOKENS)]
+    return corpus.main(["--oracle", str(root / "oracle"), "--out", str(root / "corpus"), *counts])
+
+
+def rows(path: Path) -> list[list[int]]:
+    return [json.loads(line)["ids"] for line in path.read_text().splitlines()]
+
+
+def measured(root: Path, *arguments: str) -> dict:
+    given = {
+        "--oracle": root / "oracle",
+        "--model": root / "learner",
+        "--texts": root / "corpus/test.jsonl",
+        "--out": root / "out.json",
+    }
+    assert oracle.main([*(str(x) for pair in given.items() for x in pair), *arguments]) == 0
+    return json.loads((root / "out.json").read_text())
+
+
+def test_the_texts_are_the_tokens_that_were_drawn(root: Path) -> None:
+    train = rows(root / "corpus/train.jsonl")
+    assert len(train) == 6 and all(1 < len(row) <= TOKENS + 1 for row in train)
+    splits = [rows(root / f"corpus/{split}.jsonl") for split in ("train", "dev", "test")]
+    assert not {tuple(row) for row in splits[0]} & {tuple(row) for row in (*splits[1], *splits[2])}
+    assert sampled(root, 9) == 0
+    assert rows(root / "corpus/train.jsonl")[:6] == train
+
+
+def test_measures_equal_a_naive_computation(root: Path) -> None:
+    found = measured(root)
+    models = [EvaluatedModel(str(root / name)).model for name in ("oracle", "learner")]
+    kl, js, nats, count = 0.0, 0.0, 0.0, 0
+    for row in rows(root / "corpus/test.jsonl"):
+        with torch.no_grad():
+            logits = [m(input_ids=torch.tensor([row])).logits[0, :-1].double().numpy() for m in models]
+        p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in logits)
+        middle = (p + q) / 2
+        kl += (p * np.log(p / q)).sum()
+        js += ((p * np.log(p / middle)).sum() + (q * np.log(q / middle)).sum()) / 2
+        nats -= np.log(q[np.arange(len(row) - 1), row[1:]]).sum()
+        count += len(row) - 1
+    assert found["contexts"] == count
+    for name, value in (("kl_pq", kl), ("js", js), ("test_nats", nats)):
+        assert found["at_1"][name] == pytest.approx(value / count, abs=1e-6)
+
+
+def test_the_oracle_is_no_different_from_itself(root: Path) -> None:
+    same = ["--model", str(root / "oracle"), "--samples", "7", "--tokens", str(TOKENS)]
+    found = measured(root, *same, "--baseline", str(root / "oracle"))
+    assert found["at_1"]["js"] == found["at_1"]["kl_pq"] == 0
+    assert found["at_1"]["test_nats"] == found["at_1"]["floor_nats"]
+    assert found["samples"]["oracle_nats"] == found["samples"]["floor_nats"]
+    assert found["baseline_temperature"] == pytest.approx(1, abs=1e-6)
+    assert abs(found["over_tempered_baseline"]["js"]) < 1e-9
+
+
+def test_tempering_explains_a_tempered_model(root: Path) -> None:
+    """A baseline that is the model at another temperature leaves no gap: sharpening is taken away whole."""
+    model = EvaluatedModel(str(root / "learner"))
+    sharp = root / "sharp"
+    model.model.lm_head.weight.data *= 2.0
+    model.model.save_pretrained(sharp)
+    model.tokenizer.save_pretrained(sharp)
+    found = measured(root, "--model", str(sharp), "--baseline", str(root / "learner"))
+    assert found["baseline_temperature"] == pytest.approx(0.5, abs=1e-4)
+    assert abs(found["over_tempered_baseline"]["kl_pq"]) < 1e-6
+
+
+def test_another_tokenizer_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny_tokenizer(root / "tokenizer")
+    tokenizer.add_tokens(["zebra"])
+    tiny_model(root / "other", seed=3, tokenizer=tokenizer)
+    given = ["--oracle", str(root / "oracle"), "--model", str(root / "other")]
+    given += ["--texts", str(root / "corpus/test.jsonl"), "--out", str(root / "none.json")]
+    assert oracle.main(given) == 2
+    assert "different tokenizers" in capsys.readouterr().err
+    assert not (root / "none.json").exists()
