@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.provenance import REPOSITORY
-from experiments.design import Experiment, read_experiment, trials
+from experiments.design import Experiment, chosen, read_experiment, trials
 from experiments.work import Work
 
 
@@ -46,11 +46,12 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
     work = Work(experiment, lambda line: print(line, flush=True))
+    work.check()
     _plan(work, args.jobs)
     if args.slurm is not None:
-        schedulers.slurm(args.file, args.overrides, args.workers, REPOSITORY, args.slurm)
+        schedulers.slurm(args.file, args.overrides, args.workers, experiment.ranks, REPOSITORY, args.slurm)
     if args.kubernetes is not None:
-        schedulers.kubernetes(args.file, args.overrides, args.workers, args.kubernetes)
+        schedulers.kubernetes(args.file, args.overrides, args.workers, experiment.ranks, args.kubernetes)
     if args.dry_run or args.slurm is not None or args.kubernetes is not None:
         return 0
     command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
@@ -70,7 +71,8 @@ def _plan(work: Work, jobs: int) -> None:
     left = [task for task in tasks if not task.done]
     print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")
     if choose is not None and len(tasks) == len(trials(work.experiment, work.runs)) and left:
-        print(f"{choose.axis} is chosen by {choose.by} first; what is chosen is then repeated")
+        then = len(chosen(work.experiment, work.runs, dict.fromkeys((run.name for run in work.runs), 0.0)))
+        print(f"{choose.axis} is chosen by {choose.by} first; {then} runs are then reported")
     for stage in work.before():
         print(f"  {'done ' if stage.done else 'to do'}  before: {stage.name}")
     for task in tasks:

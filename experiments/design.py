@@ -13,7 +13,8 @@
       lr: { train.lr: [1.0e-4, 3.0e-4] }         # the short form: one key, its values are the labels
       seed: { train.seed: [1, 2, 3] }
     repeat: seed                                 # the axis over which results are paired and averaged
-    choose: { axis: lr, by: validation_nll }     # on development data, with the first of `repeat` alone
+    choose: { axis: lr, by: validation_nll }     # on development data, with the first of `repeat` alone;
+                                                 # where: { objective: [emo] }: only those have the axis
     measures:
       sst2:
         command: python -m eval run --model {export} --name {run} --out {out}/results --tasks sst2 --data DIR
@@ -22,9 +23,11 @@
 
 Every run is the base recipe with the overrides of its labels. Where an axis is chosen, each combination of
 the other axes is first tried with all its labels and the first label of `repeat`; only the best one is then
-run with the other labels of `repeat`.
+run with the other labels of `repeat`. A trial ends with the measure that it is chosen by, so that later ones,
+those on test data, are made of what was chosen alone.
 
-`{out}` and the names can be used in every command, and in every text among the overrides.
+`{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
+name another text with the key `names.NAME`.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from common.recipe import Section, load_section
 
 Overrides = dict[str, Any]
 VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
+STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 PLACES = ("run", "dir", "export", "out", "baseline")  # what a measure's command can refer to
 
 
@@ -54,7 +58,9 @@ class Measure(Section):
     """
 
     command: str
-    read: dict[str, str] = Field(min_length=1)  # name of a number: "FILE:key.key"
+    # Name of a number: "FILE:key.key", or several of them whose mean it is. None where the command only makes
+    # what the next one measures.
+    read: dict[str, str | list[str]] = {}
 
     @property
     def against_baseline(self) -> bool:
@@ -68,6 +74,8 @@ class Choose(Section):
     axis: str
     by: str = VALIDATION
     least: bool = True  # the smallest wins; false: the largest
+    # Labels by axis: runs with others do without the axis that is chosen.
+    where: dict[str, list[str | int | float]] = {}
 
 
 class Compare(Section):
@@ -115,10 +123,9 @@ class Experiment(Section):
         for name in self.names:
             if name in PLACES or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        try:
-            assert self.places
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"names: {error} stands for nothing; a name may use those before it") from None
+        for name in self.measures:
+            if name in STAGES:
+                raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
         return self
 
     @model_validator(mode="after")
@@ -145,13 +152,37 @@ class Experiment(Section):
                 raise ValueError(f"nothing measures {name}; {nearest(name, outcomes)}")
         return self
 
+    @model_validator(mode="after")
+    def _choice_can_be_made(self) -> Experiment:
+        if self.choose is None:
+            return self
+        others = [axis for axis in self.axes if axis not in (self.choose.axis, self.repeat)]
+        for axis, wanted in self.choose.where.items():
+            if axis not in others:
+                raise ValueError(f"choose.where.{axis} is not one of the other axes; {nearest(axis, others)}")
+            labels = self.labels(axis)
+            for label in map(str, wanted):
+                if label not in labels:
+                    raise ValueError(f"{label} is not a label of {axis}; {nearest(label, labels)}")
+        for name, measure in self.measures.items():
+            if measure.against_baseline and self.choose.by in measure.read:
+                raise ValueError(
+                    f"choose.by={self.choose.by}: {name} needs the baseline, which is chosen first"
+                )
+        return self
+
+    def chooses(self, labels: Mapping[str, str]) -> bool:
+        """Whether runs with these labels have the axis that is chosen."""
+        where = self.choose.where if self.choose else {}
+        return all(labels[axis] in map(str, wanted) for axis, wanted in where.items())
+
     @property
     def places(self) -> dict[str, Any]:
         """What can be filled in everywhere. A name may use those before it."""
-        found: dict[str, Any] = {"out": self.out}
+        places: dict[str, Any] = {"out": self.out}
         for name, text in self.names.items():
-            found[name] = text.format(**found) if isinstance(text, str) else text
-        return found
+            places[name] = fill(str(text), places, f"names.{name}")
+        return places
 
     def labels(self, axis: str) -> dict[str, Overrides]:
         """The labels of an axis in order, with the overrides that each stands for."""
@@ -171,15 +202,16 @@ class Run(NamedTuple):
 
     labels: tuple[tuple[str, str], ...]  # (axis, label) in the file's order
     overrides: Overrides
+    names: Mapping[str, Any]  # that its labels give another text
 
     @property
     def name(self) -> str:
         """Also its directory."""
         return "-".join(label for _, label in self.labels)
 
-    def label(self, axis: str) -> str:
-        """Its label on an axis."""
-        return dict(self.labels)[axis]
+    def label(self, axis: str) -> str | None:
+        """Its label on an axis; None on one that is chosen only where it has other labels."""
+        return dict(self.labels).get(axis)
 
     def without(self, *axes: str) -> tuple[tuple[str, str], ...]:
         """Its labels on the other axes."""
@@ -199,14 +231,30 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 def expand(experiment: Experiment) -> list[Run]:
     """All combinations of labels, in the order of the axes."""
     axes = {axis: experiment.labels(axis) for axis in experiment.axes}
-    runs = []
-    for labels in itertools.product(*axes.values()):
-        overrides = dict(experiment.set)
-        for axis, label in zip(axes, labels, strict=True):
-            overrides |= axes[axis][label]
-        filled = {key: _filled(value, experiment.places, key) for key, value in overrides.items()}
-        runs.append(Run(tuple(zip(axes, labels, strict=True)), filled))
-    return runs
+    runs: dict[tuple[tuple[str, str], ...], Run] = {}
+    for combination in itertools.product(*axes.values()):
+        labels = dict(zip(axes, combination, strict=True))
+        if experiment.choose is not None and not experiment.chooses(labels):
+            del labels[experiment.choose.axis]
+        pairs = tuple(labels.items())
+        if pairs not in runs:
+            runs[pairs] = _run(experiment, pairs, [axes[axis][label] for axis, label in pairs])
+    return list(runs.values())
+
+
+def _run(experiment: Experiment, labels: tuple[tuple[str, str], ...], own: list[Overrides]) -> Run:
+    """The run of some labels, given their overrides."""
+    merged: Overrides = {}
+    for overrides in (experiment.set, *own):
+        merged |= overrides
+    names = {}
+    for key in [key for key in merged if key.startswith("names.")]:
+        name = key.removeprefix("names.")
+        if name not in experiment.names:
+            raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
+        names[name] = _filled(merged.pop(key), experiment.places, key)
+    places = experiment.places | names
+    return Run(labels, {key: _filled(value, places, key) for key, value in merged.items()}, names)
 
 
 def fill(text: str, places: Mapping[str, Any], where: str) -> str:
@@ -231,8 +279,8 @@ def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
     """The runs among which `choose` decides: all labels of its axis, the first label of `repeat`."""
     if experiment.choose is None:
         return []
-    first = next(iter(experiment.labels(experiment.repeat)))
-    return [run for run in runs if run.label(experiment.repeat) == first]
+    axis, first = experiment.choose.axis, next(iter(experiment.labels(experiment.repeat)))
+    return [run for run in runs if run.label(experiment.repeat) == first and run.label(axis) is not None]
 
 
 def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
@@ -247,4 +295,4 @@ def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float])
         if group not in best or sign * scores[run.name] < sign * scores[best[group].name]:
             best[group] = run
     picked = {group: run.label(choose.axis) for group, run in best.items()}
-    return [r for r in runs if picked[r.without(choose.axis, experiment.repeat)] == r.label(choose.axis)]
+    return [r for r in runs if picked.get(r.without(choose.axis, experiment.repeat)) == r.label(choose.axis)]

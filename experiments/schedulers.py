@@ -13,7 +13,7 @@ SLURM = """#!/bin/bash
 #SBATCH --array=0-{last}
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=8
-#SBATCH --gpus=1
+#SBATCH --gpus={ranks}
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 cd {repository}
@@ -39,8 +39,8 @@ spec:
           image: emo:latest
           command: [sh, -c, {command}]
           resources:
-            requests: {{ cpu: "8", memory: 64Gi, nvidia.com/gpu: 1 }}
-            limits: {{ memory: 128Gi, nvidia.com/gpu: 1 }}
+            requests: {{ cpu: "8", memory: 64Gi, nvidia.com/gpu: {ranks} }}
+            limits: {{ memory: 128Gi, nvidia.com/gpu: {ranks} }}
           volumeMounts:
             - {{ name: runs, mountPath: /emo/runs }}
       volumes:
@@ -57,10 +57,11 @@ def _name(file: Path) -> str:
     return file.stem.lower().replace("_", "-")
 
 
-def slurm(file: Path, overrides: list[str], workers: int, repository: Path, target: Path) -> None:
-    """Write the batch script of an array of `workers`."""
+def slurm(file: Path, overrides: list[str], workers: int, ranks: int, repository: Path, target: Path) -> None:
+    """Write the batch script of an array of `workers` with `ranks` GPUs each."""
     text = SLURM.format(
         workers=workers,
+        ranks=ranks,
         last=workers - 1,
         file=file,
         name=_name(file),
@@ -70,9 +71,11 @@ def slurm(file: Path, overrides: list[str], workers: int, repository: Path, targ
     write_text(target, text)
 
 
-def kubernetes(file: Path, overrides: list[str], workers: int, target: Path) -> None:
-    """Write the Indexed Job of `workers` pods."""
+def kubernetes(file: Path, overrides: list[str], workers: int, ranks: int, target: Path) -> None:
+    """Write the Indexed Job of `workers` pods with `ranks` GPUs each."""
     import json
 
     command = json.dumps(_words(file, overrides))
-    write_text(target, KUBERNETES.format(workers=workers, file=file, name=_name(file), command=command))
+    write_text(
+        target, KUBERNETES.format(workers=workers, ranks=ranks, file=file, name=_name(file), command=command)
+    )

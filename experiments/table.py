@@ -52,7 +52,7 @@ def _row(
     each = {name: [values[run.name].get(name, math.nan) for run in runs] for name in names}
     row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": each}
     if experiment.choose is not None:
-        row["chosen"] = {experiment.choose.axis: runs[0].label(experiment.choose.axis)}
+        row["chosen"] = {experiment.choose.axis: runs[0].label(experiment.choose.axis) or "-"}
     row["measures"] = {name: estimate(found)._asdict() for name, found in each.items()}
     return row
 

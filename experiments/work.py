@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from common.errors import UserError
@@ -26,7 +27,19 @@ from common.lease import Lease, held
 from common.provenance import REPOSITORY
 from data_prep.config import load_data_config
 from eval import store
-from experiments.design import VALIDATION, Experiment, Measure, Run, chosen, expand, fill, trials
+from experiments.design import (
+    PREPARE,
+    TRAIN,
+    VALIDATION,
+    Experiment,
+    Measure,
+    Run,
+    chosen,
+    expand,
+    fill,
+    trials,
+)
+from pipeline.config import load_config, solve_batch
 from pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
@@ -99,6 +112,19 @@ class Work:
         """The run directory of a run."""
         return self.experiment.out / "runs" / run.name
 
+    def check(self) -> None:
+        """Read every run's recipe, so that a mistake in a late one is told before the first is trained.
+
+        Raises UserError naming the run.
+        """
+        for run in self.runs:
+            overrides = [*self._overrides(run), f"run_dir={self.directory(run)}"]
+            try:
+                train = load_config(self.experiment.recipe, overrides).train
+                solve_batch(train.batch, train.micro_batch, self.experiment.ranks)
+            except UserError as error:
+                raise UserError(f"{run.name}: {error}") from None
+
     def before(self) -> list[Stage]:
         """The stages that all runs share, in order."""
         stages = []
@@ -107,11 +133,27 @@ class Work:
             stages.append(Stage(name, command, self.notes / f"before.{name}.json"))
         return in_order(stages)
 
-    def trial(self, run: Run) -> Task:
-        """What a run needs before anything is chosen: all measures but those against the baseline."""
+    def whole(self, run: Run, baseline: Run | None = None) -> Task:
+        """A run with all its measures; those against the baseline only where that is given."""
         own = {n: m for n, m in self.experiment.measures.items() if not m.against_baseline}
         stages = [*self._training(run), *(self._measuring(run, name, m) for name, m in own.items())]
-        return Task(run, in_order(stages, *self.before()[-1:]), len(stages))
+        stages = in_order(stages, *self.before()[-1:])
+        if baseline is None:
+            return Task(run, stages, len(stages))
+        last = {n: m for n, m in self.experiment.measures.items() if m.against_baseline}
+        after = in_order(
+            (self._measuring(run, name, measure, baseline) for name, measure in last.items()),
+            stages[-1],
+            self.whole(baseline).stages[-1],
+        )
+        return Task(run, [*stages, *after], len(stages), baseline)
+
+    def trial(self, run: Run) -> Task:
+        """What of a run `choose` needs: nothing after the measure that it goes by."""
+        task, by = self.whole(run), self.experiment.choose.by if self.experiment.choose else VALIDATION
+        deciding = [name for name, m in self.experiment.measures.items() if by in m.read] or [TRAIN]
+        end = [stage.name for stage in task.stages].index(deciding[0]) + 1
+        return Task(run, task.stages[:end], end)
 
     def tasks(self) -> list[Task]:
         """What is to be done as far as is known: the trials until all are done, then what they choose."""
@@ -122,14 +164,10 @@ class Work:
         compare = self.experiment.compare
         aside = (compare.axis, *([self.experiment.choose.axis] if self.experiment.choose else ()))
         bases = {run.without(*aside): run for run in reported if run.label(compare.axis) == compare.baseline}
-        last = {n: m for n, m in self.experiment.measures.items() if m.against_baseline}
-        tasks = []
-        for run in sorted(reported, key=lambda run: run.label(compare.axis) != compare.baseline):
-            base, task = bases[run.without(*aside)], self.trial(run)
-            after = [self._measuring(run, name, measure, base) for name, measure in last.items()]
-            after = in_order(after, task.stages[-1], self.trial(base).stages[-1])
-            tasks.append(Task(run, [*task.stages, *after], task.alone, base))
-        return tasks
+        return [
+            self.whole(run, bases[run.without(*aside)])
+            for run in sorted(reported, key=lambda run: run.label(compare.axis) != compare.baseline)
+        ]
 
     def reported(self) -> list[Run]:
         """The runs that the table shows; all trials must be done."""
@@ -150,17 +188,16 @@ class Work:
             found[VALIDATION] = float(records[-1][VALIDATION])
         for name, measure in self.experiment.measures.items():
             if read_note(self.notes / run.name / f"{name}.json") is not None:
-                places = self._places(run)
-                found |= {
-                    key: _number(fill(place, places, f"measures.{name}.read.{key}"))
-                    for key, place in measure.read.items()
-                }
+                where, places = f"measures.{name}.read", self._places(run)
+                for key, given in measure.read.items():
+                    files = [given] if isinstance(given, str) else given
+                    found[key] = fmean(_number(fill(place, places, f"{where}.{key}")) for place in files)
         return found
 
     def seconds(self) -> Iterator[float]:
         """How long each run took that is done."""
         for task in self.tasks():
-            notes = [read_note(stage.note) for stage in task.stages if stage.name != "prepare"]
+            notes = [read_note(stage.note) for stage in task.stages if stage.name != PREPARE]
             if all(note is not None for note in notes):
                 yield sum(float(note["seconds"]) for note in notes if note is not None)
 
@@ -185,9 +222,9 @@ class Work:
         for place, stage in enumerate(task.stages):
             if stage.done:
                 continue
-            if place >= task.alone and task.baseline is not None and not self.trial(task.baseline).done:
+            if place >= task.alone and task.baseline is not None and not self.whole(task.baseline).done:
                 break
-            if stage.name == "prepare":
+            if stage.name == PREPARE:
                 self._once(task.run.name, stage)
             else:
                 self._run(task.run.name, stage)
@@ -232,8 +269,8 @@ class Work:
         train += ["--master_port", str(_port(run)), f"launch/{self.script}.sh", recipe]
         train += [*overrides, place, f"run_dir={self.directory(run)}"]
         return [
-            Stage("prepare", prepare, self.notes / f"{data.name}.json"),
-            Stage("train", train, self.notes / run.name / "train.json"),
+            Stage(PREPARE, prepare, self.notes / f"{data.name}.json"),
+            Stage(TRAIN, train, self.notes / run.name / f"{TRAIN}.json"),
         ]
 
     def _measuring(self, run: Run, name: str, measure: Measure, baseline: Run | None = None) -> Stage:
@@ -269,7 +306,7 @@ class Work:
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
             places["baseline"] = self.directory(baseline) / EXPORT
-        return dict(run.labels) | places | self.experiment.places
+        return dict(run.labels) | places | self.experiment.places | dict(run.names)
 
 
 def _reason(log: str) -> str:

@@ -12,10 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from common.errors import UserError, nearest, one_line
-from common.recipe import parse_section
+from common.errors import UserError, nearest
+from common.recipe import load_section
 from eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Prompt, TaskSpec, token_of
 from eval.results import MODEL, SAMPLES
 
@@ -122,13 +120,7 @@ def load_task(name: str, version: str = "paper") -> Task:
     if path.stem in RESERVED:
         raise UserError(f"task file {path}: results use the name {path.stem} themselves; rename the file")
     try:
-        tree = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"task file {path} is not YAML: {one_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"task file {path} must be a mapping (title, input, label, prompts, ...)")
-    try:
-        spec = parse_section(TaskSpec, tree, "")
+        spec = load_section(TaskSpec, path, ())
     except UserError as error:
         raise UserError(f"task file {path}: {error}") from None
     if version not in spec.prompts:

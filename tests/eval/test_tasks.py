@@ -182,9 +182,9 @@ label: {columns: [label], names: {a: [a], b: [b]}}
 prompts: {paper: {text: '{text} is {label}'}}
 """
 MALFORMED = {
-    "not yaml": ("a: [", "is not YAML"),
+    "not yaml": ("a: [", "not YAML"),
     "not a mapping": ("- a\n- b", "must be a mapping"),
-    "binary": ("\x00\x01", "is not YAML"),
+    "binary": ("\x00\x01", "not YAML"),
     "no input": (GOOD.replace("input: {text: text}", ""), "input: Field required"),
     "typo": (GOOD + "metrc: accuracy", "unknown key metrc; did you mean metric?"),
     "typo deep": (GOOD + "shots: {cuont: 3}", "unknown key shots.cuont; did you mean count?"),

@@ -15,7 +15,7 @@ from experiments.design import chosen, expand, read_experiment, trials
 FILE: dict[str, Any] = {
     "out": "runs/x",
     "recipe": "launch/recipes/quickstart-continue.yaml",
-    "set": {"train.steps": 3},
+    "set": {"train.log_every": 3},
     "axes": {
         "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
         "lr": {"train.lr": [0.1, 0.2]},
@@ -25,6 +25,8 @@ FILE: dict[str, Any] = {
     "choose": {"axis": "lr"},
     "compare": {"axis": "objective", "baseline": "mle"},
 }
+
+AGAINST = {"gap": {"command": "python -c pass {baseline}", "read": {"x": "x.json:x"}}}
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -38,7 +40,7 @@ def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
     assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
     assert len(runs) == 12
     assert runs[-1].overrides == {
-        "train.steps": 3,
+        "train.log_every": 3,
         "objective.name": "emo",
         "train.lr": 0.2,
         "train.seed": 3,
@@ -69,6 +71,13 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> No
         ({"before": {"corpus": "python 'x"}}, "No closing quotation"),
         ({"before": {"corpus": ""}}, "before.corpus is empty"),
         ({"names": {"lr": "x"}}, "names.lr"),
+        ({"set": {"names.oracel": "x"}, "names": {"oracle": "y"}}, "did you mean oracle?"),
+        ({"set": {"train.stesp": 3}}, "mle-0.1-1: unknown key train.stesp"),
+        ({"ranks": 3}, "does not divide over 3 ranks"),
+        ({"choose": {"axis": "lr", "where": {"objectiv": ["emo"]}}}, "did you mean objective?"),
+        ({"choose": {"axis": "lr", "where": {"objective": ["em"]}}}, "did you mean emo?"),
+        ({"choose": {"axis": "lr", "by": "x"}, "measures": AGAINST}, "needs the baseline"),
+        ({"measures": {"train": {"command": "python -c pass"}}}, "measures.train"),
         ({"names": {"export": "x"}}, "{export} already means something else"),
     ],
 )
@@ -98,11 +107,32 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_names_are_filled_into_overrides(tmp_path: Path) -> None:
     changes = {
-        "names": {"place": "some/where", "rows": 3},
+        "names": {"root": "some", "place": "{root}/where", "rows": 3},
         "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
         "axes": FILE["axes"] | {"lr": {"slow": {"train.lr": 0.1, "data.limit_rows": "{rows}"}}},
     }
-    run = expand(read_experiment(write(tmp_path, **changes), ["names.place=there"]))[0]
+    run = expand(read_experiment(write(tmp_path, **changes), ["names.root=there"]))[0]
     assert run.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
-    assert run.overrides["data.root"] == "there"
+    assert run.overrides["data.root"] == "there/where"
     assert run.overrides["data.limit_rows"] == "3"
+
+
+def test_an_axis_may_belong_to_some_labels_alone(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "where": {"objective": ["emo"]}}), [])
+    runs = expand(experiment)
+    names = [run.name for run in runs]
+    assert names[:4] == ["mle-1", "mle-2", "mle-3", "emo-0.1-1"]
+    assert len(names) == 3 + 6
+    assert "train.lr" not in runs[0].overrides
+    assert [run.name for run in trials(experiment, runs)] == ["emo-0.1-1", "emo-0.2-1"]
+    kept = chosen(experiment, runs, {"emo-0.1-1": 2.0, "emo-0.2-1": 1.0})
+    assert [run.name for run in kept] == ["mle-1", "mle-2", "mle-3", "emo-0.2-1", "emo-0.2-2", "emo-0.2-3"]
+
+
+def test_a_label_gives_a_name_another_text(tmp_path: Path) -> None:
+    corpus = {"near": {"train.seed": 1}, "far": {"names.place": "{place}/far", "data.root": "{place}"}}
+    changes = {"names": {"place": "here"}, "axes": {**FILE["axes"], "corpus": corpus}}
+    near, far = expand(read_experiment(write(tmp_path, **changes), ["names.place=there"]))[:2]
+    assert not near.names
+    assert far.names == {"place": "there/far"}
+    assert far.overrides["data.root"] == "there/far"

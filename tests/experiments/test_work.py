@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from experiments.design import read_experiment
+from experiments.design import Run, read_experiment
 from experiments.table import gather, markdown
 from experiments.work import Work
 from tests.conftest import REPO
@@ -106,15 +107,15 @@ def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
     assert (out / "table.md").read_text() == before
 
 
-def pretend(work: Work, nll: dict[str, float]) -> None:
-    """Leave what real stages leave."""
-    for run in work.runs:
+def pretend(work: Work, nll: dict[str, float], runs: Iterable[Run] | None = None, whole: bool = True) -> None:
+    """Leave what real stages leave; `whole`: also what is measured of chosen runs alone."""
+    for run in work.runs if runs is None else runs:
         directory = work.directory(run)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "metrics.jsonl").write_text(
             json.dumps({"step": 3, "validation_nll": nll[run.name]}) + "\n"
         )
-        for stage in work.trial(run).stages:
+        for stage in (work.whole(run) if whole else work.trial(run)).stages:
             stage.note.parent.mkdir(parents=True, exist_ok=True)
             stage.note.write_text(json.dumps(stage.content | {"seconds": 1.0}))
         (work.experiment.out / f"{run.name}.json").write_text(json.dumps({"letters": [len(run.name)]}))
@@ -158,7 +159,7 @@ def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
     measures = {"broken": {"command": "python -c 'raise SystemExit(3)'", "read": {"x": "{out}/x.json:x"}}}
     work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
     pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
-    work.trial(work.runs[0]).stages[-1].note.unlink()
+    work.whole(work.runs[0]).stages[-1].note.unlink()
     with pytest.raises(UserError, match=r"mle-1: broken ended with code 3 .*\.broken\.log"):
         work.work()
 
@@ -175,7 +176,7 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
         str(tmp_path / "out/runs/emo-2/export"),
     ]
     pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0))
-    work.trial(work.runs[0]).stages[-1].note.unlink()  # mle-1 is not trained
+    work.whole(work.runs[0]).stages[-1].note.unlink()  # mle-1 is not trained
     assert not work._do(tasks["emo-1"])
     assert work._do(tasks["emo-2"])
     assert tasks["emo-2"].done
@@ -234,3 +235,44 @@ def test_a_failing_stage_before_all_runs_names_its_log(tmp_path: Path, recipe: P
     work = Work(read_experiment(sweep(tmp_path, recipe, before=before), []), lambda _: None)
     with pytest.raises(UserError, match=r"before: corpus ended with code 3 .*before\.corpus\.log"):
         work.work()
+
+
+def chosen_by_a_measure(tmp_path: Path, recipe: Path) -> Work:
+    """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
+    axes = {
+        "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
+        "gamma": {"train.lr": [0.1, 0.2]},
+        "seed": {"train.seed": [1, 2]},
+    }
+    measures = {
+        "texts": {"command": "python -c pass {run} dev"},
+        "dev": {"command": "python -c pass {run}", "read": {"dev": "{out}/{run}.json:letters.0"}},
+        "test": {
+            "command": "python -c pass {run} test",
+            "read": {"score": ["{out}/{run}.json:letters.0", "{out}/{run}.json:made"]},
+        },
+    }
+    choose = {"axis": "gamma", "by": "dev", "least": False, "where": {"objective": ["emo"]}}
+    path = sweep(tmp_path, recipe, axes=axes, measures=measures, choose=choose, questions={})
+    return Work(read_experiment(path, []), lambda _: None)
+
+
+def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
+    work = chosen_by_a_measure(tmp_path, recipe)
+    first = {task.run.name: [stage.name for stage in task.stages] for task in work.tasks()}
+    assert first == {key: ["prepare", "train", "texts", "dev"] for key in ("emo-0.1-1", "emo-0.2-1")}
+    done = (run for run in work.runs if run.name in first)
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0), done, whole=False)
+    for name, letters in (("emo-0.1-1", 4), ("emo-0.2-1", 5)):
+        (work.experiment.out / f"{name}.json").write_text(json.dumps({"letters": [letters], "made": 1}))
+    then = work.tasks()
+    assert [task.run.name for task in then] == ["mle-1", "mle-2", "emo-0.2-1", "emo-0.2-2"]
+    assert [stage.name for stage in then[2].stages if not stage.done] == ["test"]
+    pretend(work, dict.fromkeys((run.name for run in work.runs), 1.0), (task.run for task in then))
+    for task in then:
+        text = json.dumps({"letters": [5], "made": 1})
+        (work.experiment.out / f"{task.run.name}.json").write_text(text)
+    results = gather(work)
+    assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.2"]
+    assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
+    assert "| emo | 0.2 |" in markdown(results)
