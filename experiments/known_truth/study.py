@@ -218,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     try:
+        torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
         study = load_section(Study, args.file, args.overrides)
         results = run(study)
     except UserError as error:
