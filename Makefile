@@ -1,14 +1,20 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
+# make evidence-full  the same without the limit of an hour
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
+# Real checkpoints and text for the evidence; what is not there is replaced or left out, and the report says so.
+DATA ?= ../shared/data
+# Training runs beside each other.
+JOBS ?= 2
 BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test clean
+.PHONY: setup quickstart test test-fast lint format bench soak cluster-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -50,6 +56,9 @@ soak: setup
 
 cluster-test: setup
 	$(BIN)/python -m tests.campaigns.cluster
+
+evidence evidence-full: setup
+	$(BIN)/python -m experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)
 
 clean:
 	rm -rf runs build *.egg-info

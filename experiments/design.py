@@ -2,7 +2,7 @@
 
     out: runs/experiments/NAME
     recipe: launch/recipes/BASE.yaml
-    names: { oracle: DIR }                       # {oracle} in commands; or give names.oracle=PATH
+    names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; or give names.oracle=PATH
     before:                                      # done once, in this order, before any run
       corpus: python -m eval generate --model {oracle} --name oracle --out {out}/corpus
     set: { train.steps: 200 }                    # overrides of every run

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from scipy import optimize
 from torch import Tensor
 
 RARE = 1e-4  # a token less likely than this under P belongs to its tail
@@ -72,21 +73,22 @@ def measures(log_p: Tensor, log_q: Tensor, below: float = RARE) -> dict[str, Ten
 def solve_temperature(
     mean_entropy: Callable[[float], float], target: float, low: float = 1e-3, high: float = 1e3
 ) -> float:
-    """The temperature at which `mean_entropy` is `target`, by bisection of its logarithm.
+    """The temperature at which `mean_entropy` is `target`, by Brent's method on its logarithm.
 
     mean_entropy: the entropy of softmax(logits / T), averaged over contexts; it grows with T. Raises
     ValueError when no temperature between `low` and `high` gives the target.
     """
-    if not mean_entropy(low) <= target <= mean_entropy(high):
-        raise ValueError(f"no temperature between {low:g} and {high:g} gives an entropy of {target:g} nats")
-    a, b = math.log(low), math.log(high)
-    while b - a > 1e-12:
-        middle = (a + b) / 2
-        if mean_entropy(math.exp(middle)) < target:
-            a = middle
-        else:
-            b = middle
-    return math.exp((a + b) / 2)
+
+    def gap(log_t: float) -> float:
+        return mean_entropy(math.exp(log_t)) - target
+
+    if abs(gap(0.0)) < 1e-12:  # already as certain; also where the entropy hardly depends on T
+        return 1.0
+    # Near 1 first: far away the entropy is flat and costs steps.
+    for a, b in ((math.log(0.5), math.log(2.0)), (math.log(low), math.log(high))):
+        if gap(a) <= 0 <= gap(b):
+            return math.exp(optimize.brentq(gap, a, b, xtol=1e-12, rtol=1e-14))
+    raise ValueError(f"no temperature between {low:g} and {high:g} gives an entropy of {target:g} nats")
 
 
 def matching_temperature(logits: Tensor, target: float) -> float:

@@ -20,8 +20,12 @@ SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Shapes from one token and a vocabulary of two up to the CPU's row loop; any pattern of labels."""
+def batches(draw: st.DrawFn, twins: bool = True) -> dict[str, Any]:
+    """Shapes from one token and a vocabulary of two up to the CPU's row loop; any pattern of labels.
+
+    twins: two tokens may have the same embedding. Where a model doubts between those alone the expected cost
+    is zero or what rounding leaves of it, and EMO's loss half of the likelihood's or all of it.
+    """
     vocab = draw(st.one_of(st.integers(2, 80), st.just(4200)))
     tokens = draw(st.integers(1, 40))
     distinct = draw(st.integers(1, vocab))  # few: many duplicate labels
@@ -38,7 +42,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
     width = draw(st.integers(1, 12))
     E = torch.randn(vocab, width, generator=generator)
     E[: draw(st.integers(0, 2))] = 0  # zero-norm rows
-    if draw(st.booleans()):
+    if twins and draw(st.booleans()):
         E[-1] = E[0]  # duplicate rows
     return {
         "h": torch.randn(tokens, hidden, generator=generator),
@@ -89,7 +93,7 @@ def test_float64_equals_reference(batch: dict[str, Any], name: str, options: dic
 
 @pytest.mark.slow
 @SETTINGS
-@given(batch=batches(), name=st.sampled_from(ONE_TARGET))
+@given(batch=batches(twins=False), name=st.sampled_from(ONE_TARGET))
 def test_float32_is_close(batch: dict[str, Any], name: str) -> None:
     """Rounding of the logits themselves (scale * 1e-7) is all that separates it from float64."""
     sums, h, w = run(batch, name, torch.float32)

@@ -1,0 +1,180 @@
+"""Does it help, and why? Every part of the evidence, one report, one answer to each question.
+
+    python -m experiments.evidence experiments/evidence.yaml [key=value ...] [--jobs N]
+
+A part is a study or a sweep with an experiment file of its own. A part whose files are not there is done with
+what `otherwise` names, or left out, and the report says which. Run again it repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.errors import UserError, nearest
+from common.exit_codes import ExitCode
+from common.files import write_text
+from common.provenance import REPOSITORY, code_version
+from common.recipe import Section, load_section
+
+RESULTS, REPORT = "results.json", "report.html"
+COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
+
+Say = Callable[[str], None]
+
+
+class Otherwise(Section):
+    """What is done where the files that a part needs are not there."""
+
+    note: str  # for the report
+    before: list[str] = []  # commands, in order
+    file: Path  # instead of the part's
+
+
+class Part(Section):
+    """One study or sweep."""
+
+    title: str
+    about: str  # for the report: what it is, what is measured
+    kind: Literal["study", "sweep"]
+    file: Path
+    needs: list[str] = []  # paths; `{name}` stands for one of `names`
+    otherwise: Otherwise | None = None  # None: it is left out
+    names: dict[str, str] = {}  # of the part's file
+
+
+class Answer(Section):
+    """Where a question is answered, and where else the report looks for the same answer."""
+
+    text: str
+    by: str  # part
+    question: str  # of that part's file
+    also: list[str] = []  # parts that have the same question
+
+
+class Evidence(Section):
+    """The whole file."""
+
+    out: Path
+    names: dict[str, str] = {}
+    cut: list[str] = []  # what was made smaller or left out so that it fits its time
+    parts: dict[str, Part] = Field(min_length=1)
+    answers: dict[str, Answer] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _parts_exist(self) -> Evidence:
+        for answer in self.answers.values():
+            for part in (answer.by, *answer.also):
+                if part not in self.parts:
+                    raise ValueError(f"{part} is not one of the parts; {nearest(part, self.parts)}")
+        return self
+
+
+def fill(text: str, names: dict[str, str]) -> str:
+    """`{name}` in a text replaced. Raises UserError for a name that is not known."""
+    try:
+        return text.format(**names)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(names) or "none"
+        raise UserError(f"{text!r} cannot be filled in ({error}); names: {known}") from None
+
+
+def gather(evidence: Evidence, jobs: int, say: Say) -> dict[str, Any]:
+    """Do every part and return everything that was found."""
+    found: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    began = time.monotonic()
+    for name, part in evidence.parts.items():
+        say(f"{name}: {part.title}")
+        missing = next((p for p in part.needs if not Path(fill(p, evidence.names)).exists()), None)
+        if missing is not None and part.otherwise is None:
+            left_out[name] = f"left out: {fill(missing, evidence.names)} does not exist"
+            say(f"{name}: {left_out[name]}")
+            continue
+        if missing is not None and part.otherwise is not None:
+            left_out[name] = f"{part.otherwise.note} ({fill(missing, evidence.names)} does not exist)"
+            say(f"{name}: {left_out[name]}")
+        found[name] = _do(evidence, name, part, missing is not None, jobs)
+    return {
+        "code": code_version(),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "verdicts": {name: _verdict(answer, found) for name, answer in evidence.answers.items()},
+        "rows": [row | {"part": name} for name, part in found.items() for row in part["rows"]],
+        "parts": found,
+        "left_out": left_out,
+        "cut": evidence.cut,
+    }
+
+
+def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> dict[str, Any]:
+    """Run a part's commands; what it found."""
+    instead = part.otherwise if lacking else None
+    for text in instead.before if instead else []:
+        _run(shlex.split(fill(text, evidence.names)))
+    out = evidence.out / name
+    command = ["python", "-m", COMMANDS[part.kind]]
+    if part.kind == "sweep":
+        command += ["run", "--jobs", str(jobs)]
+    names = {} if instead else {key: fill(value, evidence.names) for key, value in part.names.items()}
+    file = instead.file if instead else part.file
+    _run([*command, str(file), f"out={out}", *(f"names.{key}={value}" for key, value in names.items())])
+    return json.loads((out / RESULTS).read_text())
+
+
+def _run(command: list[str]) -> None:
+    """One command of the product, as a user would give it. Raises UserError when it fails."""
+    print(f"$ {shlex.join(command)}", flush=True)
+    if command[0] == "python":
+        command = [sys.executable, *command[1:]]
+    code = subprocess.run(command, cwd=REPOSITORY).returncode
+    if code:
+        raise UserError(f"{shlex.join(command)} ended with exit code {code}; cure that and run this again")
+
+
+def _verdict(answer: Answer, found: dict[str, Any]) -> dict[str, Any]:
+    """The answer by the part that decides, and what the others say."""
+    if answer.by not in found:
+        raise UserError(f"{answer.by} decides {answer.text!r} and was left out")
+    decided = found[answer.by]["verdicts"][answer.question]
+    also = {p: found[p]["verdicts"][answer.question] for p in answer.also if p in found}
+    return decided | {"question": answer.text, "by": answer.by, "also": also}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do everything and write the report. Exit codes: 0 done, 2 a mistake in the input or a failed part."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.evidence", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        evidence = load_section(Evidence, args.file, args.overrides)
+        results = gather(evidence, args.jobs, lambda line: print(line, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    from experiments.report import html
+
+    evidence.out.mkdir(parents=True, exist_ok=True)
+    write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
+    write_text(evidence.out / REPORT, html(evidence, results))
+    for verdict in results["verdicts"].values():
+        print(
+            f"{verdict['question']} {verdict['answer']} "
+            f"({verdict['effect']:.4g} [{verdict['low']:.4g}, {verdict['high']:.4g}], n {verdict['n']})"
+        )
+    print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
