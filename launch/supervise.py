@@ -30,6 +30,7 @@ from common.exit_codes import ExitCode
 from pipeline.stop import REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
+HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
 
 
 class Rank:
@@ -59,6 +60,7 @@ class Supervisor:
     def __init__(self, options: list[str], script: str, arguments: list[str], reports: Path) -> None:
         self.reports = reports
         self.script = script
+        self.hosts = HOSTFILE.is_file() or any(one.startswith(("--hostfile", "-H")) for one in options)
         self.requests: list[int] = []  # signals that arrived here
         self._told: set[Path] = set()
         for number in REQUESTS:
@@ -80,7 +82,8 @@ class Supervisor:
             elif self.requests:
                 self._pass_on(self.requests[0])
             time.sleep(TICK)
-        return verdict(self.launcher.returncode, [rank.code for rank in self.ranks()], bool(self.requests))
+        codes = [rank.code for rank in self.ranks()]
+        return verdict(self.launcher.returncode, codes, bool(self.requests), self.hosts)
 
     def ranks(self) -> list[Rank]:
         """The ranks that have reported so far."""
@@ -111,14 +114,17 @@ class Supervisor:
         return found
 
 
-def verdict(launcher: int, ranks: list[int | None], requested: bool) -> int:
+def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool = False) -> int:
     """The exit code of a run from those of the `deepspeed` command and of this host's ranks (None: killed).
 
-    Without reports (no rank had started here, or all run on other hosts) the launcher's own code counts.
+    Without reports (no rank had started here, or all run on other hosts) the launcher's own code counts; but
+    0, which `deepspeed` also returns when its launch.py was killed, only if there are other `hosts`.
     """
     if not ranks:
         if requested and launcher < 0:
             return ExitCode.STOPPED  # ended from here before anything had begun
+        if launcher == 0 and not hosts:
+            return ExitCode.FAILURE
         return launcher if launcher in set(ExitCode) else ExitCode.FAILURE
     codes = set(ranks)
     if codes == {ExitCode.DONE} and launcher <= 0:  # one that was killed then changes nothing

@@ -59,11 +59,16 @@ sys.exit(int(sys.argv[2]))
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
         (-11, [], False, FAILURE),
+        (0, [], False, FAILURE),  # launch.py was killed before a rank had started
     ],
 )
 def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
     """defects B3: a run that did not finish never ends with 0."""
     assert verdict(launcher, ranks, requested) == expected
+
+
+def test_a_launcher_of_other_hosts_is_believed() -> None:
+    assert verdict(0, [], False, hosts=True) == DONE
 
 
 class Supervised:
