@@ -109,7 +109,7 @@ class Experiment(Section):
     names: dict[str, str | int] = {}  # texts that commands and overrides refer to
     before: dict[str, str] = {}  # commands by name
     set: Overrides = {}
-    axes: dict[str, dict[str, Any]] = Field(min_length=1)
+    axes: dict[str, dict[str | int | float, Any]] = Field(min_length=1)  # labels may be numbers
     repeat: str
     choose: Choose | None = None
     measures: dict[str, Measure] = {}
@@ -190,7 +190,7 @@ class Experiment(Section):
         if len(given) == 1:
             ((key, values),) = given.items()
             if isinstance(values, list):
-                return {str(value): {key: value} for value in values}
+                return {str(value): {str(key): value} for value in values}
         for label, overrides in given.items():
             if not isinstance(overrides, Mapping):
                 raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")

@@ -90,6 +90,12 @@ def test_mistakes_are_one_line(
     assert said.count("\n") == 1
 
 
+def test_labels_may_be_numbers(tmp_path: Path) -> None:
+    axes = FILE["axes"] | {"seed": {1: {"train.seed": 1, "data.seed": 1}, 2: {"train.seed": 2}}}
+    runs = expand(read_experiment(write(tmp_path, axes=axes), []))
+    assert [run.name for run in runs[:2]] == ["mle-0.1-1", "mle-0.1-2"]
+
+
 def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
     axes = FILE["axes"] | {"lr": {"a-1": {}, "a": {}}, "seed": {"1": {}, "1-1": {}}}
     with pytest.raises(UserError, match="both called mle-a-1-1"):

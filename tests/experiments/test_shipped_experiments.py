@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from common.recipe import load_section
+from common.recipe import Section, load_section
 from eval.cli import parser
 from eval.icl.tasks import PAPER_ORDER, load_task
 from experiments.__main__ import main
 from experiments.design import Experiment, expand, read_experiment
+from experiments.evidence import Evidence
 from experiments.known_truth.study import Study
 from experiments.work import Work
 from pipeline.config import load_config
@@ -25,9 +26,11 @@ from tests.conftest import REPO
 
 FOLDER = REPO / "experiments"
 DEVELOPMENT = FOLDER / "paper" / "dev"  # task files
-STUDY = FOLDER / "known-truth.yaml"
+OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by how their names begin
 FILES = sorted(
-    path for path in FOLDER.rglob("*.yaml") if path != STUDY and not path.is_relative_to(DEVELOPMENT)
+    path
+    for path in FOLDER.rglob("*.yaml")
+    if not path.name.startswith(tuple(OTHERS)) and not path.is_relative_to(DEVELOPMENT)
 )
 every_experiment = pytest.mark.parametrize(
     "path", FILES, ids=lambda path: path.relative_to(FOLDER).with_suffix("").as_posix()
@@ -53,7 +56,7 @@ def header_commands(path: Path) -> list[list[str]]:
     """What a file's first comment says to run."""
     head = path.read_text().split("\n\n")[0].splitlines()
     lines = [line[1:].strip() for line in head if line.startswith("#")]
-    return [shlex.split(line) for line in lines if line.startswith("python -m ")]
+    return [shlex.split(line) for line in lines if line.startswith("python -m experiments ")]
 
 
 @every_experiment
@@ -133,5 +136,9 @@ def test_development_rows_are_not_test_rows(name: str) -> None:
         assert ours.test != ours.demonstrations
 
 
-def test_the_study_is_read() -> None:
-    assert load_section(Study, STUDY, []).questions
+@pytest.mark.parametrize(
+    "path", sorted(p for name in OTHERS for p in FOLDER.glob(f"{name}*.yaml")), ids=lambda path: path.stem
+)
+def test_the_other_files_are_read(path: Path) -> None:
+    kind = next(kind for name, kind in OTHERS.items() if path.name.startswith(name))
+    assert load_section(kind, path, [])
