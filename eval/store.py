@@ -18,12 +18,12 @@ import hashlib
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import sha256, write_once, write_text
 from common.lease import Lease
 
 STORE = "store"  # beside models/ in a results directory
@@ -57,16 +57,11 @@ def publish(path: Path, text: str) -> bool:
     Raises StoreConflictError when `path` exists with another content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _write_temporary(path, text)
-    try:
-        os.link(temporary, path)
+    if write_once(path, text):
         return True
-    except FileExistsError:
-        if path.read_text() != text:
-            raise StoreConflictError(f"{path} exists with another content") from None
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
+    if path.read_text() != text:
+        raise StoreConflictError(f"{path} exists with another content")
+    return False
 
 
 def seal(value: Any) -> str:
@@ -121,16 +116,7 @@ def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
 def replace(path: Path, text: str) -> None:
     """Write a file that may change (views, caches): whole, the last writer wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_temporary(path, text).replace(path)
-
-
-def _write_temporary(path: Path, text: str) -> Path:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
+    write_text(path, text)
 
 
 class Entry:
@@ -207,8 +193,7 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
         except (OSError, UnicodeDecodeError):
             content = ""
         if not re.fullmatch("[0-9a-f]{64}", content):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = sha256(path)
             replace(remembered, content)
         lines.append([path.relative_to(root).as_posix(), content])
     return digest(lines)
