@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
+from common.exit_codes import ExitCode
+from common.files import DiskFullError
 from common.provenance import REPOSITORY
 from experiments.design import Experiment, read_experiment, trials
 from experiments.work import Work
@@ -21,10 +23,13 @@ def main(argv: list[str] | None = None) -> int:
         return (_table if args.command == "table" else _run)(args, experiment)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
+    except DiskFullError as error:
+        print(f"error: {error}, and run the same command again to resume", file=sys.stderr)
+        return ExitCode.FAILURE
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+        return ExitCode.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +57,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     if args.kubernetes is not None:
         schedulers.kubernetes(args.file, args.overrides, args.workers, args.kubernetes)
     if args.dry_run or args.slurm is not None or args.kubernetes is not None:
-        return 0
+        return ExitCode.DONE
     command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
     others = [subprocess.Popen(command) for _ in range(args.jobs - 1)]
     try:
@@ -85,7 +90,7 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     path = write(Work(experiment))
     print(path.read_text())
     print(f"{path}; numbers: {path.with_name('results.json')}")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from scipy import optimize
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_text
+from common.exit_codes import ExitCode
+from common.files import DiskFullError, write_text
 from data_prep.inputs import open_text
 from eval.generation import distributions
 from eval.model import EvaluatedModel
@@ -31,7 +32,7 @@ DECILES = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write. Exit codes: 0 done, 2 a mistake in the input."""
+    """Measure and write. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.oracle", description=__doc__)
     for name in ("--oracle", "--model", "--texts", "--out"):
         parser.add_argument(name, required=True, type=Path)
@@ -40,12 +41,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found = measure(args.oracle, args.model, args.texts, args.baseline, args.dev)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(args.out, json.dumps(found, indent=1))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.out, json.dumps(found, indent=1))
-    return 0
+        return ExitCode.MISTAKE
+    except DiskFullError as error:
+        print(f"error: {error}, and run the same command again", file=sys.stderr)
+        return ExitCode.FAILURE
+    return ExitCode.DONE
 
 
 def measure(

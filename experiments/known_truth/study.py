@@ -22,7 +22,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import write_text
+from common.exit_codes import ExitCode
+from common.files import DiskFullError, write_text
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
@@ -212,7 +213,7 @@ def _answer(study: Study, name: str, done: list[dict[str, Any]]) -> dict[str, An
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a study. Exit codes: 0 done, 2 a mistake in the input."""
+    """Run a study. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -222,11 +223,14 @@ def main(argv: list[str] | None = None) -> int:
         results = run(study)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
+    except DiskFullError as error:
+        print(f"error: {error}, and run the same command again to resume", file=sys.stderr)
+        return ExitCode.FAILURE
     for name, found in results["verdicts"].items():
         print(f"{name}: {found['answer']} ({found['effect']:.4g} [{found['low']:.4g}, {found['high']:.4g}])")
     print(study.out / "results.json")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

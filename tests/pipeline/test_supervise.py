@@ -59,6 +59,7 @@ sys.exit(int(sys.argv[2]))
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
         (-11, [], False, FAILURE),
+        (130, [], False, FAILURE),  # deepspeed itself was interrupted: no rank has said that it saved
     ],
 )
 def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
