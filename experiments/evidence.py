@@ -26,6 +26,7 @@ from common.files import write_text
 from common.provenance import REPOSITORY, code_version
 from common.recipe import Section, load_section
 from experiments.design import fill
+from experiments.outcome import outcome
 
 RESULTS, REPORT = "results.json", "report.html"
 COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
@@ -148,12 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-    try:
-        evidence = load_section(Evidence, args.file, args.overrides)
-        results = gather(evidence, args.jobs, lambda line: print(line, flush=True))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+    return outcome(lambda: _main(load_section(Evidence, args.file, args.overrides), args.jobs))
+
+
+def _main(evidence: Evidence, jobs: int) -> int:
+    results = gather(evidence, jobs, lambda line: print(line, flush=True))
     from experiments.report import html
 
     evidence.out.mkdir(parents=True, exist_ok=True)
