@@ -58,8 +58,8 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
         work.work()
     finally:
         codes = [process.wait() for process in others]
-    if any(codes):
-        return max(codes)
+    if any(codes):  # below zero: killed
+        return max(*codes, int(ExitCode.FAILURE))
     return _table(args, experiment)
 
 

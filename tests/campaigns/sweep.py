@@ -1,0 +1,120 @@
+"""A sweep of 2 objectives x 2 seeds: killed over and over, and as an array job of Slurm on this machine.
+
+    python -m tests.campaigns.sweep [--kills 20] [--seed 0] [--parts kills slurm]
+
+kills   all processes of the sweep are killed at seeded random moments and the same command is run again.
+        Nothing that was done may be done again, and the table must be that of an undisturbed sweep.
+slurm   `experiments run --slurm` writes an array job; its workers share the runs; the same table. Needs root
+        and Debian's packages, as the cluster campaign does.
+
+Prints a table, writes runs/sweep.json, and exits 1 when something was repeated or differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from tests.campaigns.campaign import Campaign
+from tests.campaigns.cluster import PACKAGES, install
+from tests.campaigns.slurm import slurm_cluster
+from tests.conftest import REPO
+from tests.helpers.launching import tiny_recipe
+from tests.helpers.sweeping import notes, start, sweep
+
+WORKERS = 2
+
+
+def finished(path: Path, out: Path) -> str:
+    """Run the sweep to its end; its table."""
+    said, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
+    assert process.returncode == 0, said
+    return (out / "table.md").read_text()
+
+
+def kills(path: Path, expected: str, count: int, rng: random.Random, show: Campaign) -> None:
+    """Kill sweeps, one after the other until there were `count` kills; each must end with the same table."""
+    killed, sweeps, repeated, equal = 0, 0, 0, True
+    while killed < count:
+        sweeps += 1
+        out = path.parent / f"killed-{sweeps}"
+        kept: dict[str, int] = {}
+        while killed < count:
+            process = start(path, f"out={out}", "--jobs", str(1 + killed % 2))
+            try:
+                process.communicate(timeout=rng.uniform(0.5, 20))
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+            killed += 1
+            now = notes(out)
+            repeated += sum(now.get(name) != when for name, when in kept.items())
+            kept = now
+            print(f"kill {killed}: {len(now)} stages done", flush=True)
+        equal &= finished(path, out) == expected
+        repeated += sum(notes(out).get(name) != when for name, when in kept.items())
+    show("kills", f"{killed} kills of {sweeps} sweeps: the table", "the same" if equal else "DIFFERS", equal)
+    show("kills", "stages done twice", str(repeated), repeated == 0)
+
+
+def array(path: Path, expected: str, show: Campaign) -> None:
+    """The array job of the same sweep."""
+    out, job = path.parent / "array", path.parent / "array.sbatch"
+    process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    home = path.parent / "slurm"
+    home.mkdir()
+    with slurm_cluster(home) as environment:
+        shape = ["--cpus-per-task=1", "--gpus=0", "--mem=1500", f"--output={path.parent}/array-%a.log"]
+        command = ["sbatch", "--parsable", *shape, str(job)]
+        queued = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO)
+        deadline = time.monotonic() + 900
+        states: list[str] = []
+        while time.monotonic() < deadline:
+            shown = ["scontrol", "show", "job", queued.stdout.strip()]
+            text = subprocess.run(shown, env=environment, capture_output=True, text=True).stdout
+            states = re.findall(r"JobState=(\S+)", text)
+            if states and all(state not in ("PENDING", "RUNNING", "COMPLETING") for state in states):
+                break
+            time.sleep(1)
+    logs = {p.name: p.read_text() for p in sorted(path.parent.glob("array-*.log"))}
+    worked = sum(": train" in text for text in logs.values())
+    table = (out / "table.md").read_text() if (out / "table.md").is_file() else ""
+    good = states == ["COMPLETED"] * WORKERS and table == expected
+    words = f"{WORKERS} workers, {worked} of them trained: the same table"
+    show("slurm", "an array job", words if good else f"{states} {[t[-300:] for t in logs.values()]}", good)
+
+
+def main() -> int:
+    """Run the parts; 0 when nothing was repeated and every table is the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", default=["kills", "slurm"], choices=["kills", "slurm"])
+    args = parser.parse_args()
+    show = Campaign("sweep")
+    with tempfile.TemporaryDirectory() as directory:
+        path = sweep(Path(directory), tiny_recipe(Path(directory), steps=3))
+        expected = finished(path, Path(directory) / "undisturbed")
+        if "kills" in args.parts:
+            kills(path, expected, args.kills, random.Random(args.seed), show)
+        if "slurm" in args.parts and (os.geteuid() != 0 or shutil.which("apt-get") is None):
+            show("slurm", "everything", "skipped: needs root on Debian", True)
+        elif "slurm" in args.parts:
+            install(PACKAGES["slurm"])
+            array(path, expected, show)
+    return show.finish(vars(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
