@@ -27,6 +27,7 @@ from common.files import sha256, write_once, write_text
 from common.lease import Lease
 
 STORE = "store"  # beside models/ in a results directory
+RESULT = "result.json"
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -133,12 +134,12 @@ class Entry:
 
     def result(self) -> dict[str, Any] | None:
         """The finished result, if there is one."""
-        return self._read(self.path / "result.json")
+        return self._read(self.path / RESULT)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Publish the result; chunks stay as the per-row records."""
         publish_sealed(self.path / "identity.json", self.identity)
-        publish_sealed(self.path / "result.json", result)
+        publish_sealed(self.path / RESULT, result)
 
     def chunk(self, index: int) -> list[dict[str, Any]] | None:
         """The records of a chunk, if it is done and undamaged."""
