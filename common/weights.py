@@ -123,8 +123,14 @@ def _files(source: str | Path, revision: str | None) -> list[Path]:
 
 
 def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
-    """A file of a local or hub checkpoint; None if there is none of that name."""
+    """A file of a local or hub checkpoint; None if none of that name is here, where what was loaded is."""
     from transformers.utils import cached_file
 
-    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(
+        source,
+        name,
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+    )
     return Path(found) if found else None

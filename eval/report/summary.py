@@ -41,9 +41,8 @@ def _accuracy(report: Report) -> list[str]:
             for task in report.tasks:
                 r = report.row(model.name, task)
                 mark = arrow(report.direction(model.name, task))
-                shown = (
-                    UNREADABLE if task in model.unreadable else percent(None if r is None else r["accuracy"])
-                )
+                shown = percent(None if r is None else r["accuracy"])
+                shown = UNREADABLE if task in model.unreadable else shown
                 cells.append(f"{shown} {mark}".strip())
             mean = report.mean(model)
             mark = arrow(report.direction(model.name, None))
