@@ -13,3 +13,4 @@ class ExitCode(IntEnum):
     MISTAKE = 2  # in the input; running it again cannot help
     REGRESSION = 3  # evaluation only: a model is worse than the one that it was compared with
     STOPPED = 75  # sysexits' EX_TEMPFAIL: nothing is wrong; the same command resumes
+    INTERRUPTED = 130  # Ctrl-C, as shells say it (128 + SIGINT), where nothing is saved first: likewise

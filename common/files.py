@@ -21,14 +21,19 @@ from common.errors import UserError, one_line
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
 TICK = 0.05  # seconds; file systems count time in steps that are shorter
+
+
+class DiskFullError(OSError):
+    """No space left to write to. It may pass, so it is no UserError: the same command resumes after it."""
 
 
 @contextlib.contextmanager
 def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` that becomes `path` when the block ends without an error.
 
-    It is locked while its writer lives, so that `remove_abandoned` can tell. Raises UserError when the
+    It is locked while its writer lives, so that `remove_abandoned` can tell. Raises DiskFullError when the
     disk is full; nothing stays behind then.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
@@ -43,10 +48,18 @@ def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -
 
 
 def _open_locked(part: Path) -> IO[bytes]:
-    """A new file that this process holds the lock of, still under its name."""
+    """A new file that this process holds the lock of, still under its name.
+
+    Without locks in the file system nobody can tell that its writer died, and nobody removes it then.
+    """
     while True:
         file = part.open("w+b")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in LOCKLESS:
+                file.close()
+                raise
         if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()  # another job took it for abandoned before it was locked
@@ -54,15 +67,14 @@ def _open_locked(part: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def full_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left", as Python or a library reports it, into a UserError about `path`."""
+    """Turn "no space left", as Python or a library reports it, into a DiskFullError about `path`."""
     try:
         yield
     except Exception as error:
         code = getattr(error, "errno", None)
         if code in FULL or "No space left on device" in str(error):
-            raise UserError(
-                f"no space left while writing {path}; free some, or set another data.dir"
-            ) from None
+            directory = path if path.is_dir() else path.parent
+            raise DiskFullError(f"no space left while writing {path}; make room in {directory}") from None
         raise
 
 
@@ -137,6 +149,8 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
                 f"{where} is not empty ({found[0]} is there) and not marked by {marker} as made here; "
                 f"set another {setting}"
             )
+    except DiskFullError:
+        raise
     except OSError as error:
         reason = "it is a file" if directory.is_file() else error.strerror or one_line(error)
         raise UserError(f"{where} cannot be written: {reason}; set another {setting}") from None
@@ -239,5 +253,5 @@ class Hashes:
             with contextlib.suppress(OSError):
                 if signature(Path(name)) == seen and max(seen[1:3]) <= now:
                     self._known[name] = seen, digest
-        with contextlib.suppress(OSError, UserError):
+        with contextlib.suppress(OSError):
             write_text(self.memory, json.dumps(self._known, indent=1, sort_keys=True) + "\n")

@@ -9,6 +9,7 @@ Whatever the file holds, reading it ends in bounded time, in a tree or in a User
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -23,6 +24,7 @@ FILE_BYTES = 128 << 10  # of a recipe at most
 NODES, DEPTH = 20_000, 32  # of a YAML document at most, its aliases written out
 LARGEST = 2**53  # numbers beyond it are mistakes: floats can no longer count there
 _MARK = "mark"  # where a field keeps its mark
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # YAML can escape them, and no path or file can hold them
 
 
 class Section(BaseModel):
@@ -157,7 +159,7 @@ def _load_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_size(node)
+        _check_nodes(node)
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -172,8 +174,8 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(f"not YAML: {one_line(error)}") from None
 
 
-def _check_size(root: yaml.Node) -> None:
-    """Refuse documents whose aliases, written out, would be endless or huge, and keys given twice."""
+def _check_nodes(root: yaml.Node) -> None:
+    """Refuse what is endless or huge with its aliases written out, keys given twice, and what is no text."""
     sizes: dict[int, int] = {}
     open_: set[int] = set()
 
@@ -183,6 +185,7 @@ def _check_size(root: yaml.Node) -> None:
         if depth > DEPTH:
             raise ValueError("it is nested too deeply")
         if id(node) not in sizes:
+            _check_text(node)
             open_.add(id(node))
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
             open_.discard(id(node))
@@ -191,6 +194,16 @@ def _check_size(root: yaml.Node) -> None:
         return sizes[id(node)]
 
     size(root, 0)
+
+
+def _check_text(node: yaml.Node) -> None:
+    """Raises ValueError for a scalar that no setting can be: bytes, or text that no path or file can hold."""
+    if not isinstance(node, yaml.ScalarNode):
+        return
+    found = _NO_TEXT.search(node.value)
+    if found or node.tag == "tag:yaml.org,2002:binary":
+        what = f"text with the character {found.group()!a}" if found else "binary"
+        raise ValueError(f"{what}, line {node.start_mark.line + 1}")
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:

@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from common.errors import UserError, one_line
+from common.exit_codes import ExitCode
 from common.recipe import parse_arguments
 from data_prep.config import load_data_config
 
@@ -37,15 +38,15 @@ def main(argv: list[str] | None = None) -> int:
         commands[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
     except OSError as error:
         again = "" if error.errno in MISTAKES else "; run the same command again to resume"
         print(f"error: {one_line(error)}{again}", file=sys.stderr)
-        return 2 if error.errno in MISTAKES else 1
+        return ExitCode.MISTAKE if error.errno in MISTAKES else ExitCode.FAILURE
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
-    return 0
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE
 
 
 def _parser() -> argparse.ArgumentParser:

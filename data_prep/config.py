@@ -57,7 +57,9 @@ class Source(Section):
     clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
     # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times, spread over the shard.
     weight: float = Field(1.0, gt=0, le=10_000)
-    limit: int | None = Field(None, gt=0)  # rows of this source that are read at most
+    # Rows of this source that are read at most, its first ones. Duplicates and unusable rows count: none are
+    # read in their place. `limit_rows` counts the rows that are used.
+    limit: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:

@@ -20,7 +20,13 @@ from data_prep.rows import Payload, RowSpec, cuts, raw_rows
 
 PIECE = 256 << 10  # bytes of text in a piece
 PIECE_ROWS = 256  # rows of a table in a piece
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+# Byte order marks. Those of UTF-32 come first: one begins like one of UTF-16.
+MARKS = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 AGAIN = "run prepare with --force to start over"
 
 
@@ -77,8 +83,11 @@ class TextInput(Input):
         with open_text(self.path) as stream:
             unpacked = chunks(stream, self.name)
             first = next(unpacked, b"")
-            if first.startswith(UTF16):
-                raise UserError(f"{self.name} is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+            encoding = next((name for mark, name in MARKS.items() if first.startswith(mark)), None)
+            if encoding is not None:
+                raise UserError(
+                    f"{self.name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8"
+                )
             yield from _cut(chain([first], unpacked), self.spec, 4 * self.spec.max_chars)
 
     def read(self, places: Iterable[Place]) -> Iterator[Payload]:

@@ -40,6 +40,7 @@ RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 HISTORY = "history"  # earlier exchanges: pairs of prompt and response
 CHAT_COLUMNS = ("messages", "conversations")
+MESSAGE = ("role", "from", "content", "value")  # keys of a message
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
@@ -296,6 +297,9 @@ def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation |
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
         if role is None or content is None:
+            null = next((name for name in MESSAGE if name in message and message[name] is None), None)
+            if null is not None:
+                return _wrong(f"{column}[{i}].{null}", None)
             return _missing(message, ("role and content",))
         if not isinstance(content, str):
             return _wrong(f"{column}.content", content)

@@ -283,6 +283,11 @@ def _summary(
         sources.append(one | copies | {"rejected": _tally(rows.reasons[own])})
     rejected = _tally(rows.reasons)
     if not (split == 0).any():
+        if config.validation_fraction and (split == 1).any():
+            raise UserError(
+                f"no row is left to train on: data.validation_fraction={config.validation_fraction} takes "
+                f"all {int((split == 1).sum()):,} of them; set a smaller one"
+            )
         reasons = ", ".join(f"{n} {reason}" for reason, n in rejected.items())
         raise UserError(f"no row of the sources can be trained on: {reasons or 'there are none'}")
     if not (split == 1).any() and (config.validation_fraction or held_out.any()):

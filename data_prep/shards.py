@@ -118,7 +118,7 @@ def parse_manifest(directory: Path) -> Manifest:
         reason = one_line(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            reason = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            reason = one_line(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"]))))
         raise UserError(f"{file} is not a manifest of this version ({reason}); {AGAIN}") from None
     if manifest.format != FORMAT:
         raise UserError(f"{file} has format {manifest.format}, this version reads {FORMAT}; {AGAIN} --force")

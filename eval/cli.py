@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, one_line
+from common.exit_codes import ExitCode
 from common.text import printable
 from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
 SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
-EXIT_OK, EXIT_FAILURE, EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, EXIT_INTERRUPTED = 0, 1, 2, 3, 75, 130
 # What the system says of a mistake: nothing but a change by the user makes it pass.
 _MISTAKES = "EACCES EPERM EROFS ENOENT ENOTDIR EISDIR ENAMETOOLONG EEXIST ELOOP EINVAL"
 PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
@@ -146,8 +146,8 @@ def _run(args: argparse.Namespace) -> int:
         models = read_models([args.out])
         verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
         say(verdict.summary)
-        return EXIT_REGRESSION if verdict.regressions else EXIT_OK
-    return EXIT_OK
+        return ExitCode.REGRESSION if verdict.regressions else ExitCode.DONE
+    return ExitCode.DONE
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -174,8 +174,8 @@ def _watch(args: argparse.Namespace) -> int:
         say(sentence)
     say(watch.summary())
     if worse:
-        return EXIT_REGRESSION
-    return EXIT_RETRY if watch.troubled else EXIT_FAILURE if watch.failed else EXIT_OK
+        return ExitCode.REGRESSION
+    return ExitCode.STOPPED if watch.troubled else ExitCode.FAILURE if watch.failed else ExitCode.DONE
 
 
 def _generation(args: argparse.Namespace) -> int:
@@ -214,7 +214,7 @@ def _report(args: argparse.Namespace) -> int:
     target = args.out or args.results[0]
     write(report, target)
     say(f"report of {len(report.models)} models on {len(report.tasks)} tasks: {target / 'report.html'}")
-    return EXIT_OK
+    return ExitCode.DONE
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -230,7 +230,7 @@ def _compare(args: argparse.Namespace) -> int:
         raise UserError(
             f"no verdict without {', '.join(verdict.missing)}; evaluate both models on the same tasks"
         )
-    return EXIT_REGRESSION if args.fail_on_regression and verdict.regressions else EXIT_OK
+    return ExitCode.REGRESSION if args.fail_on_regression and verdict.regressions else ExitCode.DONE
 
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
@@ -262,16 +262,16 @@ def main() -> int:
     try:
         return commands[args.command](args)
     except KeyboardInterrupt:
-        return _end("interrupted; run the same command again to resume", EXIT_INTERRUPTED)
+        return _end("interrupted; run the same command again to resume", ExitCode.INTERRUPTED)
     except UserError as error:
-        return _end(f"error: {error}", EXIT_ERROR)
+        return _end(f"error: {error}", ExitCode.MISTAKE)
     except StoreConflictError as error:
-        return _end(f"error: {error}; another computation came to another result", EXIT_FAILURE)
+        return _end(f"error: {error}; another computation came to another result", ExitCode.FAILURE)
     except OSError as error:
         if error.errno in PERMANENT:
-            return _end(f"error: {one_line(error)}", EXIT_ERROR)
+            return _end(f"error: {one_line(error)}", ExitCode.MISTAKE)
         return _end(
-            f"error: {one_line(error)}; this may pass: run the same command again to resume", EXIT_RETRY
+            f"error: {one_line(error)}; this may pass: run the same command again to resume", ExitCode.STOPPED
         )
     except Exception as error:
         # Other people's use of the GPU's memory may pass.
@@ -279,7 +279,7 @@ def main() -> int:
             raise
         return _end(
             f"error: out of memory ({one_line(error, 120)}); lower --budget, or run the same command again",
-            EXIT_RETRY,
+            ExitCode.STOPPED,
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, one_line
+from common.weights import Loaded, load_causal_lm
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eval import store
 from eval.icl.scores import NotFiniteError
@@ -77,17 +78,15 @@ class EvaluatedModel:
         Raises UserError unless the files hold exactly the weights of a causal language model, all of them
         finite, and the tokenizer belongs to it.
         """
-        from transformers import AutoModelForCausalLM
-
-        load: Any = AutoModelForCausalLM.from_pretrained
         try:
-            model, info = load(self.path, dtype=self.dtype, output_loading_info=True)
+            loaded = load_causal_lm(self.path, dtype=self.dtype)
         except Exception as error:  # whatever a damaged or foreign file makes of transformers
             if type(error).__name__ == "OutOfMemoryError":
                 raise
             reason = one_line(error, 200)
             raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
-        self._require_all_weights(info)
+        self._require_all_weights(loaded)
+        model = loaded.model
         self._require_finite(model)
         self._require_own_tokenizer(model)
         model = model.to(device()).eval()
@@ -117,16 +116,18 @@ class EvaluatedModel:
         """Longest prompt the model was made for, or None when it does not say."""
         return context_length(self.model)
 
-    def _require_all_weights(self, info: dict[str, Any]) -> None:
+    def _require_all_weights(self, loaded: Loaded) -> None:
         """Weights that are missing would be random, and those left over belong to another model."""
         for kind in ("missing", "unexpected", "mismatched"):
-            names = sorted(n if isinstance(n, str) else str(n[0]) for n in info.get(f"{kind}_keys") or ())
+            names = getattr(loaded, kind)
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise UserError(
                     f"{self.given} does not hold the weights of its causal language model: "
                     f"{names[0]}{more} {kind}"
                 )
+        if loaded.fault is not None:
+            raise UserError(f"{self.given} {loaded.fault}")
 
     def _require_finite(self, model: Any) -> None:
         for name, weights in model.named_parameters():

@@ -4,7 +4,7 @@ OUT/models/NAME/model.json      path, digest of the weights, what the trainer sa
 OUT/models/NAME/TASK.json       a view: key into the store, digest of the weights, and a copy of the result
 OUT/models/NAME/samples.json    sampled text
 
-Other files there, and files that cannot be read, are skipped with a line.
+Other files there, and files that cannot be trusted, are skipped with a line.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Model:
     results: dict[str, dict[str, Any]]
     keys: dict[str, str]
     out: Path
+    unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is left out
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
@@ -135,29 +136,45 @@ def _models(out: Path, say: Say) -> Iterator[Model]:
         if not _has(description, DESCRIPTION):
             say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
             continue
-        views = dict(_views(directory, description["weights"], say))
+        views, unreadable = _views(directory, description["weights"], say)
         yield Model(
             name=description["name"],
             description=description,
             results={task: view["result"] for task, view in views.items()},
             keys={task: view["key"] for task, view in views.items()},
             out=out,
+            unreadable=unreadable,
             samples=_samples(directory / SAMPLES, description["weights"], say),
         )
 
 
-def _views(directory: Path, weights: str, say: Say) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(task, view) of every result of these weights."""
+def _views(directory: Path, weights: str, say: Say) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The results of these weights by task, and why others are left out."""
+    views: dict[str, dict[str, Any]] = {}
+    unreadable: dict[str, str] = {}
     for path in sorted(directory.glob("*.json")):
         if path.name in (MODEL, SAMPLES) or not path.is_file():
             continue
-        view = store.read_json(path)
-        if not _is_view(view):
-            say(f"skipped {path}: damaged, or not a result")
-        elif not _is_result(view["result"]):
-            say(f"skipped {path}: a result of another version; evaluate it again")
+        view: Any = store.read_json(path)
+        fault = _fault(view, directory.parents[1])
+        if fault is not None:
+            unreadable[path.stem] = fault
+            say(f"skipped {path}: {fault}")
         elif view["weights"] == weights:
-            yield path.stem, view
+            views[path.stem] = view
+    return views, unreadable
+
+
+def _fault(view: Any, out: Path) -> str | None:
+    """What keeps a file from being shown as a result of the results directory `out`."""
+    if not _is_view(view):
+        return "damaged, or not a result"
+    if not _is_result(view["result"]):
+        return "a result of another version; evaluate it again"
+    sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)
+    if sealed is not None and store.digest(sealed) != store.digest(view["result"]):
+        return "it differs from the result that the store has sealed; evaluate it again, which restores it"
+    return None
 
 
 def _samples(path: Path, weights: str, say: Say) -> list[dict[str, Any]]:

@@ -18,15 +18,16 @@ import hashlib
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import sha256, write_once, write_text
 from common.lease import Lease
 
 STORE = "store"  # beside models/ in a results directory
+RESULT = "result.json"
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -57,16 +58,11 @@ def publish(path: Path, text: str) -> bool:
     Raises StoreConflictError when `path` exists with another content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _write_temporary(path, text)
-    try:
-        os.link(temporary, path)
+    if write_once(path, text):
         return True
-    except FileExistsError:
-        if path.read_text() != text:
-            raise StoreConflictError(f"{path} exists with another content") from None
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
+    if path.read_text() != text:
+        raise StoreConflictError(f"{path} exists with another content")
+    return False
 
 
 def seal(value: Any) -> str:
@@ -121,16 +117,7 @@ def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
 def replace(path: Path, text: str) -> None:
     """Write a file that may change (views, caches): whole, the last writer wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_temporary(path, text).replace(path)
-
-
-def _write_temporary(path: Path, text: str) -> Path:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
+    write_text(path, text)
 
 
 class Entry:
@@ -147,12 +134,12 @@ class Entry:
 
     def result(self) -> dict[str, Any] | None:
         """The finished result, if there is one."""
-        return self._read(self.path / "result.json")
+        return self._read(self.path / RESULT)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Publish the result; chunks stay as the per-row records."""
         publish_sealed(self.path / "identity.json", self.identity)
-        publish_sealed(self.path / "result.json", result)
+        publish_sealed(self.path / RESULT, result)
 
     def chunk(self, index: int) -> list[dict[str, Any]] | None:
         """The records of a chunk, if it is done and undamaged."""
@@ -207,8 +194,7 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
         except (OSError, UnicodeDecodeError):
             content = ""
         if not re.fullmatch("[0-9a-f]{64}", content):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = sha256(path)
             replace(remembered, content)
         lines.append([path.relative_to(root).as_posix(), content])
     return digest(lines)

@@ -5,12 +5,13 @@ process that stays (`watch`) are the same thing:
 
     OUT/watch/done/NAME.json      evaluated, failed with a reason, or gone before it could be evaluated;
                                   whoever wants to be notified watches this directory
-    OUT/watch/seen/NAME.json      since when a checkpoint without a marker of its own looks as it does
+    OUT/watch/seen/NAME.json      since when, and in how many passes, a checkpoint looks as it does
     OUT/watch/leases/             who is at it now
     OUT/watch/pins/NAME/          hard links to the files under evaluation: pruning cannot take them away
 
 A mark counts for the files, tasks and settings it was made with: when one of them changes, the checkpoint is
-evaluated again, and what is stored already is found. A checkpoint that fails does not hold up the others.
+evaluated again, and what is stored already is found. A checkpoint that fails does not hold up the others;
+one that is not whole and has long stopped changing has failed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from eval.targets import DamagedError, NotWholeError, Target
 from pipeline.run_dir import EXPORT
 
 Say = Callable[[str], None]
+STALE_PASSES, STALE_SECONDS = 3, 600.0  # seen so often and so long as it is, nobody writes it any more
 PASSING = ("OutOfMemoryError", "AcceleratorError")  # of torch: the device, not the model
 
 
@@ -144,13 +146,21 @@ class Watch:
     def _attempt(self, target: Target, asked: str) -> int:
         """Evaluate a target whose lease is ours; 1 when it was. What keeps it from it is noted by name."""
         files = target.fingerprint()
+        stale = None
         try:
             with _pinned(target.path, self.state / "pins" / target.name) as pinned:
-                target.require_whole(pinned, self._unchanged(target, files))
+                passes, seconds = self._seen(target, files)
+                stale = seconds if passes >= STALE_PASSES and seconds >= STALE_SECONDS else None
+                settled = seconds >= targets.SETTLE_SECONDS or _rests(target.path, self.state)
+                target.require_whole(pinned, settled)
                 self._evaluate(target, pinned, files, asked)
             return 1
         except NotWholeError as error:
-            self._not_whole(target, files, asked, str(error))
+            if stale is not None and target.path.is_dir():
+                reason = f"{error}, and nothing has changed for {stale / 60:.0f} minutes"
+                self._fail(target, files, asked, reason)
+            else:
+                self._not_whole(target, files, asked, str(error))
         except Exception as error:
             reason = one_line(error)
             if not isinstance(error, DamagedError | UserError | store.StoreConflictError):
@@ -201,23 +211,30 @@ class Watch:
         elif settings.retriever in DENSE:
             encoder_path(settings.encoder)
 
-    def _unchanged(self, target: Target, files: str) -> bool:
-        """Whether a target has looked like this for SETTLE_SECONDS, by its files' times or by earlier passes.
-
-        Times alone would do but for clocks that differ.
-        """
+    def _seen(self, target: Target, files: str) -> tuple[int, float]:
+        """In how many passes, this one included, a target has looked like this, and for how many seconds."""
         path = self.state / "seen" / f"{target.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         now = now_there(path.parent)
-        with contextlib.suppress(OSError):
-            newest = max((p.stat().st_mtime for p in target.path.iterdir()), default=now)
-            if newest <= now - targets.SETTLE_SECONDS:
-                return True
         seen = store.read_json(path)
-        if isinstance(seen, dict) and seen.get("files") == files and isinstance(seen.get("since"), float):
-            return seen["since"] <= now - targets.SETTLE_SECONDS
-        store.replace(path, store.dump({"files": files, "since": now}))
-        return False
+        passes, since = 0, now
+        if isinstance(seen, dict) and seen.get("files") == files:
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                passes, since = int(seen["passes"]), float(seen["since"])
+        store.replace(path, store.dump({"files": files, "since": since, "passes": passes + 1}))
+        return passes + 1, now - since
+
+
+def _rests(path: Path, state: Path) -> bool:
+    """Whether files say by their times that nothing has changed for long enough.
+
+    That would do without passes that remember, but for clocks that differ. state: a directory to ask for the
+    file system's time.
+    """
+    with contextlib.suppress(OSError):
+        newest = max((p.stat().st_mtime for p in path.iterdir()), default=None)
+        return newest is not None and newest <= now_there(state) - targets.SETTLE_SECONDS
+    return False
 
 
 def _may_pass(error: Exception) -> bool:

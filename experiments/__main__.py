@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from common.errors import UserError
+from common.exit_codes import ExitCode
 from common.provenance import REPOSITORY
 from experiments.design import Experiment, chosen, read_experiment, trials
+from experiments.outcome import outcome
 from experiments.work import Work
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 a run failed, 2 a mistake in the input, 130 interrupted."""
     args = _parser().parse_intermixed_args(argv)
-    try:
-        experiment = read_experiment(args.file, args.overrides)
-        return (_table if args.command == "table" else _run)(args, experiment)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+    command = _table if args.command == "table" else _run
+    return outcome(lambda: command(args, read_experiment(args.file, args.overrides)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +49,9 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     if args.kubernetes is not None:
         schedulers.kubernetes(args.file, args.overrides, args.workers, experiment.ranks, args.kubernetes)
     if args.dry_run or args.slurm is not None or args.kubernetes is not None:
-        return 0
+        return ExitCode.DONE
+    # Runs beside each other share the cores of a machine without a GPU.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
     command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
     others = [subprocess.Popen(command) for _ in range(args.jobs - 1)]
     try:
@@ -89,7 +87,7 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     path = write(Work(experiment))
     print(path.read_text())
     print(f"{path}; numbers: {path.with_name('results.json')}")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from common.exit_codes import ExitCode
 from common.files import write_text
 from common.provenance import REPOSITORY, code_version
 from common.recipe import Section, load_section
+from experiments.design import fill
+from experiments.outcome import outcome
 
 RESULTS, REPORT = "results.json", "report.html"
 COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
@@ -79,15 +81,6 @@ class Evidence(Section):
         return self
 
 
-def fill(text: str, names: dict[str, str]) -> str:
-    """`{name}` in a text replaced. Raises UserError for a name that is not known."""
-    try:
-        return text.format(**names)
-    except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(names) or "none"
-        raise UserError(f"{text!r} cannot be filled in ({error}); names: {known}") from None
-
-
 def gather(evidence: Evidence, jobs: int, say: Say) -> dict[str, Any]:
     """Do every part and return everything that was found."""
     found: dict[str, Any] = {}
@@ -95,15 +88,14 @@ def gather(evidence: Evidence, jobs: int, say: Say) -> dict[str, Any]:
     began = time.monotonic()
     for name, part in evidence.parts.items():
         say(f"{name}: {part.title}")
-        missing = next((p for p in part.needs if not Path(fill(p, evidence.names)).exists()), None)
-        if missing is not None and part.otherwise is None:
-            left_out[name] = f"left out: {fill(missing, evidence.names)} does not exist"
+        needed = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
+        missing = next((path for path in needed if not Path(path).exists()), None)
+        if missing is not None:
+            what = "left out" if part.otherwise is None else part.otherwise.note
+            left_out[name] = f"{what}, as {missing} does not exist"
             say(f"{name}: {left_out[name]}")
-            continue
-        if missing is not None and part.otherwise is not None:
-            left_out[name] = f"{part.otherwise.note} ({fill(missing, evidence.names)} does not exist)"
-            say(f"{name}: {left_out[name]}")
-        found[name] = _do(evidence, name, part, missing is not None, jobs)
+        if missing is None or part.otherwise is not None:
+            found[name] = _do(evidence, name, part, missing is not None, jobs)
     return {
         "code": code_version(),
         "minutes": round((time.monotonic() - began) / 60, 1),
@@ -118,13 +110,14 @@ def gather(evidence: Evidence, jobs: int, say: Say) -> dict[str, Any]:
 def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> dict[str, Any]:
     """Run a part's commands; what it found."""
     instead = part.otherwise if lacking else None
+    where = f"parts.{name}"
     for text in instead.before if instead else []:
-        _run(shlex.split(fill(text, evidence.names)))
+        _run(shlex.split(fill(text, evidence.names, where)))
     out = evidence.out / name
     command = ["python", "-m", COMMANDS[part.kind]]
     if part.kind == "sweep":
         command += ["run", "--jobs", str(jobs)]
-    names = {} if instead else {key: fill(value, evidence.names) for key, value in part.names.items()}
+    names = {} if instead else {key: fill(value, evidence.names, where) for key, value in part.names.items()}
     file = instead.file if instead else part.file
     _run([*command, str(file), f"out={out}", *(f"names.{key}={value}" for key, value in names.items())])
     return json.loads((out / RESULTS).read_text())
@@ -156,12 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-    try:
-        evidence = load_section(Evidence, args.file, args.overrides)
-        results = gather(evidence, args.jobs, lambda line: print(line, flush=True))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+    return outcome(lambda: _main(load_section(Evidence, args.file, args.overrides), args.jobs))
+
+
+def _main(evidence: Evidence, jobs: int) -> int:
+    results = gather(evidence, jobs, lambda line: print(line, flush=True))
     from experiments.report import html
 
     evidence.out.mkdir(parents=True, exist_ok=True)

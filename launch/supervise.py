@@ -31,6 +31,7 @@ from pipeline.stop import REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
+OF_TRAINING = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
 
 
 class Rank:
@@ -125,12 +126,12 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool
             return ExitCode.STOPPED  # ended from here before anything had begun
         if launcher == 0 and not hosts:
             return ExitCode.FAILURE
-        return launcher if launcher in set(ExitCode) else ExitCode.FAILURE
+        return launcher if launcher in OF_TRAINING else ExitCode.FAILURE
     codes = set(ranks)
     if codes == {ExitCode.DONE} and launcher <= 0:  # one that was killed then changes nothing
         return ExitCode.DONE
     if codes == {ExitCode.DONE}:  # a rank of another host has not finished
-        return launcher if launcher in set(ExitCode) else ExitCode.FAILURE
+        return launcher if launcher in OF_TRAINING else ExitCode.FAILURE
     if ExitCode.MISTAKE in codes:
         return ExitCode.MISTAKE
     if codes <= {ExitCode.DONE, ExitCode.STOPPED}:

@@ -196,6 +196,8 @@ class Engine:
 
     def _frozen_sum(self) -> int:
         """A sum of the bits of all parameters that do not train, the same for any number of ranks."""
+        if all(parameter.requires_grad for parameter in self.model.parameters()):
+            return 0
         total = 0
         for name, parameter in self.model.named_parameters():
             part = getattr(parameter, "ds_tensor", None)  # this rank's part under ZeRO-3

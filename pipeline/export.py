@@ -245,7 +245,7 @@ class ShardWriter:
         if self.problem is None:
             try:
                 work()
-            except (OSError, UserError, SafetensorError) as error:
+            except (OSError, SafetensorError) as error:
                 self.problem = f"{self.directory} cannot be written ({one_line(error, 200)}); {AGAIN}"
                 self._shard.clear()
 

@@ -109,7 +109,7 @@ class RunLock:
         if self.lost:
             return
         # Where the disk is full, what must be written reports it.
-        with self._writing, contextlib.suppress(OSError, UserError):
+        with self._writing, contextlib.suppress(OSError):
             beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             write_text(self.run_dir / HEARTBEAT, json.dumps(beat))

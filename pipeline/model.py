@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from common.errors import UserError, nearest, one_line
+from common.weights import Loaded, load_causal_lm
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RunConfig
@@ -47,9 +48,6 @@ from pipeline.ranks import gather_objects
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
-
-# Masks that old checkpoints carry as tensors and that models now make themselves.
-OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
 
 def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
@@ -198,8 +196,8 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     elif kind not in ("pretrained", "permuted"):
         cost = load_cost(kind, vocab_size, cache_mb=megabytes)
     elif config.model.path is not None or objective.needs_cost:
-        source = config.model.path or str(initial_weights(config))
-        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=config.model.revision)
+        source, revision = origin(config)
+        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
@@ -221,6 +219,13 @@ def initial_weights(config: RunConfig) -> Path:
     return config.run_dir / INITIAL
 
 
+def origin(config: RunConfig) -> tuple[str, str | None]:
+    """Where the weights before training are, a path or hub id, and the commit of a hub model."""
+    if config.model.path is None:
+        return str(initial_weights(config)), None
+    return config.model.path, config.model.revision
+
+
 def write_initial_weights(config: RunConfig) -> None:
     """Initialise a new model on this rank and save it, so that every world size starts the same."""
     target = initial_weights(config)
@@ -239,43 +244,33 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
 
     Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
     """
-    path = config.model.path or str(initial_weights(config))
+    path, revision = origin(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=config.model.revision if config.model.path else None,
-            dtype=getattr(torch, config.model.dtype),
-            attn_implementation=attn,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
+        loaded = load_causal_lm(
+            path, revision, dtype=getattr(torch, config.model.dtype), attn_implementation=attn
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(_unreachable(path, error)) from None
-    model, report = loaded
-    _check_complete(path, report)
-    _check_finite(path, model)
-    return model
+    _check_complete(path, loaded)
+    _check_finite(path, loaded.model)
+    return loaded.model
 
 
-def _check_complete(path: str, report: dict[str, Any]) -> None:
-    """Every tensor was in the checkpoint, in its shape, and nothing else was."""
-    unexpected = [name for name in report["unexpected_keys"] if not OLD_BUFFERS.search(name)]
-    mismatched = [str(found[0]) for found in report["mismatched_keys"]]
+def _check_complete(path: str, loaded: Loaded) -> None:
+    """Every tensor was in the checkpoint, as it is in the model, and nothing else was."""
     for what, names in (
-        ("lacks", report["missing_keys"]),
-        ("has another shape for", mismatched),
-        ("holds what this kind of model has not:", unexpected),
+        ("lacks", loaded.missing),
+        ("has another shape for", loaded.mismatched),
+        ("holds what this kind of model has not:", loaded.unexpected),
     ):
         if names:
-            first = sorted(names)
-            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"model.path={path} {what} {', '.join(first[:3])}{more}: it is damaged, or not a "
+                f"model.path={path} {what} {', '.join(names[:3])}{more}: it is damaged, or not a "
                 "checkpoint of a causal language model; set model.path to one that is complete"
             )
-    if report.get("error_msgs"):
-        errors = "; ".join(str(message) for message in report["error_msgs"])
-        raise UserError(f"model.path={path} cannot be loaded: {one_line(errors)}")
+    if loaded.fault is not None:
+        raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
 
 
 def _check_finite(path: str, model: nn.Module) -> None:
@@ -300,10 +295,8 @@ def _check_finite(path: str, model: nn.Module) -> None:
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
-    path = config.model.path or str(initial_weights(config))
-    hf_config = AutoConfig.from_pretrained(
-        path, revision=config.model.revision if config.model.path else None
-    )
+    path, revision = origin(config)
+    hf_config = AutoConfig.from_pretrained(path, revision=revision)
     model = load_pretrained(config, usable_attention(config.model, hf_config))
     model.config.use_cache = False
     if config.model.lora is not None:

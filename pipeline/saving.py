@@ -114,7 +114,7 @@ class Saver:
                 partial.mkdir(parents=True, exist_ok=True)
                 write_text(partial / STATE, json.dumps(state, allow_nan=False))
             return None, self._describe(partial, self.engine.files.write())
-        except (OSError, UserError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
+        except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
             return one_line(found, 200), {}
 
     def _publish(self, step: int, partial: Path, files: dict[str, FileFacts]) -> list[str]:
@@ -126,7 +126,7 @@ class Saver:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, step)
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
-        except (OSError, UserError) as found:
+        except OSError as found:
             return [f"rank 0: {one_line(found, 200)}"]
         if train.copy_to is not None:
             _copy(final, train.copy_to)

@@ -235,7 +235,7 @@ def families_say_which_attention_they_have() -> None:
     assert (llama._supports_sdpa, llama._supports_flash_attn, xglm._supports_sdpa) == (True, True, False)
 
 
-@needs("pipeline/model.py", "output_loading_info=True")
+@needs("common/weights.py", "output_loading_info=True")
 @needs("pipeline/export.py", "output_loading_info=True")
 def loading_tells_what_was_missing() -> None:
     import tempfile
@@ -245,9 +245,42 @@ def loading_tells_what_was_missing() -> None:
     with tempfile.TemporaryDirectory() as directory:
         family("llama").save_pretrained(directory)
         _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"} <= set(report)
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= set(report)
 
 
+@needs("common/weights.py", "LOAD REPORT")
+def what_is_missing_is_told_in_a_table() -> None:
+    from transformers import modeling_utils
+    from transformers.utils import loading_report
+
+    source = inspect.getsource(loading_report)
+    assert "LOAD REPORT" in source and "CONVERSION" in source
+    assert "tied weights" in inspect.getsource(modeling_utils.PreTrainedModel.tie_weights)
+    assert modeling_utils.logger.name == "transformers.modeling_utils"
+
+
+@needs("common/weights.py", "load_state_dict(")
+@needs("common/weights.py", "get_expanded_tied_weights_keys")
+@needs("common/weights.py", "_keys_to_ignore_on_load_unexpected")
+@needs("common/weights.py", "hf_quantizer")
+def files_and_ties_can_be_looked_at() -> None:
+    import tempfile
+
+    from transformers.modeling_utils import PreTrainedModel, load_state_dict
+
+    model = family("llama", tie_word_embeddings=True)
+    assert model.get_expanded_tied_weights_keys(all_submodels=True) == {
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
+    assert hasattr(model, "_keys_to_ignore_on_load_unexpected")
+    assert "hf_quantizer" in inspect.getsource(PreTrainedModel.from_pretrained)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        held = load_state_dict(f"{directory}/model.safetensors", map_location="meta")
+    assert held["model.norm.weight"].is_meta and held["model.norm.weight"].is_floating_point()
+
+
+@needs("common/weights.py", "_raise_exceptions_for_missing_entries")
 @needs("pipeline/loss/cost_source.py", "_raise_exceptions_for_missing_entries")
 def absent_files_can_be_asked_for() -> None:
     import tempfile

@@ -64,8 +64,8 @@ def style() -> Iterator[None]:
 
 
 def colour(index: int) -> str:
-    """Colour of the index-th series, as the figures draw it."""
-    return SERIES[index % len(SERIES)]
+    """Colour of the index-th series, as the figures draw it. The first, the baseline's, never comes again."""
+    return SERIES[0] if index == 0 else SERIES[1 + (index - 1) % (len(SERIES) - 1)]
 
 
 def css_colour(index: int) -> str:
@@ -74,8 +74,11 @@ def css_colour(index: int) -> str:
 
 
 def marker(index: int) -> str:
-    """Marker of the index-th series; colour and marker together repeat after 144 series."""
-    return _MARKERS[(index + index // len(SERIES)) % len(_MARKERS)]
+    """Marker of the index-th series; colour and marker together repeat after 133 series."""
+    if index == 0:
+        return _MARKERS[0]
+    turn, place = divmod(index - 1, len(SERIES) - 1)
+    return _MARKERS[(1 + place + turn) % len(_MARKERS)]
 
 
 def shortened(name: str, limit: int = 26) -> str:

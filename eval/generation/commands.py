@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.exit_codes import ExitCode
 from eval.generation.prefixes import CORPORA, Prefixes, from_corpus, from_file, given, read_texts
 
 TOKENS, SAMPLES = 80, 8
@@ -122,7 +123,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
     known = len(records) - generation.computed
     say(f"{model.name}: {len(records)} texts ({known} already known) in {generation.directory}")
-    return 0
+    return ExitCode.DONE
 
 
 def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -135,7 +136,7 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     sampled = [Sampled.read(directory) for directory in args.texts]
     results = [measure(one, wanted, args.out, say) for one in sampled]
     say("\n".join(table(results)))
-    return 0
+    return ExitCode.DONE
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
+from common.files import write_atomically
 from eval import store
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
@@ -125,10 +126,8 @@ class Encoder:
     def _write_segment(self, keys: list[bytes], vectors: np.ndarray) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"{uuid.uuid4().hex}.npz"
-        temporary = self.directory / f".{name}"
-        with temporary.open("wb") as file:
-            np.savez(file, keys=np.stack([np.frombuffer(k, dtype=np.uint8) for k in keys]), vectors=vectors)
-        temporary.replace(self.directory / name)
+        digests = np.stack([np.frombuffer(key, dtype=np.uint8) for key in keys])
+        write_atomically(self.directory / name, lambda sink: np.savez(sink, keys=digests, vectors=vectors))
         self._read.add(name)
         for key, vector in zip(keys, vectors, strict=True):
             self._vectors.setdefault(key, vector)

@@ -106,7 +106,8 @@ def gather(
     models = read_models(outs, skipped.append)
     for name in [*runs, *([baseline] if baseline else []), *(n for ns in (seeds or {}).values() for n in ns)]:
         pick(models, name)
-    models = [m for m in models if m.results or m.samples]
+    tasks = in_order({task for m in models for task in m.results})
+    models = [m for m in models if m.results or m.samples or m.unreadable.keys() & tasks]
     if not models:
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
     overlaps = {}
@@ -116,7 +117,6 @@ def gather(
             overlaps[model.name] = _contamination(runs[model.name])
     groups = arrange(models, list(runs), baseline)
     models = [model for _, members in groups for model in members]
-    tasks = in_order({task for m in models for task in m.results})
     comparisons = {m.name: compare_pair(models[0], m, tasks) for m in models[1:]}
     comparisons = {name: c for name, c in comparisons.items() if c.tasks or c.refused}
     return Report(

@@ -6,6 +6,7 @@ from typing import Any
 
 DASH = "\u2013"
 MINUS = "\u2212"
+UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted
 
 
 def percent(value: float | None) -> str:

@@ -10,7 +10,18 @@ from common.page.parts import Markup, chip, figure, join, legend, page, row, sec
 from eval.compare import ALPHA
 from eval.report import evidence, plots
 from eval.report.gather import Report
-from eval.report.numbers import DASH, arrow, count, p_value, percent, points, shortened, span, spread
+from eval.report.numbers import (
+    DASH,
+    UNREADABLE,
+    arrow,
+    count,
+    p_value,
+    percent,
+    points,
+    shortened,
+    span,
+    spread,
+)
 from eval.report.order import method
 from eval.results import Model
 
@@ -105,11 +116,10 @@ def _results(report: Report) -> Markup:
         for task in tasks:
             r = report.row(model.name, task)
             sure = report.direction(model.name, task)
-            cells.append(
-                DASH
-                if r is None
-                else cell(r["accuracy"], r["low"], r["high"], r["accuracy"] == best[task], sure)
-            )
+            if r is None:
+                cells.append(tag("span", UNREADABLE, class_="down") if task in model.unreadable else DASH)
+            else:
+                cells.append(cell(r["accuracy"], r["low"], r["high"], r["accuracy"] == best[task], sure))
         mean = means[model.name]
         sure = report.direction(model.name, None)
         cells.append(DASH if mean is None else cell(mean[0], mean[1].low, mean[1].high, mean[0] == top, sure))
@@ -129,8 +139,11 @@ def _results(report: Report) -> Markup:
 
 def _results_caption(report: Report) -> str:
     caption = (
-        "Per cent, with 95 % intervals (Wilson); bold: best of a column. Tasks with groups: mean over them."
+        "Per cent, with 95 % intervals; bold: best of a column. Tasks: Wilson's interval; those with groups "
+        "are the mean over them. Mean: the tasks' intervals combined as of independent tasks."
     )
+    if any(task in m.unreadable for m in report.models for task in report.tasks):
+        caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
     if report.seeds:
         caption += " Seeds: mean ± standard deviation."
     if report.baseline:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from common.text import markdown as plain
 from eval.compare import ALPHA
 from eval.report.gather import Report
-from eval.report.numbers import arrow, p_value, percent, points, span, spread
+from eval.report.numbers import UNREADABLE, arrow, p_value, percent, points, span, spread
 from eval.report.order import method
 
 DETAILS = (
@@ -41,7 +41,10 @@ def _accuracy(report: Report) -> list[str]:
             for task in report.tasks:
                 r = report.row(model.name, task)
                 mark = arrow(report.direction(model.name, task))
-                cells.append(f"{percent(None if r is None else r['accuracy'])} {mark}".strip())
+                shown = (
+                    UNREADABLE if task in model.unreadable else percent(None if r is None else r["accuracy"])
+                )
+                cells.append(f"{shown} {mark}".strip())
             mean = report.mean(model)
             mark = arrow(report.direction(model.name, None))
             cells.append(f"{percent(None if mean is None else mean[0])} {mark}".strip())

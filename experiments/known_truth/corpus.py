@@ -15,7 +15,6 @@ import json
 import sys
 from pathlib import Path
 
-from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import write_text
 from eval.generation.choice import Decoding
@@ -23,9 +22,9 @@ from eval.generation.prefixes import given
 from eval.generation.records import Generation, Plan
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
+from experiments.outcome import outcome
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
-STORE = "store"  # below the results directory that Generation is given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,17 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
         parser.add_argument(f"--{split}", type=int, default=count, help="texts (%(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens of a text at most (%(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        oracle = EvaluatedModel(args.oracle)
-        for split, seed in SEEDS.items():
-            rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
-            text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
-            write_text(args.out / f"{split}.jsonl", text)
-            print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+    return outcome(lambda: _main(parser.parse_args(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
+    oracle = EvaluatedModel(args.oracle)
+    for split, seed in SEEDS.items():
+        rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
+        text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
+        write_text(args.out / f"{split}.jsonl", text)
+        print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
     return ExitCode.DONE
 
 

@@ -29,6 +29,7 @@ from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
 from experiments.known_truth.corpus import sample
+from experiments.outcome import outcome
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
@@ -36,7 +37,7 @@ SAMPLES_SEED = 4  # not one of the corpus's
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write. Exit codes: 0 done, 2 a mistake in the input."""
+    """Measure and write. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.oracle", description=__doc__)
     for name in ("--oracle", "--model", "--texts", "--out"):
         parser.add_argument(name, required=True, type=Path)
@@ -44,15 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dev", type=Path)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=160, help="of each sample at most (%(default)s)")
-    args = parser.parse_args(argv)
-    try:
-        oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-        found = measure(oracle, model, args.texts, args.baseline, args.dev)
-        if args.samples:
-            found["samples"] = judged(oracle, model, args.samples, args.tokens, args.out.parent)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+    return outcome(lambda: _main(parser.parse_args(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
+    oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+    found = measure(oracle, model, args.texts, args.baseline, args.dev)
+    if args.samples:
+        found["samples"] = judged(oracle, model, args.samples, args.tokens, args.out.parent)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.out, json.dumps(found, indent=1))
     return ExitCode.DONE

@@ -21,13 +21,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from common.errors import UserError
+from common.exit_codes import ExitCode
 from common.files import write_text
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
+from experiments.outcome import outcome
 from experiments.statistics import estimate, verdict
 from pipeline.loss import Objective, get_objective
 
@@ -196,37 +197,37 @@ def _row(cell: dict[str, Any]) -> dict[str, Any]:
 def _answer(study: Study, name: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     """The verdict over all cells: runs of all cells are pairs, each cell a block of equal weight."""
     question = study.questions[name]
-    outcome = study.outcome
+    measure = study.outcome
     better: list[float] = []
     others: list[list[float]] = [[] for _ in question["than"]]
     for cell in done:
         values = cell["values"]
         if question.get("tempered"):  # the gap is already the difference from the tempered baseline
-            better += values[question["better"]][f"gap_{outcome}"]
+            better += values[question["better"]][f"gap_{measure}"]
             others[0] += [0.0] * study.runs
             continue
-        better += values[question["better"]][outcome]
+        better += values[question["better"]][measure]
         for place, label in enumerate(question["than"]):
-            others[place] += values[label][outcome]
-    return {"outcome": outcome, **verdict(better, others, least=True)._asdict()}
+            others[place] += values[label][measure]
+    return {"outcome": measure, **verdict(better, others, least=True)._asdict()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a study. Exit codes: 0 done, 2 a mistake in the input."""
+    """Run a study. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
-    try:
-        study = load_section(Study, args.file, args.overrides)
-        results = run(study)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
+    return outcome(lambda: _main(load_section(Study, args.file, args.overrides)))
+
+
+def _main(study: Study) -> int:
+    results = run(study)
     for name, found in results["verdicts"].items():
         print(f"{name}: {found['answer']} ({found['effect']:.4g} [{found['low']:.4g}, {found['high']:.4g}])")
     print(study.out / "results.json")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if not Path(source).exists():
+            raise UserError(
+                f"cost embedding {source} is neither here nor a hub model that can be reached; give a "
+                f"model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
+            ) from None
         line = one_line(error, 200)
         raise UserError(f"cost embedding {source} is not a causal LM's directory or hub id: {line}") from None
     head = model.get_output_embeddings()

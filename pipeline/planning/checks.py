@@ -129,5 +129,11 @@ def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
             return  # the head of weights that the run itself is going to write
         source = path
     is_file = Path(source).suffix in FILES
+    is_path = is_file or source.startswith(("/", ".", "~")) or source.count("/") > 1
+    if is_path and source != path and not Path(source).exists() and (here or is_file):
+        raise UserError(
+            f"objective.cost={source} does not exist; give pretrained, live, constant or permuted, a model's "
+            f"directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
+        )
     if source != "live" and (here or is_file or Path(source).exists()):
         load_cost(source, vocab_size, revision=config.model.revision if source == path else None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +169,7 @@ def _check_zero(zero: Any, path: Path) -> None:
         if first["type"] == "extra_forbidden":
             known = _keys_at(DeepSpeedZeroConfig, first["loc"][:-1])
             raise UserError(f"{path}: unknown key {place}; {nearest(str(first['loc'][-1]), known)}") from None
-        raise UserError(f"{path}: {place}: {first['msg']} (given: {first['input']!r})") from None
+        raise UserError(f"{path}: {_told(first, 'zero_optimization')}") from None
 
 
 def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
@@ -182,9 +184,18 @@ def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']} (given: {first['input']!r})"
+        return _told(error.errors()[0])
     return one_line(error, 200)
+
+
+def _told(error: Mapping[str, Any], *section: str) -> str:
+    """What pydantic refuses: where, why, and what was given."""
+    message = error["msg"]
+    if error["type"] == "enum":  # it lists a second name of a value like a value of its own
+        known = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
+        message = f"must be one of {', '.join(known)}"
+    place = ".".join(map(str, (*section, *error["loc"])))
+    return f"{place}{': ' if place else ''}{message} (given: {error['input']!r})"
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path) -> None:

@@ -1,15 +1,29 @@
-"""Hashes that are remembered, directories that a tool made, locks."""
+"""Files that are whole or absent, hashes that are remembered, directories that a tool made, locks."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
-from common.files import TICK, Hashes, claim, foreign, locked, remove_made, sha256, write_text
+from common.files import (
+    TICK,
+    DiskFullError,
+    Hashes,
+    claim,
+    foreign,
+    locked,
+    remove_made,
+    sha256,
+    write_once,
+    write_text,
+)
 
 MADE = ("train/*.arrow", "plan.npz", ".new/tokenizer/tokenizer.json")
 
@@ -18,6 +32,47 @@ def put(path: Path, text: str = "x") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def refusing(code: int) -> Callable[..., None]:
+    """A call of the system that always fails with `code`."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_told_with_its_place_and_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It is no mistake in the input: exit codes and the watcher's marks follow from the type."""
+    monkeypatch.setattr("os.fsync", refusing(code))
+    for write in (write_text, write_once):
+        with pytest.raises(DiskFullError) as caught:
+            write(tmp_path / "a.json", "text")
+        wanted = f"no space left while writing {tmp_path / 'a.json'}; make room in {tmp_path}"
+        assert str(caught.value) == wanted
+    with pytest.raises(DiskFullError, match="make room in"):
+        claim(tmp_path / "new", "marker.json", "{}", "dir")
+    assert not isinstance(caught.value, UserError)
+    assert [p.name for p in tmp_path.rglob("*")] == ["new"], "nothing half stays"
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_files_are_written_without_locks_in_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Results of many machines lie on file systems that need not have locks."""
+    monkeypatch.setattr(fcntl, "flock", refusing(code))
+    write_text(tmp_path / "a", "text")
+    assert write_once(tmp_path / "b", "one") and not write_once(tmp_path / "b", "two")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "text", "b": "one"}
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
+    with pytest.raises(OSError, match=r"Input/output error"):
+        write_text(tmp_path / "c", "text")
+    assert not (tmp_path / "c").exists()
 
 
 def test_hashes_are_remembered_until_a_file_is_touched(

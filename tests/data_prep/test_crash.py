@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.errors import UserError
+from common.files import DiskFullError
 from data_prep.config import DataConfig
 from data_prep.shards import TokenDataset
 from data_prep.verify import verify
@@ -180,7 +180,7 @@ def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> 
     met = set()
     for kilobytes in sorted({8, 24, 60, 100, 160, total // 3, total * 2 // 3, total - 20}):
         out = small_disk(kilobytes) / "out"
-        with pytest.raises(UserError, match=r"no space left while writing .*; free some, or") as caught:
+        with pytest.raises(DiskFullError, match=r"no space left while writing .*; make room in") as caught:
             run(config_of(root, out))
         assert "\n" not in str(caught.value)
         met.add(str(caught.value).split("writing ")[1].split(";")[0])

@@ -60,6 +60,12 @@ ERRORS: dict[str, tuple[str, bytes, str]] = {
         "some words\n".encode("utf-16"),
         r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8",
     ),
+    "UTF-32": (
+        "a.txt",
+        "some words\n".encode("utf-32"),
+        r"a.txt is UTF-32, not UTF-8; convert it: iconv -f UTF-32 -t UTF-8",
+    ),
+    "UTF-32, big end first": ("a.txt", b"\0\0\xfe\xff" + "some".encode("utf-32-be"), "a.txt is UTF-32"),
     "truncated zstd": ("a.jsonl.zst", zstandard.compress(lines(*GOOD))[:-40], "cannot be unpacked"),
     "garbage named zst": ("a.jsonl.zst", b"not zstd at all", "cannot be unpacked"),
     "truncated gzip": ("a.txt.gz", gzip.compress(b"word " * 999)[:-12], "cannot be unpacked"),
@@ -126,6 +132,14 @@ CHAT_ERRORS: dict[str, tuple[Any, str]] = {
     "content is a list": (
         talk(("user", ["a"]), ("assistant", "b")),
         r"messages.content must be text, not list",
+    ),
+    "content is null": (
+        talk(("user", "a"), ("assistant", None)),
+        r"wrong type \(column messages\[1\].content must be text, not null\)",
+    ),
+    "role is null": (
+        {"messages": [{"role": None, "content": "a"}]},
+        r"column messages\[0\].role must be text, not null",
     ),
     "no role": ({"messages": [{"content": "a"}]}, "missing column .*role and content"),
     "no output": (
@@ -247,6 +261,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "too small a share to validate on": (
         {"validation_fraction": 1e-9},
         "validation set is empty: data.validation_fraction=1e-09 takes no row",
+    ),
+    "so large a share that nothing is left to train on": (
+        {"validation_fraction": 1 - 1e-12},
+        r"no row is left to train on: data.validation_fraction=0.9{12} takes all 9 of them; set a smaller",
     ),
     "hub without network": (
         {"sources": [{"hub": "no-such/data-set"}]},

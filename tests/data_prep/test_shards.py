@@ -235,7 +235,7 @@ FAULTS = {
     damage_manifest_rows: "says 7 rows, its shards",
     damage_manifest_block: "was edited|not 64 tokens",
     damage_manifest_format: "has format 99, this version reads",
-    damage_manifest_text: "is not a manifest of this version",
+    damage_manifest_text: r"is not a manifest of this version \(Invalid JSON",
     damage_no_manifest: "train is not complete",
 }
 

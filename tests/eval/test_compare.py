@@ -12,6 +12,7 @@ import pytest
 from common.errors import UserError
 from eval.compare import compare_pair, regression, table
 from eval.results import read_models
+from eval.store import publish_sealed
 from tests.helpers.evaluating import command
 from tests.helpers.results import COMPARED, fabricated, write_model, write_result
 
@@ -165,6 +166,37 @@ def test_a_result_of_another_version_is_skipped(missing: str, tmp_path: Path) ->
     (model,) = read_models([tmp_path], said.append)
     assert list(model.results) == ["sst2"]
     assert said == [f"skipped {path}: a result of another version; evaluate it again"]
+
+
+def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
+    """A file that is easily edited must not say anything else than the store, which is not."""
+    for name in "ab":
+        fabricated(tmp_path, name, {"sst2": [True] * 10, "trec": [True, False] * 5})
+    path = tmp_path / "models" / "b" / "trec.json"
+    view = json.loads(path.read_text())
+    sealed = tmp_path / "store" / view["key"] / "result.json"
+    publish_sealed(sealed, view["result"])
+    assert command("compare", "a", "b", "--results", tmp_path)[2] == ""
+    path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
+    code, out, err = command("compare", "a", "b", "--results", tmp_path)
+    assert code == 0 and "not compared, for want of a result: trec (b)" in out
+    assert f"skipped {path}: it differs from the result that the store has sealed" in err
+    assert command("report", tmp_path)[0] == 0
+    page, markdown = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert ">unreadable</span>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
+    assert [line for line in markdown.splitlines() if "| unreadable |" in line and " b" in line]
+    sealed.write_text("{")  # what is damaged itself cannot contradict
+    assert "trec" in read_models([tmp_path])[1].results
+
+
+def test_a_model_whose_only_result_is_damaged_keeps_its_row(tmp_path: Path) -> None:
+    for name in "ab":
+        fabricated(tmp_path, name, {"sst2": [True] * 10})
+    (tmp_path / "models" / "b" / "sst2.json").write_text("{")
+    (tmp_path / "models" / "b" / "notes.json").write_text("{}")
+    code, out, _ = command("report", tmp_path)
+    assert code == 0 and "report of 2 models on 1 tasks" in out
+    assert (tmp_path / "report.html").read_text().count(">unreadable</span>") == 1
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:

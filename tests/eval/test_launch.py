@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.cli import EXIT_ERROR, EXIT_REGRESSION, EXIT_RETRY, parser
+from common.exit_codes import ExitCode
+from eval.cli import parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 
@@ -73,7 +74,11 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
 
 
 def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
-    for given, requeued in ((EXIT_RETRY, True), (EXIT_ERROR, False), (EXIT_REGRESSION, False)):
+    for given, requeued in (
+        (ExitCode.STOPPED, True),
+        (ExitCode.MISTAKE, False),
+        (ExitCode.REGRESSION, False),
+    ):
         code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(given))
         assert code == given
         assert calls == (["scontrol requeue 7"] if requeued else [])
@@ -100,6 +105,6 @@ def test_kubernetes_runs_the_commands_there_are() -> None:
         parsed = parser().parse_args(arguments[1:])
         assert parsed.command == "watch" and parsed.once != parsed.until_finished
         codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-        assert codes == [EXIT_ERROR, EXIT_REGRESSION]  # everything else is tried again
+        assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
         assert pod["restartPolicy"] == "Never"  # a pod failure policy needs it
         assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}

@@ -56,7 +56,11 @@ SPOILT: dict[str, tuple[Callable[[Weights], Any], str]] = {
     ),
     "wrong shape": (
         lambda w: w.update({"model.norm.weight": torch.ones(7)}),
-        "cannot load|model.norm.weight mismatched",
+        "model.norm.weight mismatched",
+    ),
+    "integers": (
+        lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
+        "holds model.norm.weight as int32, not as floating-point",
     ),
     "nan": (
         lambda w: set_value(w, "model.layers.0.mlp.up_proj.weight", float("nan")),
@@ -70,12 +74,15 @@ SPOILT: dict[str, tuple[Callable[[Weights], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(SPOILT))
-def test_spoilt_weights_are_one_line(kind: str, copy: Path) -> None:  # defects A4, A5
+def test_spoilt_weights_are_one_line(
+    kind: str, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # defects A4, A5
     edit, message = SPOILT[kind]
     change(copy, edit)
-    with pytest.raises(UserError, match=message) as error:
+    with caplog.at_level("WARNING"), pytest.raises(UserError, match=message) as error:
         _ = EvaluatedModel(str(copy)).model
     assert "\n" not in str(error.value) and str(copy) in str(error.value)
+    assert "LOAD REPORT" not in caplog.text
 
 
 def test_run_and_generate_publish_nothing_of_a_spoilt_model(copy: Path, root: Path, tmp_path: Path) -> None:
@@ -106,6 +113,11 @@ def test_tied_heads_are_whole(tmp_path: Path) -> None:  # defects A4
     path = tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     assert EvaluatedModel(str(path)).model.lm_head.weight.shape[1] == 32
+    change(path, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    assert EvaluatedModel(str(path)).model.lm_head.weight.shape[1] == 32  # the same, twice
+    change(path, lambda w: w["lm_head.weight"].add_(1))
+    with pytest.raises(UserError, match=r"holds lm_head.weight and model.embed_tokens.weight with different"):
+        _ = EvaluatedModel(str(path)).model
 
 
 @pytest.mark.parametrize("kind", ["classifier", "encoder", "sequence to sequence"])

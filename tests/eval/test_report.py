@@ -217,8 +217,9 @@ def test_ten_models_have_ten_colours_and_room(tmp_path: Path) -> None:
     """defects E: colours repeated after six, and a legend in one row squeezed the figure to a sixth."""
     ten_models(tmp_path)
     page, *_ = written(tmp_path)
-    styles = {(figures.css_colour(i), figures.marker(i)) for i in range(144)}
-    assert len(styles) == 144 and len({figures.css_colour(i) for i in range(12)}) == 12
+    styles = {(figures.css_colour(i), figures.marker(i)) for i in range(133)}
+    assert len(styles) == 133 and len({figures.css_colour(i) for i in range(12)}) == 12
+    assert figures.css_colour(0) not in {figures.css_colour(i) for i in range(1, 133)}, "the baseline's"
     assert len(set(re.findall(r'class="chip" style="background:var\((--s\d+)\)', page))) == 10
     style = parts.STYLE.read_text()
     for i in range(12):
@@ -339,6 +340,16 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
     drawn = re.findall(r"<text[^>]*>([^<]*)</text>", page)
     assert html.escape(figures.shortened(name), quote=False) in drawn
     assert "var(--ink)" not in drawn
+
+
+def test_the_caption_says_what_each_interval_is(tmp_path: Path) -> None:
+    write_model(tmp_path, "a")
+    for task in ("sst2", "trec"):
+        write_result(tmp_path, "a", task, rows(0.5))
+    page, *_ = written(tmp_path)
+    assert "Tasks: Wilson's interval" in html.unescape(page)
+    assert "Mean: the tasks' intervals combined" in html.unescape(page)
+    assert "nreadable" not in page
 
 
 def test_text_alone_is_a_report(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from common import lease as lease_file
 from common.errors import UserError
+from common.files import DiskFullError
 from common.lease import held
 from eval import store
 from eval.icl import job
@@ -375,6 +376,7 @@ INTERRUPTED = (
     (PermissionError(13, "Permission denied", "/x"), 2, "Permission denied"),
     (NotADirectoryError(20, "Not a directory", "/x"), 2, "Not a directory"),
     (OSError(28, "No space left on device"), 75, "run the same command again to resume"),
+    (DiskFullError("no space left while writing /x/a; make room in /x"), 75, "run the same command again"),
     (ConnectionError("reset"), 75, "run the same command again to resume"),
     (torch.OutOfMemoryError("out of memory"), 75, "lower --budget"),
     (StoreConflictError("a exists with another content"), 1, "another content"),

@@ -288,6 +288,30 @@ def test_passes_remember_how_long_a_checkpoint_rests(
     assert watcher(world, run).once() == 1
 
 
+def test_a_checkpoint_that_stays_cut_short_has_failed(world: Path, tmp_path: Path) -> None:
+    """Its writer is gone. It is said once, `--until-finished` can end, and what is written again counts."""
+    run = tmp_path / "run"
+    weights = trainer_checkpoint(world, run, 5, age=3600) / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1])
+    rest(weights.parent, 3600)
+    seen, said = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json", []
+    for _ in range(4):  # a scheduler's passes; quick ones prove nothing
+        watch = watcher(world, run, said)
+        assert watch.once() == 0 and list(watch.waiting) == ["run-checkpoint-5"] and not watch.failed
+    seen.write_text(json.dumps(json.loads(seen.read_text()) | {"since": time.time() - 3000}))
+    for _ in range(2):
+        watch = watcher(world, run, said)
+        assert watch.once() == 0 and not watch.waiting and list(watch.failed) == ["run-checkpoint-5"]
+    told = [
+        line for line in said if "failed: model.safetensors is cut short, and nothing has changed" in line
+    ]
+    assert len(told) == 1 and "for 50 minutes; it is tried again when its files" in told[0]
+    weights.write_bytes(kept)
+    rest(weights.parent, 60)
+    assert watcher(world, run).once() == 1
+
+
 def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path) -> None:
     """defects A16: a mark counts for the tasks, settings and data it was made with."""
     run, data = tmp_path / "run", write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)

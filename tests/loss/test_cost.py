@@ -178,7 +178,7 @@ def test_refuses_what_is_no_cost_embedding(tmp_path: Path) -> None:
         ("two.safetensors", r"exactly one matrix \[V, H\] \(it holds 2\)"),
         ("two.pt", "exactly one matrix"),
         ("one.pt", "12 rows but the model's vocabulary has 13"),
-        ("nowhere", "not a causal LM.s directory or hub id"),
+        ("nowhere", "neither here nor a hub model that can be reached; give"),
         ("empty", "holds none of the head's tensors"),
     ):
         with pytest.raises(UserError, match=message) as caught:

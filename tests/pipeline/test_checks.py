@@ -38,7 +38,7 @@ MISTAKES = [
     ("objective.name=emoo", "did you mean emo"),
     ("objective.params.ratio_cup=3", "did you mean ratio_cap"),
     ("objective.name=demd_dense", "compares with a teacher"),
-    ("objective.cost=none.safetensors", "none.safetensors does not exist"),
+    ("objective.cost=none.safetensors", "objective.cost=none.safetensors does not exist; give pretrained, "),
     ("train.batch=7", "does not divide"),
     ("train.profile=[3,9]", r"train.profile=\[3, 9\] ends after the run's 8 steps"),
     ("model.architecture.vocab_size=100", "head has 100"),
@@ -80,6 +80,14 @@ def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"cost.safetensors"):
         check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, here=True)
+
+
+@pytest.mark.parametrize("cost", ["/nonexist", "./none", "~/none", "a/b/c"])
+def test_a_cost_directory_that_does_not_exist(recipe: Path, cost: str) -> None:
+    config = load_config(recipe, [f"objective.cost={cost}"])
+    with pytest.raises(UserError, match=f"^objective.cost={cost} does not exist; give .* hub id, or a file"):
+        check(config, ranks=1, here=True)
+    check(config, ranks=1, here=False)  # it may be where the run will be
 
 
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.files import DiskFullError
 from pipeline import cli
 from pipeline.stop import Watch
 from tests.conftest import REPO
@@ -79,6 +80,7 @@ def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
     ("error", "code"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), ExitCode.FAILURE),
+        (DiskFullError("no space left while writing runs/a; make room in runs"), ExitCode.FAILURE),
         (FileNotFoundError(errno.ENOENT, "No such file", "costs.pt"), ExitCode.MISTAKE),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), ExitCode.MISTAKE),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -173,14 +174,72 @@ def set_nan(tensors: dict[str, Tensor]) -> None:
             lambda t: t["lm_head.weight"].view(-1)[5:6].fill_(-torch.inf),
             "holds values in lm_head.weight that are",
         ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)}),
+            "holds model.norm.weight as int64, not as floating-point numbers",
+        ),
     ],
 )
-def test_weights_that_are_not_those_of_the_model(change: Change, message: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_those_of_the_model(
+    change: Change, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     # defects A4
     path = saved(tmp_path, change)
-    with pytest.raises(UserError, match=re.escape(f"model.path={path} {message}")) as caught:
+    with (
+        caplog.at_level("WARNING"),
+        pytest.raises(UserError, match=re.escape(f"model.path={path} {message}")) as caught,
+    ):
         load_pretrained(run_config(path, tmp_path), "sdpa")
     assert "\n" not in str(caught.value)
+    assert "LOAD REPORT" not in caplog.text
+
+
+def in_one_file(tensors: dict[str, Tensor], directory: Path) -> None:
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def in_shards(tensors: dict[str, Tensor], directory: Path) -> None:
+    weight_map = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        weight_map[name] = f"{number}.safetensors"
+        save_file({name: tensor}, directory / weight_map[name], {"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+def pickled(tensors: dict[str, Tensor], directory: Path) -> None:
+    torch.save(tensors, directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("write", [in_one_file, in_shards, pickled])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_tied_weights_that_differ_are_refused(
+    model_type: str, write: Callable[[dict[str, Tensor], Path], None], tmp_path: Path
+) -> None:
+    """Checkpoints of a bare base model, as GPT-2's are, have shorter names."""
+    model = family(model_type, tie_word_embeddings=True)
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in model.base_model.state_dict().items()}
+    short = next(name for name in tensors if name in ("embed_tokens.weight", "wte.weight"))
+    if model_type == "llama":
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        short = f"model.{short}"
+    for lm_head, fault in ((tensors[short].clone(), False), (tensors[short] + 1, True)):
+        write(tensors | {"lm_head.weight": lm_head}, tmp_path)
+        if not fault:
+            loaded = load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+            assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+            continue
+        with pytest.raises(UserError, match=f"holds lm_head.weight and {short} with different") as caught:
+            load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+        assert "\n" not in str(caught.value)
+
+
+def test_integers_that_old_checkpoints_carry_are_no_mistake(tmp_path: Path) -> None:
+    masks = {"transformer.h.0.attn.bias": torch.ones(4, dtype=torch.uint8)}
+    path = saved(tmp_path, lambda tensors: tensors.update(masks), "gpt2")
+    load_pretrained(run_config(path, tmp_path), "sdpa")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ sys.exit(int(sys.argv[2]))
         (-15, [], True, STOPPED),
         (-11, [], False, FAILURE),
         (0, [], False, FAILURE),  # launch.py was killed before a rank had started
+        (130, [], False, FAILURE),  # deepspeed itself was interrupted: no rank has said that it saved
     ],
 )
 def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:

@@ -1,0 +1,130 @@
+"""Loading a causal language model strictly: what its files hold is what it has, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
+# Masks that old checkpoints carry as tensors and that models now make themselves.
+OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
+
+
+class Loaded(NamedTuple):
+    """A model and what is wrong with its files; nothing is when no list has a name and `fault` is None."""
+
+    model: Any
+    missing: list[str]  # tensors that no file holds
+    mismatched: list[str]  # tensors that a file holds in another shape
+    unexpected: list[str]  # tensors that this kind of model has not
+    fault: str | None  # what else; the sentence begins with a verb: "holds ..."
+
+
+def load_causal_lm(source: str | Path, revision: str | None = None, **options: Any) -> Loaded:
+    """The model in a directory or of the hub; `options` go to `from_pretrained`.
+
+    transformers fills in what is missing and only warns: the callers refuse instead. Raises whatever
+    transformers makes of files that it cannot read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    with _without_report():
+        model, report = load(
+            source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    missing, mismatched, unexpected = (
+        sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
+        for kind in ("missing", "mismatched", "unexpected")
+    )
+    unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
+    fault = None
+    if not (missing or mismatched or unexpected):
+        fault = _silent_fault(model, _files(source, revision))
+    return Loaded(model, missing, mismatched, unexpected, fault)
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Silence transformers' table of what a checkpoint lacks, which is told in one line afterwards.
+
+    Faults of its own conversions stay: their error refers to the table.
+    """
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "CONVERSION" in message or not ("LOAD REPORT" in message or "tied weights" in message)
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _silent_fault(model: Any, files: list[Path]) -> str | None:
+    """What transformers passes over: integers become weights, and of two unlike tied tensors one wins."""
+    from transformers.modeling_utils import load_state_dict
+
+    where: dict[str, Path] = {}
+    quantized = getattr(model, "hf_quantizer", None) is not None  # its whole numbers are as they should be
+    for file in files:
+        for name, tensor in load_state_dict(file, map_location="meta").items():
+            where[name] = file
+            if not (quantized or tensor.is_floating_point() or _is_buffer(model, name)):
+                kind = str(tensor.dtype).removeprefix("torch.")
+                return f"holds {name} as {kind}, not as floating-point numbers"
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        names = [_name_in(where, model, name) for name in (one, other)]
+        if None in names or names[0] == names[1]:
+            continue
+        first, second = (load_state_dict(where[name])[name].to(model.dtype) for name in names if name)
+        if not first.equal(second):
+            return (
+                f"holds {names[0]} and {names[1]} with different values, but its config.json says that "
+                "they are one (tie_word_embeddings)"
+            )
+    return None
+
+
+def _is_buffer(model: Any, name: str) -> bool:
+    """Whether a tensor in a file is, or once was, something that the model computes itself."""
+    last = name.rpartition(".")[2]
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    return (
+        OLD_BUFFERS.search(name) is not None
+        or any(re.search(pattern, name) for pattern in ignored)
+        or any(buffer.rpartition(".")[2] == last for buffer, _ in model.named_buffers())
+    )
+
+
+def _name_in(held: dict[str, Path], model: Any, name: str) -> str | None:
+    """What files call the tensor `name`: checkpoints of a bare base model lack the prefix."""
+    names = (name, name.removeprefix(f"{model.base_model_prefix}."))
+    return next((found for found in names if found in held), None)
+
+
+def _files(source: str | Path, revision: str | None) -> list[Path]:
+    """The weight files that transformers has loaded; none where they have other names."""
+    for name in FILES:
+        whole, index = (_file(source, revision, found) for found in (name, f"{name}.index.json"))
+        if whole is not None:
+            return [whole]
+        if index is not None:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return [file for shard in shards if (file := _file(source, revision, shard)) is not None]
+    return []
+
+
+def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
+    """A file of a local or hub checkpoint; None if there is none of that name."""
+    from transformers.utils import cached_file
+
+    found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None

@@ -1,0 +1,27 @@
+"""How the commands of this room end: expected errors as one line each, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from common.errors import UserError
+from common.exit_codes import ExitCode
+from common.files import DiskFullError
+
+AGAIN = "run the same command again to resume"
+
+
+def outcome(work: Callable[[], int]) -> int:
+    """The exit code of a command: what `work` returns, 1 for a full disk, 2 for a mistake, 130 for Ctrl-C."""
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    except DiskFullError as error:
+        print(f"error: {error}, and {AGAIN}", file=sys.stderr)
+        return ExitCode.FAILURE
+    except KeyboardInterrupt:
+        print(f"interrupted; {AGAIN}", file=sys.stderr)
+        return ExitCode.INTERRUPTED

@@ -1,0 +1,155 @@
+"""The evidence from one end to the other on parts that take seconds; what is missing is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from common.recipe import load_section
+from experiments.evidence import Evidence, main
+from experiments.report import html
+from tests.conftest import REPO
+
+STUDY = {
+    "extends": str(REPO / "experiments/known-truth.yaml"),
+    "out": "unused",
+    "vocabularies": [10],
+    "shares": [1.0],
+    "tokens": [300],
+    "runs": 3,
+    "steps": 40,
+    "rates": [3e-3],
+}
+
+
+def evidence(directory: Path, **changes: Any) -> Path:
+    (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    part = {
+        "title": "A study",
+        "about": "What it is.",
+        "kind": "study",
+        "file": str(directory / "study.yaml"),
+    }
+    tree = {
+        "out": str(directory / "out"),
+        "names": {"data": str(directory / "nowhere")},
+        "cut": ["almost everything"],
+        "parts": {"study": part, "text": part | {"title": "Text <b>", "needs": ["{data}/text"]}},
+        "answers": {
+            "geometry": {"text": "Does it help?", "by": "study", "question": "geometry", "also": ["text"]}
+        },
+    } | changes
+    path = directory / "evidence.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_a_part_without_its_files_is_left_out_and_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(evidence(tmp_path))]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
+    assert results["verdicts"]["geometry"]["n"] == 3
+    assert list(results["parts"]) == ["study"]
+    assert {row["part"] for row in results["rows"]} == {"study"}
+    page = (tmp_path / "out/report.html").read_text()
+    for said in ("Does it help?", "almost everything", "left out, as", "Text &lt;b&gt;", "emo-permuted"):
+        assert said in page
+    assert "left out" in capfd.readouterr().out
+
+
+def test_what_stands_in_is_said(tmp_path: Path) -> None:
+    part = {"title": "t", "about": "a", "kind": "study", "file": "none.yaml", "needs": ["{data}/text"]}
+    instead = {"note": "another study", "before": [], "file": str(tmp_path / "study.yaml")}
+    path = evidence(tmp_path, parts={"study": part | {"otherwise": instead}}, answers=ANSWERS)
+    assert main([str(path)]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["left_out"]["study"].startswith("another study, as ")
+
+
+ANSWERS = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"answers": {"x": {"text": "?", "by": "stdy", "question": "q"}}}, "stdy is not one of the parts"),
+        ({"parts": {}}, "parts"),
+        (
+            {
+                "parts": {
+                    "study": {
+                        "title": "t",
+                        "about": "a",
+                        "kind": "study",
+                        "file": "missing.yaml",
+                    }
+                },
+                "answers": ANSWERS,
+            },
+            "ended with exit code 2",
+        ),
+        (
+            {
+                "parts": {
+                    "study": {
+                        "title": "t",
+                        "about": "a",
+                        "kind": "study",
+                        "file": "missing.yaml",
+                        "needs": ["{dta}/x"],
+                    }
+                },
+                "answers": ANSWERS,
+            },
+            "cannot be filled in",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(evidence(tmp_path, **changes))]) == 2
+    err = capsys.readouterr().err
+    assert said in err and not (tmp_path / "out/results.json").exists()
+
+
+def test_the_shipped_files_are_whole() -> None:
+    for name in ("evidence", "evidence-full"):
+        shipped = load_section(Evidence, REPO / f"experiments/{name}.yaml", [])
+        files = [p.file for p in shipped.parts.values()]
+        files += [p.otherwise.file for p in shipped.parts.values() if p.otherwise]
+        assert all((REPO / file).is_file() for file in files)
+    with pytest.raises(UserError, match="unknown key"):
+        load_section(Evidence, REPO / "experiments/evidence.yaml", ["part=1"])
+
+
+def estimate(mean: float) -> dict[str, Any]:
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 3}
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    """Numbers, marks and figures of a sweep's rows; a measure without an interval too."""
+    rows = [
+        {
+            "labels": {"objective": label},
+            "chosen": {"lr": "0.001"},
+            "measures": {"js": estimate(value), "gap_js": {"mean": 0.0, "low": None, "high": None, "n": 1}},
+            "differences": {"js": {"mean": 0.1, "p_holm": p}},
+        }
+        for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01))
+    ]
+    verdict = {"answer": "no", "effect": -0.2, "low": -0.3, "high": -0.1, "n": 3, "outcome": "gap_js"}
+    found = {"code": "c", "minutes": 1, "left_out": {}, "cut": []}
+    found["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}}}
+    found["verdicts"] = {"geometry": verdict | {"question": "Does it help?", "by": "study", "also": {}}}
+    shipped = load_section(Evidence, evidence(tmp_path), [])
+    page = html(shipped, found)
+    for said in ("0.1151*", "± 0.1", "No.", "<svg", "JS minus tempered MLE"):
+        assert said in page
