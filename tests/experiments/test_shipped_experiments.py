@@ -142,3 +142,11 @@ def test_development_rows_are_not_test_rows(name: str) -> None:
 def test_the_other_files_are_read(path: Path) -> None:
     kind = next(kind for name, kind in OTHERS.items() if path.name.startswith(name))
     assert load_section(kind, path, [])
+
+
+def test_the_page_on_the_paper_lists_every_experiment() -> None:
+    page = (REPO / "docs" / "paper.md").read_text()
+    named = set(re.findall(r"experiments/paper/([\w.-]+)\.yaml", page)) - {"FILE"}
+    assert named == {path.stem for path in FILES if path.parent.name == "paper"}
+    rows = re.findall(r"^\| [^|]+ \| `((?:table|figure)[\w.-]+)`", page, flags=re.MULTILINE)
+    assert set(rows) <= named
