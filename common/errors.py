@@ -1,4 +1,4 @@
-"""The one kind of error that a user sees as a line, and how its line is made."""
+"""The errors that a user sees as a line, and how their line is made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set."""
+
+
+class FailureError(UserError):
+    """A failure of the machine, a full disk for example: once it is cured, the same command resumes."""
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:

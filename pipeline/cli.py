@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from pipeline.stop import RESUME, Watch
 
@@ -130,7 +130,7 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     except UserError as error:
         if _is_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return ExitCode.MISTAKE
+        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except Exception as error:
         found = _explain(error)
         if found is None:

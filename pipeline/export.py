@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.files import write_text
 from pipeline.config import RunConfig
 from pipeline.engine import Engine
@@ -40,7 +40,7 @@ ADAPTER = "default"  # peft's name of the one adapter that a run trains
 
 
 class ExportError(UserError):
-    """The exported model does not reproduce the trained one, or cannot be written."""
+    """The exported model does not reproduce the trained one."""
 
 
 class Exported(NamedTuple):
@@ -68,7 +68,8 @@ class Exported(NamedTuple):
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Write the model to `target`; all ranks must call.
 
-    Raises ExportError, on all ranks alike, when it cannot be written or does not reproduce the logits.
+    Raises, on all ranks alike, FailureError when it cannot be written, and ExportError when it does not
+    reproduce the logits.
     """
     model = engine.model
     base = unwrap(model)
@@ -77,7 +78,8 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
     with torch.no_grad():
         logits = engine.ds(input_ids=probe).logits
     partial = target.with_name(target.name + ".partial")
-    problem = _write_weights(model, partial, engine.world.is_main)
+    unwritten = _write_weights(model, partial, engine.world.is_main)
+    problem: UserError | None = None if unwritten is None else FailureError(unwritten)
     if engine.world.is_main and problem is None:
         try:
             _write_rest(base, config, partial, info)
@@ -85,12 +87,12 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         except (OSError, SafetensorError) as error:
-            problem = f"{partial} cannot be written ({one_line(error, 200)}); {AGAIN}"
+            problem = FailureError(f"{partial} cannot be written ({one_line(error, 200)}); {AGAIN}")
         except (UserError, RuntimeError, ValueError) as error:
-            problem = one_line(error, 400)
+            problem = ExportError(one_line(error, 400))
     problem = gather_objects(problem)[0]
     if problem is not None:
-        raise ExportError(problem)
+        raise problem
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from typing import Any
 
 import fsspec
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.files import write_text
 from common.provenance import code_version, library_versions
 from pipeline import checkpoint
@@ -48,7 +48,7 @@ class Saver:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
 
         progress: what metrics and guard have counted, for the run that resumes from here. Raises UserError
-        when the checkpoint before could not be written, ExportError when an export cannot.
+        when the checkpoint before or an export could not be written.
         """
         self.finish()
         run_dir = self.config.run_dir
@@ -84,9 +84,11 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        problem = next((p for p in gather_objects(self.problem or self.lock.problem) if p is not None), None)
+        failed = None if self.problem is None else FailureError(self.problem)
+        lost = None if self.lock.problem is None else UserError(self.lock.problem)
+        problem = next((p for p in gather_objects(failed or lost) if p is not None), None)
         if problem is not None:
-            raise UserError(problem)
+            raise problem
 
     def _write(self, step: int, partial: Path, state: dict[str, Any]) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == ExitCode.FAILURE, done.stdout + done.stderr
     assert "error: the checkpoint after step 10 cannot be written (rank 0: " in done.stderr
     assert "Traceback" not in done.stderr
     assert [step_of(d) for d in checkpoints(run_dir)] == [2, 4, 6, 8]
