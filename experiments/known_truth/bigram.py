@@ -7,7 +7,6 @@ sample: the gradient is exact and no batch order adds noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -160,8 +159,3 @@ def nats_per_token(logits: Tensor, counts: Tensor) -> Tensor:
     """Mean negative log-likelihood [S] of counts [S, V, V] under logits [S, V, V]."""
     logq = torch.log_softmax(logits.double(), -1)
     return -(counts * logq).sum((-2, -1)) / counts.sum((-2, -1))
-
-
-def learning_rates(base: float = 3e-3, spread: float = 3.0) -> Iterator[float]:
-    """Candidates from which every objective chooses its own on the development sample."""
-    return (base * spread**power for power in (-1, 0, 1))

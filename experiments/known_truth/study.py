@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,9 @@ class Study(Section):
     out: Path
     contestants: dict[str, Contestant] = Field(min_length=1)
     baseline: str = "mle"
+    # geometric: tokens that are plausible together lie close together, to a share; sparse: MixCE's, half of
+    # whose probabilities are zero and whose embedding says nothing.
+    truth: Literal["geometric", "sparse"] = "geometric"
     vocabularies: list[int] = [20, 100]
     shares: list[float] = [0.0, 0.5, 1.0]  # of geometry in the truth
     tokens: list[int] = [500, 5_000, 50_000]  # of a training sample; a tenth more is for development
@@ -77,6 +81,8 @@ class Study(Section):
         for label in (self.baseline, *asked):
             if label not in self.contestants:
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(self.contestants)}")
+        if self.truth == "sparse" and self.shares != [0.0]:
+            raise ValueError("a sparse truth has no geometry; set shares: [0.0]")
         return self
 
 
@@ -113,8 +119,13 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, d
     """A: all contestants on one truth; per contestant and measure a value for each run.
 
     Beside the measures, `gap_*`: the difference from the baseline at the temperature of equal entropy.
+    Measures that a zero in the truth makes infinite are left out.
     """
-    truth = bigram.geometric_truth(V, share, torch.Generator().manual_seed(TRUTH_SEED))
+    generator = torch.Generator().manual_seed(TRUTH_SEED)
+    if study.truth == "geometric":
+        truth = bigram.geometric_truth(V, share, generator)
+    else:
+        truth = bigram.sparse_truth(V, generator)
     seeds = list(range(study.runs))
     train = bigram.sample_counts(truth, tokens, seeds)
     dev = bigram.sample_counts(truth, max(200, tokens // 10), [DEV_SEED + seed for seed in seeds])
@@ -137,7 +148,9 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, d
             values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
             for name, value in values.items():
                 found[label].setdefault(name, []).append(value)
-    return found
+    each = ((name, value) for measured in found.values() for name, v in measured.items() for value in v)
+    infinite = {name for name, value in each if not math.isfinite(value)}
+    return {label: {n: v for n, v in m.items() if n not in infinite} for label, m in found.items()}
 
 
 def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0) -> dict[str, float]:
@@ -178,7 +191,9 @@ def run(study: Study) -> dict[str, Any]:
 
 def _key(study: Study) -> str:
     """What a cell depends on besides its own place."""
-    tree = study.model_dump(mode="json", include={"contestants", "baseline", "runs", "steps", "rates"})
+    tree = study.model_dump(
+        mode="json", include={"contestants", "baseline", "truth", "runs", "steps", "rates"}
+    )
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -37,3 +37,12 @@ def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_wrong_study_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([FILE, f"out={tmp_path}", "baseline=mel"]) == 2
     assert "mel is not one of the contestants" in capsys.readouterr().err
+
+
+def test_a_truth_with_zeros(tmp_path: Path) -> None:
+    """MixCE's set-up: measures that are infinite there are left out, the mass in the zeros is not."""
+    small = [one for one in SMALL if not one.startswith("shares")]
+    assert main([str(REPO / "experiments/known-truth-mixce.yaml"), f"out={tmp_path}", *small]) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    mle = row["contestants"]["mle"]
+    assert "kl_qp" not in mle and 0 < mle["tail_mass"]["mean"] < 1
