@@ -180,14 +180,15 @@ class Report:
         print(text, flush=True)
 
     def ratio(
-        self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None
+        self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        """A figure that is claimed, with its target (none: reported only)."""
-        entry: dict[str, Any] = {"value": round(value, 4), "target": at_most or at_least}
+        """A figure that is claimed, with its target (none: reported only). One without a value misses it."""
+        shown = None if value is None else round(value, 4)
+        entry: dict[str, Any] = {"value": shown, "target": at_most or at_least}
         if at_most is not None:
-            entry |= {"better": "lower", "met": value <= at_most}
+            entry |= {"better": "lower", "met": value is not None and value <= at_most}
         if at_least is not None:
-            entry |= {"better": "higher", "met": value >= at_least}
+            entry |= {"better": "higher", "met": value is not None and value >= at_least}
         self.ratios[name] = entry
 
     def lines(self) -> Iterator[str]:
@@ -201,7 +202,8 @@ class Report:
             sign = {"lower": "<=", "higher": ">="}.get(entry.get("better", ""), "")
             target = f"target {sign} {entry['target']}" if sign else "no target"
             mark = {True: "met", False: "MISSED", None: ""}[entry.get("met")]
-            yield f"{name}: {entry['value']:.3f} ({target}) {mark}".rstrip()
+            value = "not measured" if entry["value"] is None else f"{entry['value']:.3f}"
+            yield f"{name}: {value} ({target}) {mark}".rstrip()
 
     def finish(self, **settings: Any) -> int:
         """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""

@@ -33,6 +33,10 @@ WARM = 10  # steps that do not count
 RANKS = 2
 RECIPE = common.REPO / "launch" / "recipes" / "quickstart-pretrain.yaml"
 CONTESTANTS = ("ours", "bare", "Trainer", "ours, saving aside", "ours, saving at once")
+DATA = [
+    f"data.dir={common.RESULTS}/training-data",
+    "data.sources=[{embedded: world, seed: 1, limit: 3000}]",
+]
 
 
 class Clock:
@@ -58,7 +62,7 @@ def worker(who: str, steps: int, directory: Path) -> None:
     from pipeline import engine
     from pipeline.config import load_config
 
-    options = [f"run_dir={directory}/run", f"data.dir={common.RESULTS}/training-data"]
+    options = [f"run_dir={directory}/run", *DATA]
     options += ["train.epochs=null", f"train.steps={steps}", "train.tensorboard=false", "train.log_every=10"]
     if "saving" in who:
         options += ["train.save_every=5", f"train.async_save={str('aside' in who).lower()}"]
@@ -246,11 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.quick:
         given.rounds, given.steps = 1, WARM + 4
     prepare = [sys.executable, "-m", "data_prep", "prepare", str(RECIPE)]
-    where = [
-        f"data.dir={common.RESULTS}/training-data",
-        "data.sources=[{embedded: world, seed: 1, limit: 3000}]",
-    ]
-    subprocess.run([*prepare, *where], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*prepare, *DATA], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
     found: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}
     for number in range(given.rounds):
         turn = number % len(CONTESTANTS)
@@ -285,8 +285,8 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
         "tokens per second, ours / Trainer": (_ratio(wall["Trainer"], wall["ours"]), {}),
     }
     for name, (value, target) in ratios.items():
-        if value is None:
-            report.note(f"{name}: not measured")
+        if value is None and wall["ours"]:
+            report.note(f"{name}: not measured, as a peer gave no time")
         else:
             report.ratio(name, value, **(target if held else {}))
     saves = max(1, (steps - WARM) // 5)

@@ -29,17 +29,16 @@ STUDY = {
 
 def evidence(directory: Path, **changes: Any) -> Path:
     (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
-    part = {
-        "title": "A study",
-        "about": "What it is.",
-        "kind": "study",
-        "file": str(directory / "study.yaml"),
-    }
+    part = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
+    instead = {"note": "another study", "file": str(directory / "study.yaml")}
     tree = {
         "out": str(directory / "out"),
         "names": {"data": str(directory / "nowhere")},
         "cut": ["almost everything"],
-        "parts": {"study": part, "text": part | {"title": "Text <b>", "needs": ["{data}/text"]}},
+        "parts": {
+            "study": part | {"needs": ["{data}/model"], "otherwise": instead},
+            "text": part | {"title": "Text <b>", "needs": ["{data}/text"]},
+        },
         "answers": {
             "geometry": {"text": "Does it help?", "by": "study", "question": "geometry", "also": ["text"]}
         },
@@ -49,7 +48,7 @@ def evidence(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_part_without_its_files_is_left_out_and_said(
+def test_what_is_missing_is_replaced_or_left_out_and_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(evidence(tmp_path))]) == 0
@@ -58,19 +57,15 @@ def test_a_part_without_its_files_is_left_out_and_said(
     assert results["verdicts"]["geometry"]["n"] == 3
     assert list(results["parts"]) == ["study"]
     assert {row["part"] for row in results["rows"]} == {"study"}
+    missing = f"as {tmp_path}/nowhere/"
+    assert results["left_out"] == {
+        "study": f"another study, {missing}model does not exist",
+        "text": f"left out, {missing}text does not exist",
+    }
     page = (tmp_path / "out/report.html").read_text()
     for said in ("Does it help?", "almost everything", "left out, as", "Text &lt;b&gt;", "emo-permuted"):
         assert said in page
     assert "left out" in capfd.readouterr().out
-
-
-def test_what_stands_in_is_said(tmp_path: Path) -> None:
-    part = {"title": "t", "about": "a", "kind": "study", "file": "none.yaml", "needs": ["{data}/text"]}
-    instead = {"note": "another study", "before": [], "file": str(tmp_path / "study.yaml")}
-    path = evidence(tmp_path, parts={"study": part | {"otherwise": instead}}, answers=ANSWERS)
-    assert main([str(path)]) == 0
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    assert results["left_out"]["study"].startswith("another study, as ")
 
 
 ANSWERS = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}

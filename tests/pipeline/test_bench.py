@@ -41,3 +41,12 @@ def test_a_peer_that_was_never_measured_has_its_reason_in_the_table(tmp_path: Pa
     # measured in one round only: that round counts
     report = tabulate(runs | {"Trainer": [lost, Outcome(TIMES, None)]}, steps=20, held=True)
     assert report.ratios["tokens per second, ours / Trainer"]["value"] == 1.0
+
+
+def test_a_claim_about_ours_that_was_not_measured_is_missed() -> None:
+    found = {who: [Outcome({"cpu": 1.0, "wall": 1.0}, None)] for who in CONTESTANTS}
+    found["ours"] = [Outcome(None, "exit code 1")]
+    report = tabulate(found, steps=30, held=True)
+    claimed = [entry for entry in report.ratios.values() if "met" in entry]
+    assert claimed and not any(entry["met"] for entry in claimed)
+    assert any("not measured" in line for line in report.lines())
