@@ -5,7 +5,8 @@ subject) share its keys and values, computed once. Sums are float64 whatever the
 runs only where something is predicted.
 
 Three ways of scoring, the first that agrees with the model's own forward: on made-up items at the start, and
-on real ones whenever prompts are longer than those compared so far.
+on real ones whenever prompts are longer than those compared so far (there first with one plain prompt and the
+head, whose logits need no memory: the head has been compared).
 
     tree    shared prefixes             whole   one row per label, the head apart
     own     one prompt at a time through the model's own forward: nothing is assumed
@@ -115,26 +116,43 @@ class PrefixScorer:
     def _compare(self, items: Sequence[Item]) -> None:
         """Compare on real items, if they are much longer than before."""
         longest = max(item.longest for item in items)
-        if longest > LONGER * self._compared:
-            self._compare_on(probe.samples_of(items))
+        if longest > LONGER * self._compared and self.way != OWN:
+            samples = probe.samples_of(items)
+            try:
+                same = self._same(samples, probe.expected(samples, self._alone))
+            except Exception as error:  # the plain prompt is refused; the model's own forward decides
+                log.debug("a plain prompt: %s: %s", type(error).__name__, error)
+                same = False
+            if not same:
+                self._compare_on(samples)
             self._compared = longest
 
     def _compare_on(self, items: Sequence[Item]) -> None:
         """Fall back until the sums of `items` are those of the model's own forward."""
         if self.way == OWN:
             return
-        work, self.work, self._ignored = self.work, Work(), None
-        wanted = probe.expected(self.model, items)
-        while self.way != OWN:
-            try:
-                same = probe.agree(items, self._score(items, lambda count: None), wanted, self._dtype)
-            except Exception as error:  # families refuse a mask, a cache or positions in many ways
-                log.debug("%s: %s: %s", self.way, type(error).__name__, error)
-                same = False
-            if same:
-                break
+        wanted = probe.expected(items, lambda item: probe.own_score(self.model, item))
+        while self.way != OWN and not self._same(items, wanted):
             self.way = self._fall_back_to(WHOLE if self.way == TREE else OWN)
-        self.work = work
+
+    def _same(self, items: Sequence[Item], wanted: list[dict[int, ItemScore]]) -> bool:
+        """Whether the present way gives the wanted sums; its work is not counted."""
+        work, self.work, self._ignored = self.work, Work(), None
+        try:
+            return probe.agree(items, self._score(items, lambda count: None), wanted, self._dtype)
+        except Exception as error:  # families refuse a mask, a cache or positions in many ways
+            log.debug("%s: %s: %s", self.way, type(error).__name__, error)
+            return False
+        finally:
+            self.work = work
+
+    def _alone(self, item: Item) -> ItemScore:
+        """The score of an item from whole prompts, one at a time."""
+        work, self.work, self._ignored = self.work, Work(), None
+        try:
+            return ItemScore.of_prompts(item, [self._whole_batch([ids])[0] for ids in item.prompts()])
+        finally:
+            self.work = work
 
     def _fall_back_to(self, way: str) -> str:
         self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")

