@@ -1,6 +1,6 @@
 """Results survive anything: kills at random moments, many workers at once, stale holders.
 
-EVAL_KILLS sets the number of kills (100).
+EVAL_KILLS sets the number of kills (40).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eval.model import EvaluatedModel
 from eval.store import Entry, StoreConflictError, lease, publish
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 
-KILLS = int(os.environ.get("EVAL_KILLS", "100"))
+KILLS = int(os.environ.get("EVAL_KILLS", "40"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 TASKS = "sst2,trec,mmlu"
 

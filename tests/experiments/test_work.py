@@ -30,19 +30,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_killed_sweep_repeats_nothing(tmp_path: Path, recipe: Path) -> None:
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
-    rng, kept = random.Random(0), {}
-    for _ in range(2):
-        process = start(path)
-        time.sleep(rng.uniform(4, 16))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        now = notes(out)
-        assert now.items() >= kept.items()  # nothing that was done was done again
-        kept = now
+    process = start(path)
+    time.sleep(random.Random(0).uniform(8, 16))
+    os.killpg(process.pid, signal.SIGKILL)  # tests/campaigns/sweep.py does it twenty times
+    process.communicate()
+    kept = notes(out)
     process = start(path)
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said
-    assert notes(out).items() >= kept.items()
+    assert notes(out).items() >= kept.items()  # nothing that was done was done again
     results = json.loads((out / "results.json").read_text())
     assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
     assert all(row["measures"]["validation_nll"]["n"] == 2 for row in results["rows"])

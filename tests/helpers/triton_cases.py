@@ -29,9 +29,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    labels = torch.randint(V, (14,))
+    labels = torch.randint(V, (9,))
     labels[::6] = -100
-    h = (torch.randn(14, H) * scale).to(dtype).requires_grad_()
+    h = (torch.randn(9, H) * scale).to(dtype).requires_grad_()
     return h, torch.randn(V, H).to(dtype).requires_grad_(), labels, torch.randn(V, H + 4)
 
 
