@@ -24,7 +24,7 @@ DESCRIBED = {
     ".gitignore": "what git does not get",
     ".ci/run": "what runs on every change: make test",
     "README.md": "what it is and how it is used",
-    "docs/*.md": "architecture (this page), operations (stops, exit codes, resume), paper (its rows)",
+    "docs/*.md": "architecture (this page), operations (stops, exit codes), evidence, paper (its rows)",
     "experiments/paper/dev/*.yaml": "the eight tasks on development rows, for what is chosen there",
     "experiments/paper/*.yaml": "the paper's tables and figures at full size; docs/paper.md lists them",
     "experiments/*.yaml": "experiments: a base recipe or study, axes, measures, questions with their rules",
