@@ -177,7 +177,8 @@ def _dots(name: str, rows: list[dict[str, Any]], outcomes: list[str]) -> Markup:
 def _study(found: dict[str, Any]) -> Markup:
     """Fixed points, and the fitted learners' outcome in every cell."""
     points = [
-        row([point["contestant"], *(f"{point[key]:.4g}" for key in FIXED)]) for point in found["fixed_points"]
+        row([point["contestant"], *(f"{round(point[key], 4) + 0.0:.4f}" for key in FIXED)])
+        for point in found["fixed_points"]
     ]
     fixed = table(["objective", *FIXED_WORDS], points, SETTLED)
     names = list(found["rows"][0]["contestants"])
