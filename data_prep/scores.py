@@ -1,6 +1,7 @@
 """Scores: one number per token beside the shards, a model's log-probability of it after the tokens before it.
 
     <data>/<split>/scores/<name>/shard-00000-of-00004.npy    float32, one number per token of that shard
+    <data>/<split>/scores/<name>/shard-00000-of-00004.sha256 its hash, written after it
     <data>/<split>/scores/<name>/begun.json                  whose scores are being written
     <data>/<split>/scores/<name>/scores.json                 the same, with the files; written last
 
@@ -10,8 +11,8 @@ scores as it reads its tokens; `pipeline/planning/score.py` writes them.
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from common.errors import UserError, nearest, one_line
-from common.files import remove_made, write_atomically, write_once, write_text
+from common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
 from common.recipe import Section
 from data_prep.shards import TokenDataset
 
@@ -58,15 +59,23 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
 
 
 def write_shard(path: Path, scores: np.ndarray) -> None:
-    """Scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
+    """Scores of one shard's tokens [tokens], whole or not at all, and their hash beside them.
+
+    Raises UserError for what is no log-probability.
+    """
+    if not np.isfinite(scores).all() or (scores > 0).any():
+        raise UserError(f"{path} is not written: the model gives what is no log-probability")
     write_atomically(path, lambda sink: np.save(sink, scores.astype(np.float32)))
-    write_text(path.with_suffix(HASH), _sha256(path))
+    write_text(path.with_suffix(HASH), sha256(path))
 
 
-def is_written(path: Path) -> bool:
-    """Whether a shard's scores are there as they were written."""
+def written_hash(path: Path) -> str | None:
+    """The hash of a shard's scores; None unless they are there as they were written."""
     noted = path.with_suffix(HASH)
-    return path.is_file() and noted.is_file() and noted.read_text() == _sha256(path)
+    if not (path.is_file() and noted.is_file()):
+        return None
+    found = sha256(path)
+    return found if noted.read_text() == found else None
 
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:
@@ -114,43 +123,40 @@ def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
     shards = []
     for index, info in enumerate(data.manifest.shards):
         path = shard_file(data, name, index)
-        if not is_written(path):
+        digest = written_hash(path)
+        if digest is None:
             return False
         read_shard(path, info.tokens)
-        shards.append(ScoredShard(file=path.name, tokens=info.tokens, sha256=_sha256(path)))
+        shards.append(ScoredShard(file=path.name, tokens=info.tokens, sha256=digest))
     about = About(format=FORMAT, data=data.fingerprint, model=model, shards=shards)
     write_text(directory(data, name) / ABOUT, about.model_dump_json(indent=1) + "\n")
     return True
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class Scores:
     """The scores of a data set's rows, as training reads them.
 
-    Raises UserError when there are none of that name, they belong to other data, or a file was changed.
+    Raises UserError when there are none of that name or they belong to other data; `faults` reads the files.
     """
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data
         where = directory(data, name)
-        about = _read_about(where, data)
+        self.about = about = _read_about(where, data)
         if about.data != data.fingerprint:
             raise UserError(
                 f"the scores in {where} belong to other data than those in {data.directory}; {AGAIN} --force"
             )
-        self.shards, self._starts = [], []
-        for index, (scored, info) in enumerate(zip(about.shards, data.manifest.shards, strict=True)):
-            path = shard_file(data, name, index)
-            self.shards.append(read_shard(path, info.tokens))
-            if _sha256(path) != scored.sha256:
-                raise UserError(f"{path} was changed after it was written; {AGAIN} --force")
-            if not np.isfinite(self.shards[-1]).all() or (self.shards[-1] > 0).any():
-                raise UserError(f"{path} holds what is no log-probability; {AGAIN} --force")
-            self._starts.append(data.token_offsets(index))
+        counts = [info.tokens for info in data.manifest.shards]
+        self.files = [shard_file(data, name, index) for index in range(len(counts))]
+        self.shards = [read_shard(path, tokens) for path, tokens in zip(self.files, counts, strict=True)]
+        self._starts = [data.token_offsets(index) for index in range(len(counts))]
+
+    def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
+        """Files that are not what was written; of several readers each looks at a part."""
+        for path, scored in list(zip(self.files, self.about.shards, strict=True))[part::parts]:
+            if hashes.sha256(path) != scored.sha256:
+                yield f"{path} was changed after it was written; {AGAIN} --force"
 
     def batch(self, rows: np.ndarray) -> np.ndarray:
         """Scores of the labels of rows, float32 [b, block]: stored[i] is that of the token predicted at i."""
@@ -165,7 +171,7 @@ class Scores:
 
 def _read_about(where: Path, data: TokenDataset) -> About:
     if not (where / ABOUT).is_file():
-        if (where).is_dir():
+        if where.is_dir():
             raise UserError(f"the scores in {where} are not complete; {AGAIN} --name {where.name}")
         known = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
         hint = f"; {nearest(where.name, known)}" if known else ""

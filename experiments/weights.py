@@ -20,7 +20,8 @@ from torch import Tensor
 from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import write_text
-from pipeline.loss import OBJECTIVES, Objective, Scalars, get_objective
+from pipeline.loss import OBJECTIVES, Objective, get_objective
+from pipeline.loss.checking import Rows, gradient, scalars_of
 
 OTHERS, STORED = 9, 0.5
 COLUMNS = 5  # panels beside each other
@@ -37,21 +38,14 @@ def objectives() -> list[Objective]:
 
 def pull(objective: Objective, p: Tensor) -> Tensor:
     """-dL/dz_y [n] for probabilities p [n] of the target: positive where the objective raises it."""
-    s = objective.logit_scale
-    powers, rest = p.pow(s), OTHERS * ((1 - p) / OTHERS).pow(s)
-    p = powers / (powers + rest)
-    each = (1 - p) / OTHERS
-    m = -p.log()
-    H = -(torch.special.xlogy(p, p) + OTHERS * torch.special.xlogy(each, each))
-    S = p.square() + OTHERS * each.square()
-    stored = torch.full_like(p, STORED).log()
-    found = objective.coefficients(Scalars(m, p, 1 - p, H, S, torch.maximum(p, each), stored))
-    gradient = (p - 1) * found.A
-    if found.B is not None:
-        gradient = gradient - found.B * (1 - p)
-    if found.C is not None:
-        gradient = gradient + found.C * (H - p * m)
-    return -s * gradient
+    others = ((1 - p) / OTHERS)[:, None].expand(-1, OTHERS)
+    z = torch.cat([p[:, None], others], 1).log()
+    costs = torch.ones_like(z)
+    costs[:, 0] = 0
+    rows = Rows(z, torch.zeros(len(p), dtype=torch.long), costs, torch.full_like(p, STORED).log())
+    scalars = scalars_of(z, rows, objective.logit_scale)
+    # 0 - x, not -x: the table shows no negative zeros
+    return 0 - gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
 
 
 def draw() -> str:

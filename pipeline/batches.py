@@ -7,22 +7,23 @@ the accumulation, so the topology may change at any restart and the data order d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from common.errors import UserError
 from common.files import Hashes
+from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline.ranks import World, gather_objects
 from pipeline.run_dir import DATA_HASHES
 
 
-def check_content(run_dir: Path, sets: list[TokenDataset], world: World) -> None:
-    """Raise UserError on all ranks when a shard is not what was prepared; all ranks must call.
+def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: World) -> None:
+    """Raise UserError on all ranks when a file is not what was written; all ranks must call.
 
-    Every rank hashes its share of the shards at a run's first start, and later those that were touched
+    Every rank hashes its share of the files at a run's first start, and later those that were touched
     since: the run directory remembers which were found right.
     """
     hashes = Hashes(run_dir / DATA_HASHES)
@@ -30,7 +31,7 @@ def check_content(run_dir: Path, sets: list[TokenDataset], world: World) -> None
     every = gather_objects((faults, hashes.new()))
     found = [fault for theirs, _ in every for fault in theirs]
     if found:
-        more = f" (and {len(found) - 1} more shards)" if len(found) > 1 else ""
+        more = f" (and {len(found) - 1} more files)" if len(found) > 1 else ""
         raise UserError(found[0] + more)
     if world.is_main:
         hashes.save(new for _, new in every)

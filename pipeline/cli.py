@@ -280,7 +280,6 @@ def _score(argv: list[str]) -> int:
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    _quieten()
     config = load_config(args.recipe, [*args.overrides, *given])
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")

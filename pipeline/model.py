@@ -170,7 +170,8 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
         source, revision = origin(config)
         cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
-    if isinstance(cost, CostEmbedding) and objective.needs_cost and kind not in ("constant", "numbers"):
+    measured = objective.needs_cost and kind not in ("constant", "numbers")
+    if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
         found, among = twins(cost)
         if found:
             log.info(

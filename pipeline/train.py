@@ -108,11 +108,12 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
     data, batch, steps = ready.data, ready.batch, ready.steps
     assert data is not None and steps is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
-    check_content(config.run_dir, [d for d in (data, ready.validation) if d is not None], world)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     vocab_size = ready.hf_config.vocab_size
     losses = agreed(lambda: load_losses(config, vocab_size))
     scores = agreed(lambda: (_scores(config, data), _scores(config, ready.validation)))
+    files = (data, ready.validation, *scores)
+    check_content(config.run_dir, [read for read in files if read is not None], world)
     saved = resume.newest_valid(config.run_dir, world)
     cost = resume.check_cost(saved, losses.measure)
     trainer = _load(config, world, ready, losses, saved)

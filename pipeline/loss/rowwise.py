@@ -64,7 +64,7 @@ class Statistics(NamedTuple):
     z_y: Tensor  # the target's logit, shifted and capped as the row is
     offset: Tensor  # true (capped) logit less z
     z_mean: Tensor | None = None  # mean of the row, for label smoothing
-    entropy: Tensor | None = None  # H'; these four only where the objective asks for them
+    entropy: Tensor | None = None  # H'; from here on only where the objective asks for them
     squares: Tensor | None = None  # S'
     top: Tensor | None = None  # the largest p'
     plain_gap: Tensor | None = None  # g of the logits as they are, where the objective scales them
@@ -104,9 +104,9 @@ def solve(
     nll, demd = m, D
     if stats.plain_gap is not None and stats.plain_d is not None:
         nll, demd = F.softplus(stats.plain_gap), torch.sigmoid(stats.plain_gap) * stats.plain_d
-    log_others = F.logsigmoid(gap)
+    whole = A if C is None else A + C * F.logsigmoid(gap)  # what multiplies every p'_i of the row
     if not (in_full or smoothing or z_loss):
-        a, beta, kappa = _ratios(A if C is None else A + C * log_others, B, C)
+        a, beta, kappa = _ratios(whole, B, C)
         target = -torch.ones_like(m)
         if beta is not None:
             target = target - beta * stats.d_rest
@@ -126,8 +126,8 @@ def solve(
     if B is not None:
         target = target - keep * B * D
     if C is not None and stats.entropy is not None:
-        target = target + keep * C * others * (stats.entropy - log_others)
-    a = keep * (A if C is None else A + C * log_others) + extra
+        target = target + keep * C * others * (stats.entropy - F.logsigmoid(gap))
+    a = keep * whole + extra
     a, beta, kappa = _ratios(a, None if B is None else keep * B, None if C is None else keep * C)
     update = RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
     return Tokens(loss, nll, demd, torch.ones_like(m), weight), update

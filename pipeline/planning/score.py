@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import UserError
+from common.files import sha256
 from common.labels import IGNORE
 from data_prep import scores
 from data_prep.shards import TokenDataset, open_prepared
@@ -50,7 +51,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     for data in sets:
         for shard in range(part[0], len(data.manifest.shards), part[1]):
             path = scores.shard_file(data, name, shard)
-            if not scores.is_written(path):
+            if scores.written_hash(path) is None:
                 scores.write_shard(path, _score_shard(model, data, shard, config.train.micro_batch))
         complete = scores.seal(data, name, about) and complete
     return complete
@@ -60,16 +61,13 @@ def about_model(config: RunConfig) -> dict[str, Any]:
     """What identifies the model: for a directory the hash of its weights."""
     path = config.model.path
     assert path is not None
-    digest = hashlib.sha256()
     files = sorted(p for p in Path(path).glob("*") if p.suffix in (".safetensors", ".bin"))
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    weights = hashlib.sha256("".join(map(sha256, files)).encode())
     return {
         "path": path,
         "revision": config.model.revision,
         "dtype": config.model.dtype,
-        "weights": digest.hexdigest() if files else None,
+        "weights": weights.hexdigest() if files else None,
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from common.files import Hashes
 from data_prep import scores
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
@@ -50,7 +51,7 @@ def test_a_score_stands_where_its_label_stands(data: TokenDataset) -> None:
             at += n
 
 
-def test_what_is_missing_or_damaged(data: TokenDataset) -> None:
+def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no scores called ref"):
         Scores(data, "ref")
     scores.begin(data, "ref", MODEL)
@@ -66,16 +67,26 @@ def test_what_is_missing_or_damaged(data: TokenDataset) -> None:
     with pytest.raises(UserError, match=r"cannot be read|numbers of"):
         Scores(data, "ref")
     path.write_bytes(content[:-4] + b"\0\0\0\0")
-    with pytest.raises(UserError, match="was changed after it was written"):
-        Scores(data, "ref")
+    (fault,) = Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json"))
+    assert "was changed after it was written" in fault
+    assert not scores.seal(data, "ref", MODEL)
     path.write_bytes(content)
-    Scores(data, "ref")
+    assert not list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))
     about = scores.directory(data, "ref") / scores.ABOUT
     about.write_text(json.dumps(json.loads(about.read_text()) | {"data": "other"}))
     with pytest.raises(UserError, match="belong to other data"):
         Scores(data, "ref")
     with pytest.raises(UserError, match="plain name"):
         Scores(data, "../ref")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
+def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> None:
+    scores.begin(data, "ref", MODEL)
+    path = scores.shard_file(data, "ref", 0)
+    with pytest.raises(UserError, match="no log-probability"):
+        scores.write_shard(path, np.array([-1.0, bad]))
+    assert not path.exists()
 
 
 def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from pipeline.hf import fuse_causal_lm
+from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5
 CASES = ("ddp", "fsdp2", "checkpointing", "autocast", "compile", "normalised", "own")
@@ -28,17 +29,7 @@ OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # 
 
 def build(case: str) -> LlamaForCausalLM:
     """A small model that ends in the fused loss."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny_llama(VOCAB, num_hidden_layers=2)
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     fuse_causal_lm(model, OBJECTIVE.get(case, "emo"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 61
 BASE: dict[str, Any] = {
@@ -115,3 +115,11 @@ def family(name: str, attn: str | None = None, **changes: Any) -> Any:
             if parameter.dim() == 2:
                 parameter.mul_(3)
     return model
+
+
+def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
+    """A random LLaMA, the same at every call, whose predictions are far from even."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"initializer_range": 0.3, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": vocab_size, **shape, **more, **changes}))

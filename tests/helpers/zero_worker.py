@@ -63,20 +63,16 @@ class WithLoss(nn.Module):
 
 
 def build(case: Case) -> WithLoss:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.helpers.families import tiny_llama
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
+    model = tiny_llama(
+        VOCAB,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=2,
         tie_word_embeddings=case.tied,
-        use_cache=False,
         initializer_range=0.2,
     )
-    model = LlamaForCausalLM(config)
     if case.head_bias:
         model.lm_head.bias = nn.Parameter(torch.zeros(VOCAB))
     if case.checkpointing != "none":

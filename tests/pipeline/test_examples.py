@@ -10,11 +10,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
+from tests.helpers.families import tiny_llama
 
 OWN = "examples/my_objective.py:unsure"
 VOCAB = 400
@@ -29,25 +30,12 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with its tokenizer, a text, and the repository as the working directory."""
     from data_prep.tokenizer import load_tokenizer
 
-    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_llama(VOCAB).save_pretrained(tmp_path / "model")
     load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n".join(texts(400)))
     rows = ({"prompt": f"Say {i}.", "completion": text} for i, text in enumerate(texts(20)))
@@ -80,7 +68,7 @@ def test_sft_trainer(place: Path) -> None:
 def test_the_same_losses_through_every_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused model, Trainer with the mixin, Trainer with a loss function, plain module, and plain PyTorch."""
     monkeypatch.chdir(REPO)
-    model = tiny_model().eval()
+    model = tiny_llama(VOCAB).eval()
     ids = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
     batch = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import pipeline.hf
 from common.errors import UserError
@@ -24,7 +24,7 @@ from pipeline.loss import (
     shift_left,
     weighted_sum,
 )
-from tests.helpers.families import family
+from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 
@@ -33,20 +33,6 @@ VOCAB, LENGTH = 61, 12
 
 class EmoTrainer(FusedLossMixin, Trainer):
     pass
-
-
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 def rows(n: int = 24) -> list[dict[str, list[int]]]:
@@ -88,7 +74,7 @@ def parameters(model: torch.nn.Module) -> Tensor:
 
 def train(kind: str, directory: Path, **changes: Any) -> tuple[Tensor, list[float]]:
     """Train three steps; parameters and logged losses."""
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     given = {"args": arguments(directory, **changes), "train_dataset": rows()}
     if kind == "mixin":
         trainer: Trainer = EmoTrainer(model=model, objective="emo", **given)
@@ -115,12 +101,12 @@ def test_fused_and_logit_paths_train_alike(tmp_path: Path) -> None:
     from_logits, other = train("function", tmp_path)
     assert relative_error(fused, from_logits) <= 1e-6
     assert losses == pytest.approx(other, rel=1e-5)
-    assert relative_error(fused, parameters(tiny_model())) > 1e-2
+    assert relative_error(fused, parameters(tiny_llama(VOCAB))) > 1e-2
 
 
 def test_mle_mixin_is_the_ordinary_trainer(tmp_path: Path) -> None:
     """With `mle` nothing changes but memory."""
-    fused, plain = tiny_model(), tiny_model()
+    fused, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
     EmoTrainer(model=fused, args=arguments(tmp_path), train_dataset=rows(), objective="mle").train()
     Trainer(model=plain, args=arguments(tmp_path), train_dataset=rows()).train()
     assert relative_error(parameters(fused), parameters(plain)) <= 1e-6
@@ -128,7 +114,7 @@ def test_mle_mixin_is_the_ordinary_trainer(tmp_path: Path) -> None:
 
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     trainer = EmoTrainer(
         model=model,
         args=arguments(tmp_path, per_device_eval_batch_size=24),
@@ -138,7 +124,7 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     )
     batch = {key: torch.tensor([row[key] for row in rows()]) for key in ("input_ids", "labels")}
     with torch.no_grad():
-        want = tiny_model()(**batch).loss
+        want = tiny_llama(VOCAB)(**batch).loss
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(want), rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
     loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
@@ -154,7 +140,7 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
 def test_mixin_with_lora(tmp_path: Path) -> None:
     """Adapters train, the head stays frozen."""
     peft = pytest.importorskip("peft")
-    base = tiny_model()
+    base = tiny_llama(VOCAB)
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     head = base.lm_head.weight.detach().clone()
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -169,9 +155,9 @@ def test_mixin_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a loaded model"):
         EmoTrainer(model="some/name", **given)
     with pytest.raises(UserError, match="compute_metrics cannot be used"):
-        EmoTrainer(model=tiny_model(), compute_metrics=lambda _: {}, **given)
+        EmoTrainer(model=tiny_llama(VOCAB), compute_metrics=lambda _: {}, **given)
     with pytest.raises(UserError, match="did you mean emo"):
-        EmoTrainer(model=tiny_model(), objective="emoo", **given)
+        EmoTrainer(model=tiny_llama(VOCAB), objective="emoo", **given)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "hyperclovax", "cohere", "phi", "opt"])
@@ -284,7 +270,7 @@ def examples() -> list[str]:
 @pytest.mark.parametrize("i", range(3))
 def test_examples_of_the_docstring_run(i: int, tmp_path: Path) -> None:
     assert len(examples()) == 3
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     before = parameters(model)
     names = {
         "model": model,
@@ -318,7 +304,7 @@ def test_trl(how: str, tmp_path: Path) -> None:
         key: settings[key] for key in ("max_steps", "learning_rate", "use_cpu", "report_to", "save_strategy")
     }
     args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, bf16=False, **kept)
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     before = parameters(model)
     given = {"args": args, "train_dataset": Dataset.from_list(ids), "processing_class": tokenizer}
     if how == "function":
@@ -332,7 +318,7 @@ def test_trl(how: str, tmp_path: Path) -> None:
 
 def test_labels_that_were_shifted_already() -> None:
     """They would be shifted a second time; said at the first call, whatever is ignored."""
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     fuse_causal_lm(model, "mle")
     ids = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     shifted = shift_left(ids)
@@ -351,7 +337,7 @@ def test_a_schedule_under_the_trainer(tmp_path: Path) -> None:
     logged = {}
     for name, objective in {"sum": weighted_sum(parts), "mle": "mle", "emo2": "emo2"}.items():
         args = arguments(tmp_path, learning_rate=0.0, max_steps=4)
-        trainer = EmoTrainer(tiny_model(), args, train_dataset=rows(), objective=objective)
+        trainer = EmoTrainer(tiny_llama(VOCAB), args, train_dataset=rows(), objective=objective)
         trainer.train()
         logged[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     for step, share in enumerate((0.0, 0.5, 1.0, 1.0)):

@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM, Trainer
 from common.errors import UserError
 from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm
 from pipeline.loss import CostEmbedding, fused_linear_loss
-from tests.helpers.families import family
+from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_objectives import make
-from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters, rows, tiny_model
+from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters, rows
 
 DOCUMENTS = (7, 3, 10, 1, 6)
 
@@ -124,7 +124,7 @@ def test_positions_beside_a_padding_mask(tmp_path: Path) -> None:
 
 def test_the_signature_of_the_model_stays() -> None:
     # defects A3
-    model = tiny_model()
+    model = tiny_llama(VOCAB)
     want = inspect.signature(model.forward)
     fuse_causal_lm(model, "mle")
     fuse_causal_lm(model, "emo")
@@ -137,7 +137,7 @@ def test_label_smoothing_of_the_trainer(tmp_path: Path) -> None:
     # defects D8
     results = []
     for kind in (EmoTrainer, Trainer):
-        model = tiny_model()
+        model = tiny_llama(VOCAB)
         extra: dict[str, Any] = {"objective": "mle"} if kind is EmoTrainer else {}
         args = arguments(tmp_path, label_smoothing_factor=0.3, max_steps=1)
         kind(model=model, args=args, train_dataset=rows()[:1] * 6, **extra).train()
@@ -145,7 +145,9 @@ def test_label_smoothing_of_the_trainer(tmp_path: Path) -> None:
     assert relative_error(results[0], results[1]) <= 1e-5
     args = arguments(tmp_path, label_smoothing_factor=0.3)
     with pytest.raises(UserError, match=r"label_smoothing_factor=0.3 .* give one of them"):
-        EmoTrainer(model=tiny_model(), args=args, train_dataset=rows(), loss_options={"label_smoothing": 0.1})
+        EmoTrainer(
+            model=tiny_llama(VOCAB), args=args, train_dataset=rows(), loss_options={"label_smoothing": 0.1}
+        )
 
 
 def test_autocast_does_not_round_the_costs() -> None:
@@ -203,7 +205,7 @@ def test_tokens_are_counted_as_trl_logs_them(tmp_path: Path) -> None:
             for r in padded(packed_rows(), left=False)]  # fmt: skip
     with pytest.warns(UserWarning, match="entropy and mean_token_accuracy are not logged"):
         trainer = CountingTrainer(
-            model=tiny_model(),
+            model=tiny_llama(VOCAB),
             args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=len(data)),
             train_dataset=data,
             objective="mle",
@@ -231,7 +233,7 @@ def test_after_and_before_fully_shard(head_too: bool, fused_first: bool, lone_ra
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (1,))
-    model, plain = tiny_model(), tiny_model()
+    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
     if fused_first:
         fuse_causal_lm(model, "emo")
     if head_too:

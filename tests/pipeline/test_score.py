@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from common.errors import UserError
 from data_prep.scores import Scores
@@ -21,6 +21,7 @@ from pipeline.config import load_config
 from pipeline.model import training_objective
 from pipeline.run_dir import read_metrics
 from tests.conftest import REPO
+from tests.helpers.families import tiny_llama
 from tests.helpers.launching import BIN, ENVIRONMENT, run_alone, tiny_recipe
 
 
@@ -35,9 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("score")
     recipe = tiny_recipe(directory, steps=2)
     tree = yaml.safe_load(recipe.read_text())
-    torch.manual_seed(0)
     keys = {k: v for k, v in tree["model"]["architecture"].items() if k != "model_type"}
-    LlamaForCausalLM(LlamaConfig(**keys, initializer_range=0.2)).save_pretrained(directory / "model")
+    tiny_llama(**keys, initializer_range=0.2).save_pretrained(directory / "model")
     tree["model"] = {"path": str(directory / "model"), "dtype": "float32"}
     recipe.write_text(yaml.safe_dump(tree))
     return directory
