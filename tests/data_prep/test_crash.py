@@ -20,7 +20,7 @@ from data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
 
-TRIALS = 20
+TRIALS = 10
 
 
 class Job:
@@ -107,7 +107,7 @@ def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes
         assert file_bytes(out) == expected, f"trial {trial}"
         assert verify(out)[1] == []
     assert caught >= TRIALS // 2, "most trials must meet a running job"
-    assert partial >= 2, "some trials must leave some shards"
+    assert partial >= 1, "some trials must leave some shards"
 
 
 def test_the_same_job_three_times_at_once(corpus: tuple[Path, dict[str, bytes], float]) -> None:

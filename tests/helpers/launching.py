@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import yaml
@@ -21,6 +22,7 @@ from pipeline.run_dir import read_metrics
 from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
+PATIENCE = 60  # seconds for the other ranks to notice that one failed
 ENVIRONMENT = os.environ | {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -156,6 +158,48 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
+
+
+def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The launch script on `ranks` ranks without a launcher, which takes as long to start as they do."""
+    return run_group(ranks, [str(BIN / "python"), "launch/continual.sh", *arguments])
+
+
+def run_module(ranks: int, module: str, *arguments: str) -> None:
+    """`python -m module` as the ranks of one group; fails with their output."""
+    done = run_group(ranks, [str(BIN / "python"), "-m", module, *arguments])
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def run_group(ranks: int, command: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run `command` as the ranks of one group; the code of the first that fails, the output of all.
+
+    Those that have not ended a while after one failed are killed.
+    """
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryFile("w+") as output:
+        options: dict[str, Any] = {"cwd": REPO, "stdout": output, "stderr": subprocess.STDOUT}
+        processes = [
+            subprocess.Popen(
+                command, env=ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **options
+            )
+            for rank in range(ranks)
+        ]
+        code, end = 0, time.monotonic() + timeout
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            failed = [process.returncode for process in processes if process.returncode]
+            if failed and not code:
+                code, end = failed[0], min(end, time.monotonic() + PATIENCE)
+            time.sleep(0.05)
+        code = code or next((process.returncode for process in processes if process.returncode), 0)
+        for process in processes:
+            if process.poll() is None:
+                code = code or -signal.SIGKILL
+                process.kill()
+                process.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(command, code, output.read())
 
 
 Losses = list[tuple[float, float, float]]

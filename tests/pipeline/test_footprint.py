@@ -142,12 +142,16 @@ def test_an_unknown_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         parse_cluster("A100-80G")
 
 
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.mark.parametrize(("dtype", "micro"), [("bfloat16", 4), ("float32", 16)])
-def test_measured_memory(dtype: str, micro: int, tmp_path: Path) -> None:
+def test_measured_memory(dtype: str, micro: int, recipe: Path, tmp_path: Path) -> None:
     """Peak memory of a real run on one rank, above that of a tiny one, beside the prediction's difference."""
-    recipe = launching.tiny_recipe(tmp_path)
     tree = yaml.safe_load(recipe.read_text())
-    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 10, "num_attention_heads": 8}
+    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8}
     predicted, measured = [], []
     for name, change in (("small", {}), ("large", shape)):
         tree["model"]["architecture"].update(change)

@@ -16,13 +16,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preflight(ranks: int, *arguments: str, limit: str = "") -> subprocess.CompletedProcess[str]:
-    command = [
-        str(launching.BIN / "deepspeed"),
-        f"--num_gpus={ranks}",
-        f"--master_port={launching.free_port()}",
-    ]
+    launcher = [f"{launching.BIN}/deepspeed", f"--num_gpus={ranks}", f"--master_port={launching.free_port()}"]
+    command = [*launcher, "--module"] if ranks > 1 else [f"{launching.BIN}/python", "-m"]
     return subprocess.run(
-        ["bash", "-c", f'{limit} exec "$@"', "sh", *command, "--module", "pipeline", "preflight", *arguments],
+        ["bash", "-c", f'{limit} exec "$@"', "sh", *command, "pipeline", "preflight", *arguments],
         cwd=launching.REPO,
         env=launching.ENVIRONMENT | {"COLUMNS": "200"},
         stdout=subprocess.PIPE,

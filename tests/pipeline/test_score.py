@@ -61,13 +61,13 @@ def test_scores_are_those_of_the_model(place: Path) -> None:
                     log_p = model(ids[None, a:b]).logits[0, :-1].log_softmax(-1)
                 want = log_p.gather(1, ids[a + 1 : b, None])[:, 0].numpy()
                 np.testing.assert_allclose(stored[a : b - 1], want, rtol=1e-4, atol=1e-4)
-    again = score(place / "recipe.yaml", "--model", str(place / "model"))
-    assert again.returncode == 0, again.stderr
+    assert main(["score", str(place / "recipe.yaml"), "--model", str(place / "model")]) == 0
 
 
 def test_training_reads_them(place: Path) -> None:
     """PSFT against the very model that starts: every ratio is 1 at the first step, so its loss is -1."""
-    assert score(place / "recipe.yaml", "--model", str(place / "model"), "--name", "start").returncode == 0
+    arguments = ["--model", str(place / "model"), "--name", "start"]
+    assert main(["score", str(place / "recipe.yaml"), *arguments]) == 0
     run_dir = place / "psft"
     changes = ["objective.name=psft", "objective.scores=start", f"run_dir={run_dir}"]
     done = run_alone(str(place / "recipe.yaml"), *changes)
