@@ -153,7 +153,7 @@ class Shard:
         batches = list(stream)
         names = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
         self.columns = {name: [_ragged(batch.column(name)) for batch in batches] for name in names}
-        valid = [batch.column("valid").to_numpy() for batch in batches]
+        valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
@@ -179,8 +179,8 @@ class Shard:
 
 
 def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and values of a list column, as views of the mapped file."""
-    return column.offsets.to_numpy(), column.values.to_numpy()
+    """Offsets and values of a list column, as views of the mapped file (`to_numpy` would import pandas)."""
+    return np.from_dlpack(column.offsets), np.from_dlpack(column.values)
 
 
 class TokenDataset:

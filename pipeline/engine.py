@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import importlib
 import logging
 import os
 import socket
@@ -106,6 +107,21 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
 
 
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, which it asks for whatever the optimizer, with its functions left uncompiled.
+
+    Their decorators alone would load PyTorch's compiler: a second of every start.
+    """
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
+
+
 OF_RECIPE = ("lr", "betas", "eps", "weight_decay")  # of a group of parameters; no checkpoint decides them
 
 
@@ -118,6 +134,7 @@ class Engine:
         self.world = world
         self.stage = zero_stage(ds_config)
         groups = parameter_groups(model, ds_config["optimizer"]["params"]["weight_decay"])
+        _import_muon()
         self.ds, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
         self.groups = [len(group["params"]) for group in groups]  # part of a checkpoint's layout
         self.frozen = self._frozen_sum()  # what adapters belong to

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -148,6 +150,27 @@ def checkpoints_are_written_through_an_engine_of_ours() -> None:
     source = inspect.getsource(engine.DeepSpeedEngine)
     assert "self.checkpoint_engine.save(" in source
     assert "self.checkpoint_engine.makedirs(" in source
+
+
+@needs("pipeline/engine.py", "deepspeed.runtime.zero.muon.muon_optimizer")
+def muon_is_imported_whatever_the_optimizer() -> None:
+    from deepspeed.runtime.zero import utils
+
+    wanted = "from deepspeed.runtime.zero.muon.muon_optimizer import"
+    assert wanted in inspect.getsource(utils.is_zero_supported_optimizer)
+
+
+@needs("pipeline/engine.py", "TORCHDYNAMO_DISABLE")
+def compiling_can_be_left_out_of_an_import() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, torch; os.environ['TORCHDYNAMO_DISABLE'] = '1'; torch.compile()(print); "
+            "sys.exit('torch._inductor.compile_fx' in sys.modules)",
+        ]
+    )
+    assert done.returncode == 0
 
 
 @needs("pipeline/engine.py", "_copy_recovery_script")
