@@ -1,4 +1,4 @@
-"""The rows that a run trains on: that they are what was prepared, and their global, rank-free order.
+"""The rows that a run trains on: that they are what was prepared, their rank-free order, and their batches.
 
 Step s of a run consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of the
 rows per epoch, one epoch after the other. Nothing of it depends on the number of ranks, the micro-batch or
@@ -8,14 +8,19 @@ the accumulation, so the topology may change at any restart and the data order d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from common.errors import UserError
 from common.files import Hashes
+from common.labels import IGNORE
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
+from pipeline.loss import plan_tokens
 from pipeline.ranks import World, gather_objects
 from pipeline.run_dir import DATA_HASHES
 
@@ -63,7 +68,68 @@ def rank_rows(rows: np.ndarray, rank: int, ranks: int) -> np.ndarray:
     return np.split(rows, ranks)[rank]
 
 
-def micro_batches(rows: np.ndarray, micro: int) -> Iterator[np.ndarray]:
-    """Cut a rank's rows into micro-batches of `micro` rows."""
-    for start in range(0, len(rows), micro):
-        yield rows[start : start + micro]
+class Batches:
+    """Reads rows as micro-batches for this rank's device."""
+
+    def __init__(self, data: TokenDataset, scores: Scores | None, micro: int, device: torch.device) -> None:
+        self.data, self.scores, self.micro, self.device = data, scores, micro, device
+
+    def read(self, rows: np.ndarray, real: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
+        """Micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
+
+        Everything that can be known of them beforehand is: labels come as the plan by which the loss goes
+        through them. For a GPU all is in pinned memory.
+        """
+        pin = self.device.type == "cuda"
+        for start in range(0, len(rows), self.micro):
+            part = slice(start, start + self.micro)
+            arrays = self.data.batch(rows[part])
+            labels = arrays.pop("labels")
+            if real is not None:
+                labels[~real[part]] = IGNORE
+            if self.scores is not None:
+                arrays["stored"] = self.scores.batch(rows[part])
+            micro: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            if pin:
+                micro = {name: tensor.pin_memory() for name, tensor in micro.items()}
+            yield micro | {"labels": plan_tokens(torch.from_numpy(labels), pin)}
+
+
+class StepBatch(NamedTuple):
+    """What one step trains on."""
+
+    rows: np.ndarray  # of the global batch
+    valid: int  # supervised tokens of the global batch
+    damage: str | None  # why it cannot be what was prepared; every rank looks at the whole batch
+    micro: list[dict[str, Any]]  # this rank's part
+
+
+class Loader:
+    """The batches of a run, each read while the step before it computes."""
+
+    def __init__(self, order: BatchOrder, batches: Batches, vocab_size: int, world: World) -> None:
+        self.order, self.batches, self.vocab_size, self.world = order, batches, vocab_size, world
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._ahead: tuple[int, Future[StepBatch]] | None = None
+
+    def step(self, step: int, last: bool) -> StepBatch:
+        """The batch of `step`; unless it is the `last` one, that of the next is begun."""
+        ready = self._ahead
+        future = ready[1] if ready is not None and ready[0] == step else self._begin(step)
+        found = future.result()
+        self._ahead = None if last else (step + 1, self._begin(step + 1))
+        return found
+
+    def close(self) -> None:
+        """Read no more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, step: int) -> Future[StepBatch]:
+        return self._thread.submit(self._read, step)
+
+    def _read(self, step: int) -> StepBatch:
+        data, rows = self.batches.data, self.order.step_rows(step)
+        damage = data.damage(rows, self.vocab_size)
+        mine = rank_rows(rows, self.world.rank, self.world.ranks)
+        micro = [] if damage else list(self.batches.read(mine))
+        return StepBatch(rows, int(data.valid[rows].sum()), damage, micro)

@@ -151,7 +151,7 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[dict[str, Tensor]],
+        micro_batches: Iterable[dict[str, Any]],
         valid: int,
         lr: float,
         seed: int,
@@ -177,7 +177,7 @@ class Engine:
         return self.share(totals)._replace(applied=self.ds.was_step_applied())
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[dict[str, Tensor]]) -> Sums:
+    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> Sums:
         """Sums over this rank's micro-batches and all ranks; every rank must bring equally many."""
         self.ds.eval()
         totals = self._zeros()
@@ -235,8 +235,9 @@ class Engine:
     def _zeros(self) -> Tensor:
         return torch.zeros(5 + BINS + 1, dtype=torch.float64, device=self.world.device)
 
-    def _to_device(self, micro: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k: v.to(self.world.device, non_blocking=True) for k, v in micro.items()}
+    def _to_device(self, micro: dict[str, Any]) -> dict[str, Any]:
+        device = self.world.device
+        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
 
 
 class Snapshots(TorchCheckpointEngine):

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common.errors import UserError
-from common.labels import IGNORE
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
-from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
+from pipeline.batches import Batches, BatchOrder, Loader, check_content
 from pipeline.config import RunConfig, lr_at
 from pipeline.engine import Engine, compiling
 from pipeline.export import export_model
@@ -105,10 +102,9 @@ def _load(
 
 def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock) -> bool:
     """The run in a directory that this launch owns."""
-    data, batch, steps = ready.data, ready.batch, ready.steps
+    data, steps = ready.data, ready.steps
     assert data is not None and steps is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
-    order = BatchOrder(len(data), batch.batch, config.train.seed)
     vocab_size = ready.hf_config.vocab_size
     losses = agreed(lambda: load_losses(config, vocab_size))
     scores = agreed(lambda: (_scores(config, data), _scores(config, ready.validation)))
@@ -125,11 +121,16 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             stop.file.unlink(missing_ok=True)
         return False
     on_main(world, lambda: resume.claim(config, data.fingerprint))
-    log.info("%s; steps %d to %d; objective %s", batch, step, steps, losses.objective)
+    log.info("%s; steps %d to %d; objective %s", ready.batch, step, steps, losses.objective)
     peak = _peak_share(config, ready)
     metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, peak, progress.get("metrics")))
     guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = Saver(trainer, config, lock, data.fingerprint, cost)
+    order, micro = BatchOrder(len(data), ready.batch.batch, config.train.seed), ready.batch.micro
+    loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
+    validation = None
+    if ready.validation is not None:
+        validation = Batches(ready.validation, scores[1], micro, world.device)
 
     def save() -> None:
         with lock.doing("saving"), patience(config.train.timeout_minutes, saver.group):
@@ -140,18 +141,16 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
     lock.now("training")
     metrics.pause()
     while step < steps:
-        rows = order.step_rows(step)
-        mine = rank_rows(rows, world.rank, world.ranks)
-        damage = data.damage(rows, vocab_size)  # every rank looks at the whole batch: all end alike
-        if damage is not None:
-            raise UserError(f"{damage}; run: python -m data_prep prepare RECIPE --force")
+        batch = loader.step(step, last=step + 1 == steps)
+        if batch.damage is not None:  # all ranks end alike
+            raise UserError(f"{batch.damage}; run: python -m data_prep prepare RECIPE --force")
         lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
         if losses.objective.schedule is not None:
             use_objective(trainer.model, losses.objective.at(step))
         sums = trainer.train_step(
-            _tensors(data, mine, batch.micro, scores=scores[0]),
-            valid=int(data.valid[rows].sum()),
+            batch.micro,
+            valid=batch.valid,
             lr=lr,
             seed=engine.step_seed(config.train.seed, step),
             stop=any((stop.reason, saver.problem, lock.lost)),
@@ -161,14 +160,14 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             wait_at_most(config.train.timeout_minutes, saver.group)
         lock.reached(step)
         metrics.step(step, sums, trainer.gradient_norm())
-        warning = guard.observe(step, sums, functools.partial(data.provenance, rows))
+        warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
         if warning:
             metrics.say(warning)
         if step % config.train.log_every == 0 or step == steps:
             metrics.log(step, tokens, lr)
-        if ready.validation is not None and _due(step, config.train.eval_every, steps):
+        if validation is not None and _due(step, config.train.eval_every, steps):
             with lock.doing("validating"):
-                found = evaluate(trainer, losses, ready.validation, config, batch.micro, scores[1])
+                found = evaluate(trainer, losses, validation, config.train.eval_rows)
             metrics.validation(step, tokens, found)
             metrics.pause()
         finished = not sums.stop or step == steps
@@ -177,6 +176,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             saved_step = step
         if not finished:
             break
+    loader.close()
     if finished and saved_step != steps:
         save()
     with (
@@ -211,40 +211,16 @@ def _scores(config: RunConfig, data: TokenDataset | None) -> Scores | None:
     return None if name is None or data is None else Scores(data, name)
 
 
-def evaluate(
-    trainer: Engine,
-    losses: Losses,
-    validation: TokenDataset,
-    config: RunConfig,
-    micro: int,
-    scores: Scores | None = None,
-) -> engine.Sums:
-    """Sums over the first train.eval_rows validation rows; ranks take equally many micro-batches."""
-    ranks, rank = trainer.world.ranks, trainer.world.rank
-    count = min(len(validation), config.train.eval_rows)
+def evaluate(trainer: Engine, losses: Losses, validation: Batches, most: int) -> engine.Sums:
+    """Sums over at most the first `most` validation rows; ranks take equally many micro-batches."""
+    ranks, rank, micro = trainer.world.ranks, trainer.world.rank, validation.micro
+    count = min(len(validation.data), most)
     rounds = -(-count // (ranks * micro))
     padded = np.resize(np.arange(count), rounds * ranks * micro)
     real = np.arange(len(padded)) < count
     mine = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
     with measuring(trainer.model, losses):
-        return trainer.evaluate(_tensors(validation, padded[mine], micro, real[mine], scores))
-
-
-def _tensors(
-    data: TokenDataset,
-    rows: np.ndarray,
-    micro: int,
-    real: np.ndarray | None = None,
-    scores: Scores | None = None,
-) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of rows as tensors, with their scores; rows that are not `real` supervise nothing."""
-    for at, part in enumerate(micro_batches(rows, micro)):
-        arrays = data.batch(part)
-        if real is not None:
-            arrays["labels"][~real[at * micro : at * micro + len(part)]] = IGNORE
-        if scores is not None:
-            arrays["stored"] = scores.batch(part)
-        yield {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return trainer.evaluate(validation.read(padded[mine], real[mine]))
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -18,6 +18,7 @@ from pipeline.loss.objectives import OBJECTIVES, Coefficients, Scalars, traits
 from pipeline.loss.probe import probe_model
 from pipeline.loss.registry import Objective, Ramp, get_objective, weighted_sum
 from pipeline.loss.spec import LossSums
+from pipeline.loss.token_plan import TokenPlan, plan_tokens
 
 __all__ = [
     "IGNORE",
@@ -34,6 +35,7 @@ __all__ = [
     "Ramp",
     "Scalars",
     "Teacher",
+    "TokenPlan",
     "fuse_head",
     "fuse_model",
     "fused_linear_loss",
@@ -42,6 +44,7 @@ __all__ = [
     "load_cost",
     "logits_loss",
     "number_cost",
+    "plan_tokens",
     "probe_model",
     "shift_left",
     "traits",

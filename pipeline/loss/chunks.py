@@ -1,4 +1,4 @@
-"""How a batch is gone through: tokens sorted by target, in chunks of logits, in groups that share a pass."""
+"""How a batch is gone through: in chunks of logits, and within them in groups that share a pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.labels import IGNORE
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.cost_rows import CostRows, Targets, open_rows
+from pipeline.loss.cost_rows import CostRows, open_rows
 from pipeline.loss.kernels_torch import TorchRows
 from pipeline.loss.rowwise import Chunk, RowPass, Terms, Tokens, solve, statistics_dtype
 from pipeline.loss.spec import Spec
+from pipeline.loss.token_plan import OnDevice, TokenPlan, plan_tokens
 
 CHUNK_MB = 512  # of logits alive at a time, unless asked otherwise
 CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
@@ -37,30 +37,6 @@ def use_triton(spec: Spec, hidden: Tensor) -> bool:
     return True
 
 
-class Order(NamedTuple):
-    """The valid tokens of a batch, sorted by label where a cost embedding is used."""
-
-    places: Tensor  # [T] positions in the flat batch
-    labels: Tensor  # [T]
-    targets: Targets | None
-
-
-def order_tokens(labels: Tensor, vocab_size: int, by_label: bool) -> Order:
-    """The order in which tokens with `labels` [N] are taken. Raises UserError for a label without a row."""
-    places = (labels != IGNORE).nonzero()[:, 0]
-    chosen = labels[places]
-    if len(chosen):
-        low, high = torch.stack(chosen.aminmax()).tolist()
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise UserError(f"label {bad} lies outside the vocabulary of {vocab_size} tokens")
-    if not by_label:
-        return Order(places, chosen, None)
-    chosen, by = torch.sort(chosen, stable=True)
-    ids, which = torch.unique_consecutive(chosen, return_inverse=True)
-    return Order(places[by], chosen, Targets(ids, which))
-
-
 def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk that keep its logits within the memory budget."""
     budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
@@ -71,25 +47,32 @@ def chunk_rows(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.d
 class Walk(NamedTuple):
     """How a batch is gone through, whether its logits exist already or not."""
 
-    order: Order
+    total: int  # valid tokens
+    order: OnDevice
     size: int  # tokens per chunk
     triton: bool
     rows: CostRows | None  # where a cost embedding is used with one target per token
 
 
-def walk_over(spec: Spec, cost: CostEmbedding | None, labels: Tensor, vocab_size: int, like: Tensor) -> Walk:
-    """The walk over `labels`, whose logits will have the dtype and device of `like`."""
+def walk_over(
+    spec: Spec, cost: CostEmbedding | None, labels: Tensor | TokenPlan, vocab_size: int, like: Tensor
+) -> Walk:
+    """The walk over `labels`, whose logits will have the dtype and device of `like`.
+
+    Raises UserError for labels that do not fit the vocabulary or the batch.
+    """
     dtype, device = like.dtype, like.device
-    order = order_tokens(labels, vocab_size, by_label=cost is not None and not spec.terms.objective.dense)
-    total = len(order.places)
+    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels)
+    plan.check(vocab_size)
+    order, total = plan.on(device), len(plan)
     size = min(chunk_rows(spec, dtype, vocab_size, device), max(total, 1))
     triton = use_triton(spec, like)
     rows: CostRows | None = None
-    if cost is not None and order.targets is not None and total:
+    if cost is not None and total and not spec.terms.objective.dense:
         group = group_size(vocab_size, dtype, device, size)
         placed = cost.placed(device, dtype)
-        rows = open_rows(placed, order.targets, statistics_dtype(dtype), group, size, as_stored=triton)
-    return Walk(order, size, triton, rows)
+        rows = open_rows(placed, plan, order, statistics_dtype(dtype), group, size, as_stored=triton)
+    return Walk(total, order, size, triton, rows)
 
 
 def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
@@ -105,7 +88,8 @@ def process_chunk(
     """Losses of a chunk of logits [n, V]; with `gradient`, overwrite the logits by G."""
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
-    step = group_size(V, logits.dtype, logits.device, n)
+    # kernels without temporaries have no use for groups where no cost rows are to be kept few
+    step = n if triton and costs is None else group_size(V, logits.dtype, logits.device, n)
     in_full = terms.softcap is not None or logits.dtype == torch.float16
     scratch = None
     if logits.dtype != dtype and not triton:

@@ -103,23 +103,33 @@ class CostEmbedding:
     def hidden_size(self) -> int:
         return self.rows.shape[1]
 
-    def cosines(self, targets: Tensor) -> Tensor:
-        """Cosines [u, V] of the tokens `targets` [u] with all tokens, in the rows' dtype."""
-        return torch.mm(self.rows[targets], self.rows.t())
+    def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
+        """Cosines [u, V] of the tokens `targets` [u] with all, in the rows' dtype; in `out` if given."""
+        return torch.mm(self.rows[targets], self.rows.t(), out=out)
 
-    def costs(self, targets: Tensor) -> Tensor:
-        """Cost rows [u, V] of the tokens `targets` [u], float32 (float64 if the embedding is).
+    def costs(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
+        """Cost rows [u, V] of the tokens `targets` [u], in `out` or float32 (float64 if the embedding is).
 
         Never negative, and exactly 0 at the target itself whatever the rounding.
         """
-        cosine = self.cosines(targets)
-        cost = cosine.to(torch.promote_types(cosine.dtype, torch.float32))
-        cost.neg_().add_(1).clamp_(min=0)
-        return cost.scatter_(1, targets[:, None], 0)
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        if out is None:
+            out = self.rows.new_empty(len(targets), self.vocab_size, dtype=dtype)
+        if out.dtype.itemsize < dtype.itemsize:  # the difference from 1 is taken before digits are given up
+            return out.copy_(self.costs(targets))
+        if out.dtype == self.rows.dtype:
+            self.cosines(targets, out)
+        else:
+            out.copy_(self.cosines(targets))
+        out.neg_().add_(1).clamp_(min=0)
+        return out.scatter_(1, targets[:, None], 0)
 
 
-def unit_rows(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`weight` [V, H] with its rows scaled to length one (zero rows stay zero), in `dtype` or its own."""
+def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = True) -> Tensor:
+    """`weight` [V, H] with its rows scaled to length one (zero rows stay zero), in `dtype` or its own.
+
+    Not `checked`: what is not finite stays so in the rows, and nothing is asked of the device.
+    """
     if weight.dim() != 2 or weight.numel() == 0:
         raise UserError(
             f"cost embedding needs a full [V, H] matrix (got shape {list(weight.shape)}); "
@@ -127,21 +137,24 @@ def unit_rows(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         )
     rows = torch.empty_like(weight, dtype=dtype or weight.dtype)
     work = torch.promote_types(torch.promote_types(weight.dtype, rows.dtype), torch.float32)
-    zeros = 0
+    finite, zeros = [], []
     for start in range(0, len(weight), NORMALISE_ROWS):
         part = weight[start : start + NORMALISE_ROWS].to(work)
         # scale by the largest entry first: squares of tiny or huge entries leave float32's range
         peak = part.abs().amax(1, keepdim=True)
-        if not torch.isfinite(peak).all():
-            raise UserError("cost embedding holds NaN or infinite values")
         empty = peak == 0
-        zeros += int(empty.sum())
+        finite.append(torch.isfinite(peak).all())
+        zeros.append(empty.sum())
         part = part / torch.where(empty, 1.0, peak)
         norm = torch.linalg.vector_norm(part, dim=1, keepdim=True)
         rows[start : start + NORMALISE_ROWS] = part / torch.where(empty, 1.0, norm)
-    if zeros:
+    if not checked:
+        return rows
+    if not torch.stack(finite).all():
+        raise UserError("cost embedding holds NaN or infinite values")
+    if found := int(sum(zeros)):
         warnings.warn(
-            f"cost embedding: {zeros} of {len(rows)} rows have length zero; "
+            f"cost embedding: {found} of {len(rows)} rows have length zero; "
             "their cost to every other token is 1",
             stacklevel=2,
         )
@@ -163,13 +176,14 @@ class NumberCost(CostEmbedding):
         """The values on the model's device, never narrowed: 1234 has no place in bfloat16."""
         return self if self.rows.device == device else NumberCost(self.rows.to(device), self.cache_mb)
 
-    def cosines(self, targets: Tensor) -> Tensor:
+    def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
         """1 - cost, for kernels that read costs in that form."""
-        return 1 - self.costs(targets)
+        return self.costs(targets, out).neg_().add_(1)
 
-    def costs(self, targets: Tensor) -> Tensor:
-        """|v_i - v_y| [u, V] for the tokens `targets` [u]."""
-        return (self.rows[:, 0] - self.rows[targets]).abs_().nan_to_num_(nan=0.0)
+    def costs(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
+        """|v_i - v_y| [u, V] for the tokens `targets` [u]; in `out` if given."""
+        values = self.rows[:, 0].to(out.dtype if out is not None else self.rows.dtype)
+        return torch.sub(values, values[targets][:, None], out=out).abs_().nan_to_num_(nan=0.0)
 
 
 class LiveCost:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch import Tensor
 
 # Rows computed together; on an accelerator one request of the kernels must fit.
 WINDOW_CPU, WINDOW = 64, 1024
@@ -24,36 +24,37 @@ class CostCache:
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets that found no place
         self.rows = torch.empty(rows, vocab_size, dtype=torch.float16, device=device)
-        self.slot = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
-        self.owner = torch.full((self.capacity,), -1, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+        # which row is whose is known on the host, so that nothing has to be asked of the device
+        self.slot = np.full(vocab_size, -1)
+        self.owner = np.full(self.capacity, -1)
+        self.seen = np.zeros(vocab_size, np.int64)
         self.used = 0
 
-    def places(self, fresh: Tensor, current: Tensor) -> Tensor:
+    def places(self, fresh: np.ndarray, current: np.ndarray) -> np.ndarray:
         """A place in the table for each of the missing targets `fresh` [k], k <= window.
 
         Targets of the batch under way (`current`) keep theirs. Those in `fresh` that are less frequent
         than everything in the table get a passing place behind it.
         """
-        place = torch.arange(len(fresh), device=fresh.device) + self.capacity
+        place = np.arange(len(fresh)) + self.capacity
         free = min(self.capacity - self.used, len(fresh))
-        place[:free] = torch.arange(self.used, self.used + free, device=fresh.device)
+        place[:free] = np.arange(self.used, self.used + free)
         self._assign(fresh[:free], place[:free])
         self.used += free
         rest = len(fresh) - free
         if rest and self.capacity:
-            count = self.seen[self.owner].clone()
+            count = self.seen[self.owner]
             held = self.slot[current]  # those just assigned among them
-            count[held[held >= 0]] = torch.iinfo(torch.int64).max
-            victims = count.topk(min(rest, self.capacity), largest=False, sorted=True)
-            eager = self.seen[fresh[free:]].sort(descending=True)
-            wins = eager.values[: len(victims.values)] > victims.values
-            chosen = eager.indices[: len(wins)][wins] + free
-            place[chosen] = victims.indices[wins]
-            self.slot[self.owner[victims.indices[wins]]] = -1
+            count[held[held >= 0]] = np.iinfo(np.int64).max
+            victims = np.argsort(count, kind="stable")[:rest]
+            eager = np.argsort(-self.seen[fresh[free:]], kind="stable")[: len(victims)]
+            wins = self.seen[fresh[free:]][eager] > count[victims]
+            chosen, taken = eager[wins] + free, victims[wins]
+            place[chosen] = taken
+            self.slot[self.owner[taken]] = -1
             self._assign(fresh[chosen], place[chosen])
         return place
 
-    def _assign(self, targets: Tensor, place: Tensor) -> None:
+    def _assign(self, targets: np.ndarray, place: np.ndarray) -> None:
         self.slot[targets] = place
         self.owner[place] = targets

@@ -1,7 +1,7 @@
 """Rows of transport costs, made in the order in which the fused loss asks for them.
 
 Tokens come sorted by target, so the distinct targets are met one after the other and a small window
-of cost rows [w, V] suffices. `ExactRows` computes every window anew. `CachedRows` keeps the rows of
+of cost rows [w, V] suffices. `ExactRows` computes every row once a batch. `CachedRows` keeps the rows of
 frequent targets in float16 between calls: text repeats itself, and most rows are then only read.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.cost_cache import CostCache
+from pipeline.loss.token_plan import OnDevice, TokenPlan
 
 WINDOW_MB = 8.0  # of rows alive at a time on a CPU
 CONVERTED = 16  # rows brought to float16 at a time
@@ -27,33 +29,32 @@ class Costs(NamedTuple):
     similarity: bool = False  # the rows hold cosines s instead of costs max(0, 1 - s), the target's included
 
 
-class Targets(NamedTuple):
-    """The distinct targets of a batch, ascending, and where each token of the sorted batch finds its own."""
-
-    ids: Tensor  # [U]
-    which: Tensor  # [T] ascending
-
-
 class CostRows(Protocol):
     """Where the kernels get their cost rows from."""
 
     def group(self, start: int, stop: int) -> Costs:
-        """Rows for tokens [start, stop) of the sorted batch; valid until the next call."""
+        """Rows for tokens [start, stop) of the plan; valid until the next call."""
 
 
 def open_rows(
-    cost: CostEmbedding, targets: Targets, dtype: torch.dtype, most: int, chunk: int, as_stored: bool
+    cost: CostEmbedding,
+    plan: TokenPlan,
+    order: OnDevice,
+    dtype: torch.dtype,
+    most: int,
+    chunk: int,
+    as_stored: bool,
 ) -> CostRows:
-    """The rows of `targets`, for requests of at most `most` tokens.
+    """The rows of a plan's targets (`order`: the plan on the device), for requests of at most `most` tokens.
 
     They come as costs in the statistics' `dtype`; with `as_stored` in whatever form is at hand, for
     kernels that convert while reading. Windows of rows are no larger than WINDOW_MB on a CPU, nor than a
     `chunk` of logits.
     """
     if cost.cache is not None:
-        return CachedRows(cost, cost.cache, targets, dtype, as_stored)
+        return CachedRows(cost, cost.cache, plan, order, dtype, as_stored)
     window = max(most, min(chunk, _window(cost, dtype)))
-    return ExactRows(cost, targets, None if as_stored else dtype, window)
+    return ExactRows(cost, plan, order, None if as_stored else dtype, min(window, len(plan.targets)))
 
 
 def _window(cost: CostEmbedding, dtype: torch.dtype) -> int:
@@ -64,27 +65,36 @@ def _window(cost: CostEmbedding, dtype: torch.dtype) -> int:
 
 
 class ExactRows:
-    """Every row computed from the embedding, in its precision."""
+    """Every row computed from the embedding, in its precision, once."""
 
-    def __init__(self, cost: CostEmbedding, targets: Targets, dtype: torch.dtype | None, size: int) -> None:
-        self.cost, self.targets, self.size = cost, targets, size
-        self.dtype = dtype  # of the costs; None: leave the cosines as the product gives them
+    def __init__(
+        self, cost: CostEmbedding, plan: TokenPlan, order: OnDevice, dtype: torch.dtype | None, size: int
+    ) -> None:
+        self.cost, self.plan, self.order, self.size = cost, plan, order, size
+        self.similarity = dtype is None  # leave the cosines as the product gives them
         self.first = self.last = 0
-        self.rows: Tensor | None = None
+        kept = dtype or cost.rows.dtype
+        self.rows = torch.empty(size, cost.vocab_size, dtype=kept, device=cost.rows.device)
 
     def group(self, start: int, stop: int) -> Costs:
-        which = self.targets.which
-        low, high = int(which[start]), int(which[stop - 1]) + 1
-        if self.rows is None or low < self.first or high > self.last:
-            self.rows = None  # free the old window before the new one is made
-            self.first, self.last = low, min(low + self.size, len(self.targets.ids))
-            ids = self.targets.ids[self.first : self.last]
-            if self.dtype is None:
-                self.rows = self.cost.cosines(ids)
-            else:
-                self.rows = self.cost.costs(ids).to(self.dtype)
+        low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
+        if high > self.last:
+            self._move(low)
         rows = self.rows[low - self.first : high - self.first]
-        return Costs(rows, which[start:stop] - low, similarity=self.dtype is None)
+        return Costs(rows, self.order.which[start:stop] - low, self.similarity)
+
+    def _move(self, low: int) -> None:
+        """Let the window begin at target `low`: what it holds already is kept, the rest is computed."""
+        kept = self.last - low
+        if kept > 0:
+            self.rows[:kept] = self.rows[low - self.first : self.last - self.first].clone()
+        first, self.first = max(low, self.last), low
+        self.last = min(low + self.size, len(self.plan.targets))
+        targets, out = self.order.targets[first : self.last], self.rows[first - low : self.last - low]
+        if self.similarity:
+            self.cost.cosines(targets, out)
+        else:
+            self.cost.costs(targets, out)
 
 
 class CachedRows:
@@ -94,28 +104,35 @@ class CachedRows:
         self,
         cost: CostEmbedding,
         cache: CostCache,
-        targets: Targets,
+        plan: TokenPlan,
+        order: OnDevice,
         dtype: torch.dtype,
         as_stored: bool,
     ) -> None:
-        self.cost, self.cache, self.targets = cost, cache, targets
+        self.cost, self.cache, self.plan, self.order = cost, cache, plan, order
         self.dtype, self.as_stored = dtype, as_stored
-        cache.seen[targets.ids] += torch.bincount(targets.which, minlength=len(targets.ids))
-        self.places = cache.slot[targets.ids]
+        cache.seen[plan.targets] += plan.counts
+        self.places = cache.slot[plan.targets]
+        self._placed: Tensor | None = None  # the places on the device, until they change
 
     def group(self, start: int, stop: int) -> Costs:
-        which = self.targets.which[start:stop]
-        low, high = int(which[0]), int(which[-1]) + 1
+        low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
+        which = self.order.which[start:stop]
         if self.as_stored and high - low <= self.cache.window:
             self._ensure(low, high)
-            return Costs(self.cache.rows, self.places[which])
+            return Costs(self.cache.rows, self._on_device()[which])
         shape = (high - low, self.cost.vocab_size)
         rows = torch.empty(shape, dtype=self.dtype, device=which.device)
         for first in range(low, high, self.cache.window):
             last = min(first + self.cache.window, high)
             self._ensure(first, last)
-            rows[first - low : last - low] = self.cache.rows[self.places[first:last]]
+            rows[first - low : last - low] = self.cache.rows[self._on_device()[first:last]]
         return Costs(rows, which - low)
+
+    def _on_device(self) -> Tensor:
+        if self._placed is None:
+            self._placed = _sent(self.places, self.cost.rows.device)
+        return self._placed
 
     def _ensure(self, low: int, high: int) -> None:
         """Compute what targets [low, high) miss, and the next missing ones while at it.
@@ -126,12 +143,19 @@ class CachedRows:
             return
         # rows without a place of their own pass away with this window; mark them missing again
         self.places[self.places >= self.cache.capacity] = -1
-        ids = self.targets.ids
-        missing = (self.places[low:] < 0).nonzero()[: self.cache.window, 0] + low
-        fresh = ids[missing]
-        place = self.cache.places(fresh, ids)
-        costs = self.cost.costs(fresh)
-        for start in range(0, len(fresh), CONVERTED):  # no second copy of the whole window
+        missing = np.flatnonzero(self.places[low:] < 0)[: self.cache.window] + low
+        places = self.cache.places(self.plan.targets[missing], self.plan.targets)
+        self.places[missing] = places
+        self._placed = None
+        device = self.cost.rows.device
+        costs = self.cost.costs(self.order.targets[_sent(missing, device)])
+        to = _sent(places, device)
+        for start in range(0, len(missing), CONVERTED):  # no second copy of the whole window
             part = slice(start, start + CONVERTED)
-            self.cache.rows[place[part]] = costs[part].to(torch.float16)
-        self.places[missing] = place
+            self.cache.rows[to[part]] = costs[part].to(torch.float16)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on `device` that the host does not wait for."""
+    found = torch.from_numpy(array.copy())
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)

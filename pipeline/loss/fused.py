@@ -5,7 +5,8 @@ the chunk's gradient in place (`chunks.py`) and are used up by two matrix produc
 forward pass, so that nothing is computed twice. Between forward and backward only the gradients
 [N, H] and [V, H] are held.
 
-Tokens are sorted by label first: a row of transport costs then serves all tokens with that target.
+Tokens are sorted by label first (`token_plan.py`): a row of transport costs then serves all tokens with
+that target.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.loss.gradients import Accumulator, Gradients, Needs, scaled
 from pipeline.loss.registry import Objective
 from pipeline.loss.rowwise import Chunk, Tokens, statistics_dtype
 from pipeline.loss.spec import LossSums, Spec, Totals, check_inputs, make_spec
+from pipeline.loss.token_plan import TokenPlan, label_count
 
 
 def _logits(
@@ -51,6 +53,9 @@ def _logits(
     return z, target, shift
 
 
+Labels = Tensor | TokenPlan
+
+
 class Pass(NamedTuple):
     """A chunk of tokens that has gone through the head."""
 
@@ -63,7 +68,7 @@ def _passes(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    labels: Labels,
     spec: Spec,
     gradient: bool,
     teacher: Teacher | None,
@@ -74,9 +79,8 @@ def _passes(
     stats = statistics_dtype(hidden.dtype)
     cost = spec.cost
     if isinstance(cost, LiveCost):
-        cost = CostEmbedding(unit_rows(weight.detach()))
-    order, n, triton, rows = walk_over(spec, cost, labels, V, hidden)
-    total = len(order.places)
+        cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
+    total, order, n, triton, rows = walk_over(spec, cost, labels, V, hidden)
     buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
     wide_bias = None if bias is None else bias.to(stats)
     for start in range(0, total, n):
@@ -100,7 +104,7 @@ def _compute(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    labels: Labels,
     spec: Spec,
     needs: Needs,
     teacher: Teacher | None,
@@ -136,26 +140,26 @@ class _FusedLoss(torch.autograd.Function):
         return (*handed, None, None, None, None, None)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, spec: Spec, teacher: Teacher | None) -> None:
-    V = len(weight)
+def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: Teacher | None) -> None:
+    V, N = len(weight), label_count(labels)
     if weight.dim() != 2 or weight.numel() == 0:
         raise UserError(
             f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head "
             "module itself (fuse_head) or gather the weight around loss and backward"
         )
-    if hidden.shape != (len(labels), weight.shape[1]):
+    if hidden.shape != (N, weight.shape[1]):
         raise UserError(
-            f"fused loss: hidden {list(hidden.shape)}, labels {list(labels.shape)} and head "
+            f"fused loss: hidden {list(hidden.shape)}, labels [{N}] and head "
             f"{list(weight.shape)} do not fit; expected [N, H], [N], [V, H]"
         )
     if hidden.dtype != weight.dtype:
         raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}")
     if spec.terms.objective.dense != (teacher is not None):
         raise UserError("objective demd_dense needs a teacher, and no other objective takes one")
-    if teacher is not None and teacher.hidden.shape[:-1].numel() * len(teacher.weight) != len(labels) * V:
+    if teacher is not None and teacher.hidden.shape[:-1].numel() * len(teacher.weight) != N * V:
         raise UserError(
             f"teacher: hidden {list(teacher.hidden.shape)} and head {list(teacher.weight.shape)} do not "
-            f"fit {len(labels)} tokens and {V} vocabulary entries"
+            f"fit {N} tokens and {V} vocabulary entries"
         )
 
 
@@ -164,20 +168,22 @@ def apply_fused(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    labels: Labels,
     spec: Spec,
     teacher: Teacher | None,
     stored: Tensor | None,
 ) -> LossSums:
-    """The loss through a head of any module; hidden [..., H], labels and what is stored beside them [...]."""
+    """The loss through a head of any module; hidden [..., H], labels and what is stored beside them [...].
+
+    Labels may be anywhere, and may be planned already.
+    """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    labels = labels.reshape(-1)
     stored = None if stored is None else stored.reshape(-1)
     _check(hidden, weight, labels, spec, teacher)
-    check_inputs(spec, labels, stored, len(weight))
+    check_inputs(spec, label_count(labels), stored, len(weight))
     inputs = (hidden, weight, bias)
     recording = torch.is_grad_enabled()
     needs = tuple(recording and x is not None and x.requires_grad for x in inputs)
@@ -188,10 +194,10 @@ def apply_fused(
 @torch.no_grad()
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> Tensor:
     """-log p of every label, nats, like `labels` [...] in float32 (float64); 0 where a label is ignored."""
-    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    _check(flat, weight, targets, spec, None)
-    out = torch.zeros(len(targets), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-    for places, _, tokens in _passes(flat, weight, bias, targets, spec, False, None, None):
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    _check(flat, weight, labels, spec, None)
+    out = torch.zeros(labels.numel(), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
+    for places, _, tokens in _passes(flat, weight, bias, labels, spec, False, None, None):
         out[places] = tokens.nll
     return out.view(labels.shape)
 
@@ -199,7 +205,7 @@ def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tenso
 def fused_linear_loss(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    labels: Labels,
     objective: Objective,
     cost: CostEmbedding | LiveCost | None = None,
     *,
@@ -210,7 +216,8 @@ def fused_linear_loss(
 ) -> LossSums:
     """Loss of `hidden` [..., H] against `labels` [...] through the head `weight` [V, H] (+ `bias` [V]).
 
-    labels[i] is the token that hidden[i] predicts (nothing is shifted); -100 leaves a token out.
+    labels[i] is the token that hidden[i] predicts (nothing is shifted); -100 leaves a token out. A plan made
+    of them beforehand (`plan_tokens`) spares the device a wait.
     With a cost embedding DEMD is reported for every objective. `demd_dense` compares with the
     distribution of a `teacher` at the same positions; `psft` and `excess` read a log-probability of every
     label, `stored` [...]. Options, see `make_spec`:

@@ -22,6 +22,7 @@ from pipeline.loss.dense import Teacher
 from pipeline.loss.fused import apply_fused
 from pipeline.loss.registry import Objective
 from pipeline.loss.spec import LossSums, Spec, make_spec
+from pipeline.loss.token_plan import TokenPlan, label_count
 
 # How configurations call what their model does to its logits. `probe.py` finds out where a name misleads.
 DIVISORS = ("logits_scaling",)
@@ -44,7 +45,7 @@ class FusedHead(nn.Linear):
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
-        labels: Tensor | None = None,
+        labels: Tensor | TokenPlan | None = None,
         teacher: Teacher | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
@@ -118,7 +119,8 @@ class FusedCausalLM:
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
         """LossSums against `labels` [b, L], already shifted; without labels the model's ordinary forward.
 
-        `stored` [b, L]: a log-probability of each label, for objectives that ask for one.
+        Labels may be planned already (`token_plan.py`). `stored` [b, L]: a log-probability of each label, for
+        objectives that ask for one.
         """
         inputs = self.named(args, kwargs)
         labels, stored = inputs.pop("labels", None), inputs.pop("stored", None)
@@ -132,22 +134,23 @@ class FusedCausalLM:
         """All arguments of a call of the model by name."""
         return dict(zip(self.order, args, strict=False)) | kwargs
 
-    def fused_sums(self, labels: Tensor, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
+    def fused_sums(
+        self, labels: Tensor | TokenPlan, inputs: dict[str, Any], stored: Tensor | None = None
+    ) -> LossSums:
         """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
         inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which
         are kept apart; a padding mask beside them is not needed and not used.
         """
-        hidden, labels = self.before_head(labels, inputs)
-        stored = None if stored is None else stored.reshape(labels.shape)
+        hidden = self.before_head(label_count(labels), inputs)
         return self.get_output_embeddings()(hidden, labels, stored=stored)  # type: ignore[attr-defined]
 
-    def before_head(self, labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What goes into the head, [..., L, H] and the labels [..., L] in the form that fits it."""
+    def before_head(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
+        """What goes into the head, [..., L, H] of so many `tokens`, in the order of the inputs."""
         inputs = {k: v for k, v in inputs.items() if v is not None and k not in LOGITS_ONLY}
         positions = inputs.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape == labels.shape:
-            labels = self._keep_apart(positions, labels, inputs)
+        if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel() == tokens:
+            self._keep_apart(positions, inputs)
         if not self.takes_positions:
             inputs.pop("position_ids", None)
         if self.takes is not None:
@@ -157,14 +160,14 @@ class FusedCausalLM:
         head = model.get_output_embeddings()
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)  # some families keep their residuals in float32
-        return hidden, labels
+        return hidden
 
-    def _keep_apart(self, positions: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Complete `inputs` so that no document sees another; the labels in the form that fits them."""
+    def _keep_apart(self, positions: Tensor, inputs: dict[str, Any]) -> None:
+        """Complete `inputs` so that no document sees another."""
         mask = inputs.get("attention_mask")
         if mask is not None:
             if mask.dim() != 2 or not _restart(positions):
-                return labels
+                return
             _check_padding(mask, positions)
             del inputs["attention_mask"]  # with it, transformers would not look at the positions
         if self.packing == "refused" and _restart(positions):
@@ -175,8 +178,6 @@ class FusedCausalLM:
         if model.config._attn_implementation == "flash_attention_2" and "input_ids" in inputs:
             # flash-attn finds the documents from position ids only in one flattened row
             inputs |= {k: inputs[k].reshape(1, -1) for k in ("input_ids", "position_ids")}
-            return labels.reshape(1, -1)
-        return labels
 
 
 def refusal(model: Any) -> str:

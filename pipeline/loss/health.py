@@ -36,7 +36,7 @@ def histogram(weight: Tensor, cap: float | None) -> Tensor:
 
 def scaled(counts: Tensor, factor: Tensor) -> Tensor:
     """The histogram of the same weights times `factor`, to a bin."""
-    moved = int((factor.double().log2() * PER_OCTAVE).round())
+    moved = (factor.double().log2() * PER_OCTAVE).round().long()
     shifted = torch.zeros_like(counts)
     places = (torch.arange(BINS, device=counts.device) + moved).clamp(0, BINS - 1)
     shifted.scatter_add_(0, places, counts[:BINS])

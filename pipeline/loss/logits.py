@@ -40,11 +40,9 @@ def logits_loss(
     V = logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")
-    if labels.is_floating_point() or labels.is_complex():
-        raise UserError(f"labels must be whole numbers (given: {labels.dtype})")
     if isinstance(cost, LiveCost) or objective.dense:
         raise UserError("the live head and demd_dense need the fused head (fuse_head)")
-    check_inputs(spec, labels, stored, V)
+    check_inputs(spec, labels.numel(), stored, V)
     gradient = torch.is_grad_enabled() and logits.requires_grad
     stored = None if stored is None else stored.reshape(-1)
     return LossSums(*_apply(logits.reshape(-1, V), labels.reshape(-1), spec, gradient, stored))
@@ -80,8 +78,7 @@ def _compute(
     """The sums, d loss / d logits if `gradient`, and what that lacks as a factor."""
     V, device, stats = logits.shape[1], logits.device, statistics_dtype(logits.dtype)
     assert not isinstance(spec.cost, LiveCost)
-    order, n, triton, rows = walk_over(spec, spec.cost, labels, V, logits)
-    total = len(order.places)
+    total, order, n, triton, rows = walk_over(spec, spec.cost, labels, V, logits)
     d_logits = torch.zeros_like(logits) if gradient else None
     totals = Totals(spec, device)
     for start in range(0, total, n):

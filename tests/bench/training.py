@@ -10,6 +10,7 @@ bare       the same DeepSpeed engine, fused MLE head and batches made beforehand
            forward, backward and step
 Trainer    Hugging Face's Trainer with the same DeepSpeed configuration, its own loss
 stall      what a save costs the steps: ours, saving every five steps aside, at once, and not at all
+host       of ours: CPU time of everything but the engine's forward, backward and step, reading ahead included
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,17 +46,31 @@ class Clock:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.seen = steps, 0
-        self.marks: list[tuple[float, float]] = []
+        self.host = 0.0  # CPU seconds of other threads, less those that this one spent in the engine
+        self.marks: list[tuple[float, float, float]] = []
 
     def tick(self) -> None:
         """A step begins, or the last one has ended."""
         if self.seen in (WARM, self.steps):
-            self.marks.append((time.process_time(), time.perf_counter()))
+            self.marks.append((time.process_time(), time.perf_counter(), time.thread_time() + self.host))
         self.seen += 1
 
+    def counted(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        """`function`, whose CPU time is added to the host's or taken from it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.host += sign * (time.thread_time() - began)
+
+        return run
+
     def result(self) -> dict[str, float]:
-        (cpu, wall), (cpu_end, wall_end) = self.marks
-        return {"cpu": cpu_end - cpu, "wall": wall_end - wall}
+        begin, end = self.marks
+        names = ("cpu", "wall", "host")
+        return {name: after - before for name, before, after in zip(names, begin, end, strict=True)}
 
 
 def worker(who: str, steps: int, directory: Path) -> None:
@@ -75,7 +91,10 @@ def worker(who: str, steps: int, directory: Path) -> None:
 
 
 def _ours(config: Any, world: Any, clock: Clock) -> None:
+    from deepspeed import DeepSpeedEngine
+
     from pipeline import train
+    from pipeline.batches import Loader
     from pipeline.engine import Engine
     from pipeline.stop import Watch
 
@@ -90,6 +109,9 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
         return evaluate(*args, **kwargs)
 
     Engine.train_step, train.evaluate = ticking, ended  # type: ignore[method-assign, assignment]
+    for name in ("forward", "backward", "step"):
+        setattr(DeepSpeedEngine, name, clock.counted(getattr(DeepSpeedEngine, name), -1))
+    Loader._read = clock.counted(Loader._read, 1)  # type: ignore[method-assign]
     train.train(config, world, Watch())
 
 
@@ -196,7 +218,7 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
 class Outcome(NamedTuple):
     """What a run of a contestant gave: its times, if all ranks had them, and how it ended, if not well."""
 
-    times: dict[str, float] | None  # cpu: seconds of all ranks; wall: seconds of the slowest
+    times: dict[str, float] | None  # cpu, host: seconds of all ranks; wall: seconds of the slowest
     trouble: str | None
 
 
@@ -233,7 +255,8 @@ def outcome(directory: Path, code: int, output: str) -> Outcome:
         ranks = [json.loads((directory / f"rank-{r}.json").read_text()) for r in range(RANKS)]
     except (OSError, ValueError):
         return Outcome(None, f"exit code {code}: {trouble}")
-    times = {"cpu": sum(r["cpu"] for r in ranks), "wall": max(r["wall"] for r in ranks)}
+    times = {kind: sum(r[kind] for r in ranks) for kind in ("cpu", "host")}
+    times["wall"] = max(r["wall"] for r in ranks)
     return Outcome(times, None if trouble is None else f"after its last step: exit code {code}: {trouble}")
 
 
@@ -264,7 +287,8 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
     """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
     report = common.Report("training")
     tokens = (steps - WARM) * 8 * 256
-    cpu, wall = ({who: _column(runs, kind) for who, runs in found.items()} for kind in ("cpu", "wall"))
+    kinds = ("cpu", "wall", "host")
+    cpu, wall, host = ({who: _column(runs, kind) for who, runs in found.items()} for kind in kinds)
     for who, runs in found.items():
         trouble = next((run.trouble for run in runs if run.trouble), "")
         if not wall[who]:
@@ -283,6 +307,7 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
         "ours / bare DeepSpeed loop, CPU": (_ratio(cpu["ours"], cpu["bare"]), {"at_most": 1.03}),
         "tokens per CPU second, ours / Trainer": (_ratio(cpu["Trainer"], cpu["ours"]), {"at_least": 1.0}),
         "tokens per second, ours / Trainer": (_ratio(wall["Trainer"], wall["ours"]), {}),
+        "host / whole step of ours, CPU": (_ratio(host["ours"], cpu["ours"]), {"at_most": 0.02}),
     }
     for name, (value, target) in ratios.items():
         if value is None and wall["ours"]:

@@ -85,6 +85,28 @@ def test_cache_prefers_frequent_targets() -> None:
     torch.testing.assert_close(table.rows[table.slot[100:110]].float(), want, rtol=5e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["emo", "demd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows overlap where a group of tokens reaches beyond one; what is there is not computed again."""
+    monkeypatch.setattr("pipeline.loss.cost_rows.WINDOW_MB", 0.2)
+    torch.manual_seed(0)
+    h, w = torch.randn(300, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype)
+    labels, cost = batch(3), CostEmbedding.from_weight(torch.randn(V, H).to(dtype))
+    computed: list[int] = []
+    product = cost.cosines
+
+    def counting(targets: Tensor, out: Tensor | None = None) -> Tensor:
+        computed.extend(targets.tolist())
+        return product(targets, out)
+
+    monkeypatch.setattr(cost, "cosines", counting)
+    sums = fused_linear_loss(h, w, labels, make(name), cost, memory_mb=2)
+    assert sorted(computed) == sorted(set(labels.tolist()) - {-100})
+    want = fused_linear_loss(h, w, labels, make(name), CostEmbedding(cost.rows), memory_mb=64)
+    assert relative_error(sums.demd, want.demd) <= 1e-5
+
+
 def test_negative_cache() -> None:
     with pytest.raises(UserError, match="must not be negative"):
         CostEmbedding(torch.ones(2, 2), cache_mb=-1)

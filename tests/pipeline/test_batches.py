@@ -12,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.labels import IGNORE
 from data_prep.config import DataConfig
 from data_prep.shards import open_prepared
-from pipeline.batches import BatchOrder, check_content, micro_batches, rank_rows
+from pipeline.batches import Batches, BatchOrder, Loader, check_content, rank_rows
 from pipeline.config import load_config
 from pipeline.planning.plan import print_plan
 from pipeline.ranks import World
 from pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import data_config, run, texts, write_jsonl
+
+CPU = torch.device("cpu")
 
 
 @given(st.integers(1, 50), st.integers(1, 40), st.integers(0, 5))
@@ -50,16 +53,61 @@ def test_the_ranks_together_take_the_global_batch(ranks: int, step: int) -> None
     assert np.array_equal(np.concatenate(parts), rows)
 
 
-def test_micro_batches_cover_the_rows_in_order() -> None:
-    assert [list(m) for m in micro_batches(np.arange(7), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(80)))
     config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
     run(config)
     return config
+
+
+def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
+    """With the labels of the rows that are real, planned."""
+    data, _ = open_prepared(config)
+    rows = np.arange(len(data))[:7]
+    real = np.arange(len(rows)) != 4
+    micro = list(Batches(data, None, 3, CPU).read(rows, real))
+    whole = data.batch(rows)
+    whole["labels"][4] = IGNORE
+    assert [len(part["input_ids"]) for part in micro] == [3, 3, 1]
+    for name in ("input_ids", "position_ids"):
+        assert np.array_equal(np.concatenate([part[name] for part in micro]), whole[name])
+    labels = np.full(whole["labels"].shape, IGNORE)
+    for start, part in zip((0, 3, 6), micro, strict=True):
+        labels[start : start + 3].flat[part["labels"].places] = part["labels"].labels
+    assert np.array_equal(labels, whole["labels"])
+
+
+def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
+    """While a step computes the next is read, after the last nothing; a step out of turn is right, too."""
+    data, _ = open_prepared(config)
+    asked: list[int] = []
+
+    class Noting(BatchOrder):
+        def step_rows(self, step: int) -> np.ndarray:
+            asked.append(step)
+            return super().step_rows(step)
+
+    order = BatchOrder(len(data), 4, 0)
+    loader = Loader(Noting(len(data), 4, 0), Batches(data, None, 2, CPU), 10**6, World(1, 2, CPU))
+    for step in (5, 6, 9):
+        found = loader.step(step, last=step == 9)
+        rows = order.step_rows(step)
+        assert np.array_equal(found.rows, rows)
+        assert found.valid == data.valid[rows].sum()
+        assert found.damage is None
+        mine = data.batch(rows[2:])["input_ids"]
+        assert np.array_equal(np.concatenate([part["input_ids"] for part in found.micro]), mine)
+    loader.close()
+    assert asked == [5, 6, 7, 9]
+
+
+def test_the_loader_hands_on_damage(config: DataConfig) -> None:
+    data, _ = open_prepared(config)
+    loader = Loader(BatchOrder(len(data), 4, 0), Batches(data, None, 2, CPU), 2, World(0, 1, CPU))
+    found = loader.step(0, last=True)
+    assert found.damage is not None and "of a vocabulary of 2" in found.damage
+    assert found.micro == []
 
 
 def test_a_shard_changed_in_place_stops_every_start(
