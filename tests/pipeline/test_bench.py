@@ -13,13 +13,13 @@ tests.bench.training FAILED
   error_file: <N/A>
   traceback : Signal 6 (SIGABRT) received by PID 4711
 """
-TIMES = {"cpu": 4.0, "wall": 2.0}
+TIMES = {"cpu": 4.0, "wall": 2.0, "host": 0.02}
 
 
 def test_a_peer_that_aborts_after_its_last_step_was_measured(tmp_path: Path) -> None:
     """defects D6"""
     for rank in range(RANKS):
-        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"cpu": 2.0, "wall": 2.0}))
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps({"cpu": 2.0, "wall": 2.0, "host": 0.01}))
     found = outcome(tmp_path, 1, ABORTED)
     assert found.times == TIMES
     assert found.trouble is not None
@@ -44,7 +44,7 @@ def test_a_peer_that_was_never_measured_has_its_reason_in_the_table(tmp_path: Pa
 
 
 def test_a_claim_about_ours_that_was_not_measured_is_missed() -> None:
-    found = {who: [Outcome({"cpu": 1.0, "wall": 1.0}, None)] for who in CONTESTANTS}
+    found = {who: [Outcome({"cpu": 1.0, "wall": 1.0, "host": 0.01}, None)] for who in CONTESTANTS}
     found["ours"] = [Outcome(None, "exit code 1")]
     report = tabulate(found, steps=30, held=True)
     claimed = [entry for entry in report.ratios.values() if "met" in entry]
