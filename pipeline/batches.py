@@ -95,6 +95,12 @@ class Batches:
             yield micro | {"labels": plan_tokens(torch.from_numpy(labels), pin)}
 
 
+def _use(device: torch.device) -> None:
+    """Let this thread pin memory for `device`; it would open a context on the first GPU otherwise."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class StepBatch(NamedTuple):
     """What one step trains on."""
 
@@ -109,7 +115,7 @@ class Loader:
 
     def __init__(self, order: BatchOrder, batches: Batches, vocab_size: int, world: World) -> None:
         self.order, self.batches, self.vocab_size, self.world = order, batches, vocab_size, world
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=_use, initargs=(world.device,))
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def step(self, step: int, last: bool) -> StepBatch:
