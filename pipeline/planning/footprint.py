@@ -262,9 +262,8 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         communication_s += k * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     host = k * _host(sizes, setup)
     device = computing + communication_s
-    waiting = (
-        device**4 + host**4
-    ) ** 0.25 - device  # the larger of the two, and a little where they are near
+    # The larger of the two takes the time, and where they are alike neither waits for the other all along.
+    waiting = (device**4 + host**4) ** 0.25 - device
     return Time(matrices_s, attention_s, elementwise_s, head_s, communication_s, optimizer_s, waiting)
 
 

@@ -296,7 +296,7 @@ def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: 
     if not setup.checkpointing and _fits(sizes, setup, room, surely, checkpointing=True):
         found.append("set model.activation_checkpointing=true")
     if setup.stage < 3 and _fits(sizes, setup, room, surely, stage=3):
-        found.append("set deepspeed=ds_configs/zero3.json")
+        found.append("set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled)
     least = dataclasses.replace(setup, micro=1, checkpointing=True, stage=3)
     if not found and _fits(sizes, least, room, surely):
         found.append("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json")
