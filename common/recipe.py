@@ -107,7 +107,7 @@ def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS
     """
     tree = _read_tree(path, ())
     for override in overrides:
-        _override(tree, override)
+        apply_override(tree, override)
     for key in tree:
         if key not in keys:
             raise UserError(f"recipe {path}: unknown key {key}; {nearest(str(key), keys)}")
@@ -230,7 +230,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in the tree; sections on the way are copied, as an alias may share them."""
     key, equals, value = override.partition("=")
     *parents, leaf = key.split(".")

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         return commands[command](given[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
 
 
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
@@ -236,13 +236,28 @@ def _plan(argv: list[str]) -> int:
     parser.add_argument(
         "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
     )
+    parser.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
+    )
     args = parser.parse_intermixed_args(argv)
+    if args.write and not args.best:
+        parser.error("--write goes with --best")
     from pipeline.config import load_config
+    from pipeline.planning.best import check_target, print_best, write_recipe
     from pipeline.planning.plan import parse_cluster, print_plan
 
     cluster = parse_cluster(args.gpus, args.network)
-    fits = print_plan(load_config(args.recipe, args.overrides), cluster.gpus, cluster)
-    return ExitCode.DONE if fits else ExitCode.FAILURE
+    config = load_config(args.recipe, args.overrides)
+    if not args.best:
+        return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
+    if args.write:
+        check_target(args.write)
+    best = print_best(config, cluster)
+    if args.write:
+        write_recipe(args.write, args.recipe, args.overrides, best, cluster)
+        print(f"written: {args.write}")
+    return ExitCode.DONE
 
 
 def _preflight(argv: list[str]) -> int:

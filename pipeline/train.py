@@ -201,7 +201,8 @@ def _peak_share(config: RunConfig, ready: Ready) -> float | None:
     if gpu is None:
         return None
     batch = ready.batch
-    setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation)
+    half = config.model.dtype == "bfloat16"
+    setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation, bf16=half)
     return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
 
 

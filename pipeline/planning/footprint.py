@@ -3,14 +3,16 @@
 The memory of one GPU, by part (bf16; P parameters, n ranks, T tokens per pass, h hidden, f inner width):
 
     states       weights 2 P, accumulated gradients 4 P, optimizer 12 P bytes, divided by n as ZeRO says
-    gathered     weights that ZeRO-3 brings together around the layer at work, and its communication buckets
+    gathered     weights that ZeRO-3 brings together around the layer at work, communication buckets, and the
+                 gradients in the model's precision that ZeRO-1 keeps until a pass ends
     activations  what a layer keeps for its backward pass, times layers; with checkpointing h per token and
-                 layer, and one layer whole
+                 layer, and one layer whole; with a mask for packed rows also that
     loss         a chunk of logits, the head's float32 gradient [V, h], the cost embedding [V, h]
     update       a copy of the gradient while the optimizer steps, when the last three are free again
 
-The time of a step adds matrix products, attention, element-wise traffic, communication that computing does
-not hide, and the optimizer. Its constants come from published runs (tests/pipeline/test_footprint.py).
+The time of a step adds matrix products, attention, element-wise traffic, communication and the optimizer; a
+pass takes at least as long as the host needs to issue it. Five constants come from published runs, which
+tests/helpers/published.py lists: efficiencies of two GPUs, ATTENTION, SHORT and EXPOSED. Others are counted.
 """
 
 from __future__ import annotations
@@ -22,16 +24,27 @@ from typing import NamedTuple
 from pipeline.loss.chunks import CHUNK_MB
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
-TIME_ERROR = 0.15  # largest relative error over the published runs that the tests hold it against
-MEMORY_ERROR = 0.25  # likewise over runs measured here
+TIME_ERROR = 0.10  # largest relative error over published runs that none of the constants was fitted to
+MEMORY_ERROR = 0.25  # of what is not states, over runs measured here and published; states are known
 USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
-HIDDEN_BY_COMPUTE = 0.9  # share of the computing time under which ZeRO-3's communication can hide
+ATTENTION = 0.29  # of the efficiency of matrix products that attention reaches
+SHORT = 660  # a product over h elements takes as long as one over h + SHORT without its beginning and end
+EXPOSED = 0.5  # share of the communication beside computing that a step is longer by
+HIDDEN_BY_COMPUTE = 0.9  # share of the computing time under which communication can run at all
 BUS_EFFICIENCY = 0.75  # of a link's bandwidth that a large collective reaches
-MEMORY_EFFICIENCY = 0.75  # of the memory bandwidth that element-wise kernels reach
-PASSES = 4.0  # times that kept activations cross the memory bus, forward and backward
+MEMORY_EFFICIENCY = 0.85  # of the memory bandwidth that element-wise kernels reach
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
+HOST_ADAM = 4e9  # parameters/s that a host updates, over all its ranks (Ren et al. 2021: 10e9 in 2.6 s)
 NODE = 8  # GPUs
 GROUP = 1e9  # parameters that ZeRO updates together
+# Seconds that the host is busy for a parameter tensor in a pass: Python, kernel launches, ZeRO's hooks. An
+# estimate. A pass of a model of 32 layers with 9 tensors each, far too small to keep a processor busy, took
+# 179 ms under ZeRO-2 and 402 ms under ZeRO-3 on a slow core; a core of a GPU host is taken for twice as fast.
+HOST_TENSOR = 0.179 / (32 * 9) / 2
+HOST_TENSOR_ZERO3 = 0.402 / (32 * 9) / 2
+COMPILED_HOST = (
+    0.5  # of that which is left where torch.compile launches fewer and larger kernels; an estimate
+)
 
 
 class Accelerator(NamedTuple):
@@ -39,20 +52,22 @@ class Accelerator(NamedTuple):
 
     memory_gib: float
     tflops: float  # dense bf16 peak
+    tflops32: float  # float32 peak without TF32, which the trainer does not turn on
     bandwidth_tb: float  # memory, TB/s
     link_gb: float  # to its neighbours in the node, GB/s each way
-    efficiency: float  # share of the peak that a model's large matrix products reach
+    efficiency: float  # share of the peak that products over very many elements reach
 
 
 ACCELERATORS = {
-    "A100-40G": Accelerator(39.4, 312, 1.55, 300, 0.65),
-    "A100-80G": Accelerator(79.2, 312, 2.0, 300, 0.65),
-    "H100-80G": Accelerator(79.1, 989, 3.35, 450, 0.49),
-    "H200-141G": Accelerator(139.8, 989, 4.8, 450, 0.49),
-    "A10-24G": Accelerator(22.5, 125, 0.6, 12, 0.6),
-    "L40S-48G": Accelerator(44.4, 362, 0.86, 12, 0.5),
-    "RTX3090-24G": Accelerator(23.6, 71, 0.94, 12, 0.8),
-    "RTX4090-24G": Accelerator(23.5, 165, 1.0, 12, 0.8),
+    "A100-40G": Accelerator(39.4, 312, 19.5, 1.55, 300, 0.93),
+    "A100-80G": Accelerator(79.2, 312, 19.5, 2.0, 300, 0.93),
+    "H100-80G": Accelerator(79.1, 989, 67, 3.35, 450, 0.69),
+    "H200-141G": Accelerator(139.8, 989, 67, 4.8, 450, 0.69),
+    # No published run was found for these.
+    "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7),
+    "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6),
+    "RTX3090-24G": Accelerator(23.6, 71, 35, 0.94, 12, 0.9),
+    "RTX4090-24G": Accelerator(23.5, 165, 82, 1.0, 12, 0.9),
 }
 
 
@@ -79,6 +94,7 @@ class Sizes:
     key_values: int  # width of keys, and of values
     gated: bool  # gate, up and down (LLaMA) or up and down (GPT-2, OPT)
     vocabulary: int
+    tensors: int  # parameters as the host sees them, one by one
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,10 @@ class Setup:
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
     fused_adam: bool = True  # as on a GPU; else the update makes copies of its own
+    compiled: bool = False  # by torch.compile, which fuses the element-wise work of a layer
+    masked: bool = False  # SDPA reads who may attend to whom in packed rows from a mask [b, 1, L, L]
+    hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
+    reduced: int = 2  # bytes of a gradient on its way between ranks
 
     @property
     def tokens(self) -> int:
@@ -141,6 +161,11 @@ class Memory(NamedTuple):
         """What stays between steps."""
         return self.parameters + self.gradients + self.optimizer
 
+    @property
+    def surely(self) -> float:
+        """What suffices even where the prediction is too low by its error."""
+        return self.states + (self.total - self.states) * (1 + MEMORY_ERROR)
+
 
 class Time(NamedTuple):
     """Seconds of one optimizer step, by part."""
@@ -149,8 +174,9 @@ class Time(NamedTuple):
     attention: float
     elementwise: float
     head: float
-    communication: float  # not hidden
+    communication: float  # by which the step is longer
     optimizer: float
+    host: float  # by which issuing a pass takes longer than computing it
 
     @property
     def total(self) -> float:
@@ -172,8 +198,12 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     trains_head = sizes.trainable == sizes.parameters
     gathered = 2 * setup.bucket * (4 if trains_head else setup.width) if setup.ranks > 1 else 0.0
     gathered = min(gathered, 2.0 * sizes.trainable * 4)
-    if setup.stage == 3 and setup.ranks > 1:
+    if setup.stage == 3 and (setup.ranks > 1 or setup.offload_parameters):
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
+    if setup.stage == 1 and setup.bf16:
+        gathered += sizes.trainable * setup.width
+    if setup.hpz > 1:
+        parameters += sizes.parameters * setup.width / setup.hpz
     if setup.offload_optimizer:
         optimizer = gradients = update = 0.0
     if setup.offload_parameters:
@@ -198,56 +228,100 @@ def _activations(sizes: Sizes, setup: Setup) -> float:
     kept = layer * sizes.layers
     if setup.checkpointing:
         kept = setup.width * sizes.hidden * sizes.layers + layer
-    return setup.tokens * (kept + layer / 2)  # half a layer's worth of gradients on their way back
+    masks = 0.0
+    if setup.masked:  # one of booleans, and what every layer makes of it and keeps for its backward pass
+        masks = setup.tokens * setup.block * (1 + setup.width * (1 if setup.checkpointing else sizes.layers))
+    return masks + setup.tokens * (kept + layer / 2)  # half a layer's worth of gradients on their way back
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
     """Seconds of one optimizer step; `network_gb`: GB/s that a node reaches others with."""
-    peak, T, k = gpu.tflops * TERA, setup.tokens, setup.accumulation
-    if not setup.bf16:
-        peak /= 8  # TF32 products, float32 elsewhere
+    T, k = setup.tokens, setup.accumulation
+    rate = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA * gpu.efficiency
+    bus = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
     passes = 4 if setup.checkpointing else 3
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
     products = 2 * sizes.body * T * (passes - 1 + backward_of_weights)
-    # causal: every token sees half a block on average; q k and the weighted sum of v
-    attention = 4 * T * setup.block / 2 * sizes.hidden * sizes.layers * (passes + 0.5)
+    # causal: every token sees half a block on average; a mask hides the rest only after it was computed
+    seen = setup.block if setup.masked else setup.block / 2
+    attention = 4 * T * seen * sizes.hidden * sizes.layers * (passes + 0.5)  # q k and the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + backward_of_weights)
-    matrices_s = k * products / (peak * gpu.efficiency)
-    attention_s = k * attention / (peak * gpu.efficiency * 0.6)
-    head_s = k * head / (peak * gpu.efficiency)
-    traffic = PASSES * T * _layer_bytes(sizes, setup) * sizes.layers * (1.25 if setup.checkpointing else 1.0)
-    elementwise_s = k * traffic / (gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY)
-    bus = gpu.link_gb if setup.ranks <= NODE else min(gpu.link_gb, network_gb)
-    moved = _moved(sizes, setup) * (setup.ranks - 1) / setup.ranks
-    communication_s = moved / (bus * GB * BUS_EFFICIENCY)
+    beginnings = 1 + SHORT / sizes.hidden
+    matrices_s = k * products / rate * beginnings
+    attention_s = k * attention / (rate * ATTENTION)
+    head_s = k * head / rate * beginnings
+    traffic = T * _traffic(sizes, setup) * sizes.layers * passes / 3 + _gradient_traffic(sizes, setup)
+    elementwise_s = k * traffic / bus
     computing = matrices_s + attention_s + head_s + elementwise_s
-    exposed = max(0.05 * communication_s, communication_s - HIDDEN_BY_COMPUTE * computing)
+    communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
     own = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
-    optimizer_s = 28 * own / (gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY)
-    if setup.offload_optimizer:
-        optimizer_s = 6 * own / HOST_LINK + 28 * own / HOST_LINK
+    optimizer_s = 28 * own / bus
+    if setup.offload_optimizer:  # gradients go down in every pass, weights come up
+        optimizer_s = (4 * k + setup.width) * own / HOST_LINK + own * min(setup.ranks, NODE) / HOST_ADAM
     if setup.offload_parameters:
-        exposed += k * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
-    return Time(matrices_s, attention_s, elementwise_s, head_s, exposed, optimizer_s)
+        communication_s += k * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
+    host = k * _host(sizes, setup)
+    device = computing + communication_s
+    # The larger of the two takes the time, and where they are alike neither waits for the other all along.
+    waiting = (device**4 + host**4) ** 0.25 - device
+    return Time(matrices_s, attention_s, elementwise_s, head_s, communication_s, optimizer_s, waiting)
 
 
-def _moved(sizes: Sizes, setup: Setup) -> float:
-    """Bytes that a rank sends and receives in one step."""
-    width = setup.width
-    if setup.ranks == 1:
+def _traffic(sizes: Sizes, setup: Setup) -> float:
+    """Bytes per token and layer that element-wise kernels move, forward and backward, counted in the models.
+
+    LLaMA's RMSNorm and rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
+    """
+    h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
+    if sizes.gated:
+        found = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
+    else:
+        found = (55 if setup.compiled else 110) * h + 10 * f
+    return found * setup.width / 2
+
+
+def _gradient_traffic(sizes: Sizes, setup: Setup) -> float:
+    """Bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
+    adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
+    return sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
+
+
+def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:
+    """Seconds by which communication lengthens a step."""
+    n, k, width = setup.ranks, setup.accumulation, setup.width
+    if n == 1:
         return 0.0
+    gradients, weights = setup.reduced * sizes.trainable, width * sizes.trainable
+    bus = (link if n <= NODE else min(link, network)) * GB * BUS_EFFICIENCY / ((n - 1) / n)
+    beside = after = 0.0  # computing
     if setup.stage == 3:  # gather for forward, gather for backward, reduce-scatter gradients: every pass
-        return setup.accumulation * width * (2 * sizes.parameters + sizes.trainable)
-    if setup.stage == 2:  # reduce gradients every pass, gather weights once
-        return width * sizes.trainable * (setup.accumulation + 1)
-    return 2 * width * sizes.trainable  # once a step
+        gathers = 2 * k * width * sizes.parameters
+        beside = (gathers + k * gradients) / bus
+        if setup.hpz > 1:  # only the first gather after an update leaves the node
+            inside = link * GB * BUS_EFFICIENCY / ((setup.hpz - 1) / setup.hpz)
+            beside = (gathers / (2 * k) + k * gradients) / bus + gathers * (1 - 1 / (2 * k)) / inside
+    elif setup.stage == 2:  # reduce gradients every pass, gather weights once updated
+        beside, after = k * gradients / bus, weights / bus
+    else:  # all-reduce gradients when the last pass is done, gather weights once updated
+        after = (2 * gradients + (weights if setup.stage == 1 else 0)) / bus
+    return after + max(EXPOSED * beside, beside - HIDDEN_BY_COMPUTE * computing)
+
+
+def _host(sizes: Sizes, setup: Setup) -> float:
+    """Seconds that the host needs to issue one pass."""
+    per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
+    again = 4 / 3 if setup.checkpointing else 1.0
+    return sizes.tensors * per_tensor * again * (COMPILED_HOST if setup.compiled else 1.0)
 
 
 def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) -> float:
-    """MFU: share of the peak spent on the 6 P + attention operations per token that training needs.
+    """MFU: share of the peak spent on the operations that training needs, 6 P + attention for a token.
 
-    Recomputed activations do not count (Chowdhery et al. 2022, appendix B); attention counts causal.
+    Recomputed activations do not count (Chowdhery et al. 2022, appendix B), nor do the gradients that frozen
+    weights are spared; attention counts causal.
     """
-    per_token = 6 * (sizes.body + sizes.vocabulary * sizes.hidden)
+    needed = 4 + 2 * sizes.trainable / sizes.parameters
+    per_token = needed * (sizes.body + sizes.vocabulary * sizes.hidden)
     per_token += 6 * setup.block * sizes.hidden * sizes.layers
-    return per_token * setup.tokens * setup.accumulation / seconds / (gpu.tflops * TERA)
+    peak = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA
+    return per_token * setup.tokens * setup.accumulation / seconds / peak

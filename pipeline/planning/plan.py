@@ -83,6 +83,7 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         key_values=key_values * per_head,
         gated=hasattr(text, "intermediate_size"),
         vocabulary=text.vocab_size,
+        tensors=len(parameters),
     )
 
 
@@ -96,13 +97,15 @@ def _inner(config: PretrainedConfig) -> int:
 def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objective: Objective) -> Setup:
     """How the recipe trains, for the footprint."""
     zero = ds_config.get("zero_optimization", {})
+    half = config.model.dtype == "bfloat16"
+    reduced = ds_config.get("communication_data_type")
     return Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
         micro=batch.micro,
         block=config.data.block,
         accumulation=batch.accumulation,
-        bf16=config.model.dtype == "bfloat16",
+        bf16=half,
         checkpointing=config.model.activation_checkpointing,
         offload_optimizer=_offloaded(zero, "offload_optimizer"),
         offload_parameters=_offloaded(zero, "offload_param"),
@@ -110,6 +113,11 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         cache_mb=config.objective.cost_cache_mb,
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
         bucket=float(zero.get("reduce_bucket_size", 5e8)),
+        compiled=config.model.compile,
+        # On GPUs `auto` takes an attention that knows packed rows; those compute in half precision only.
+        masked=not half or config.model.attn_implementation in ("sdpa", "eager"),
+        hpz=int(zero.get("zero_hpz_partition_size", 1)),
+        reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
     )
 
 
@@ -239,53 +247,63 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
         )
     table.add_row(
         "trust",
-        f"memory within {footprint.MEMORY_ERROR:.0%}, time within {footprint.TIME_ERROR:.0%} of the runs "
-        "that this was checked against",
+        trust(),
     )
     return found.total <= room
 
 
-def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
-    """Whether the run fits, in words; `yes` only if it also does when the estimate is too low."""
-    needed, error = footprint.memory(sizes, setup).total, footprint.MEMORY_ERROR
-    certain = room / (1 + error)
-    if needed <= certain:
-        return f"yes; largest train.micro_batch that surely fits: {largest_micro(sizes, setup, certain)}"
-    if needed > room:
-        return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
+def trust() -> str:
+    """How far the predictions were off, in words."""
     return (
-        f"tight: {needed / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate may be {error:.0%} too low; "
-        "to be safe " + "; or ".join(remedies(sizes, setup, certain, cluster))
+        f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
+        f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
+        "host takes is an estimate"
     )
 
 
-def largest_micro(sizes: Sizes, setup: Setup, room: float) -> int:
+def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
+    """Whether the run fits, in words; `yes` only if it also does when the estimate is too low."""
+    found = footprint.memory(sizes, setup)
+    if found.surely <= room:
+        micro = largest_micro(sizes, setup, room, surely=True)
+        return f"yes; largest train.micro_batch that surely fits: {micro}"
+    if found.total > room:
+        return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
+    return (
+        f"tight: {found.total / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate of all but states may be "
+        f"{footprint.MEMORY_ERROR:.0%} too low; to be safe "
+        + "; or ".join(remedies(sizes, setup, room, cluster, surely=True))
+    )
+
+
+def largest_micro(sizes: Sizes, setup: Setup, room: float, surely: bool = False) -> int:
     """The largest micro-batch whose memory fits into `room` bytes and that divides a rank's rows; or 0."""
     rows = setup.micro * setup.accumulation
-    fitting = (m for m in range(rows, 0, -1) if rows % m == 0 and _fits(sizes, setup, room, micro=m))
+    fitting = (m for m in range(rows, 0, -1) if rows % m == 0 and _fits(sizes, setup, room, surely, micro=m))
     return next(fitting, 0)
 
 
-def _fits(sizes: Sizes, setup: Setup, room: float, **changes: Any) -> bool:
-    return footprint.memory(sizes, dataclasses.replace(setup, **changes)).total <= room
+def _fits(sizes: Sizes, setup: Setup, room: float, surely: bool, **changes: Any) -> bool:
+    found = footprint.memory(sizes, dataclasses.replace(setup, **changes))
+    return (found.surely if surely else found.total) <= room
 
 
-def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> list[str]:
+def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: bool = False) -> list[str]:
     """Single changes after which the run fits, cheapest first."""
     found = []
-    if micro := largest_micro(sizes, setup, room):
+    if micro := largest_micro(sizes, setup, room, surely):
         found.append(f"set train.micro_batch={micro}")
-    if not setup.checkpointing and _fits(sizes, setup, room, checkpointing=True):
+    if not setup.checkpointing and _fits(sizes, setup, room, surely, checkpointing=True):
         found.append("set model.activation_checkpointing=true")
-    if setup.stage < 3 and _fits(sizes, setup, room, stage=3):
-        found.append("set deepspeed=ds_configs/zero3.json")
+    if setup.stage < 3 and _fits(sizes, setup, room, surely, stage=3):
+        found.append("set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled)
     least = dataclasses.replace(setup, micro=1, checkpointing=True, stage=3)
-    if not found and _fits(sizes, least, room):
+    if not found and _fits(sizes, least, room, surely):
         found.append("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json")
-    if not found and _fits(sizes, least, room, offload_optimizer=True):
+    if not found and _fits(sizes, least, room, surely, offload_optimizer=True):
         found.append("set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on")
     doubled = (cluster.gpus * 2**i for i in range(1, 8))
-    enough = next((n for n in doubled if _fits(sizes, setup, room, ranks=n)), None)
+    enough = next((n for n in doubled if _fits(sizes, setup, room, surely, ranks=n)), None)
     if enough:
         found.append(f"take {enough} GPUs")
     return found or ["no single change helps: take GPUs with more memory, or model.lora"]

@@ -43,6 +43,31 @@ def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str]) -> Non
     assert "micro" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "first", "second"),
+    [
+        ("plan", ["--gpus", "8xA100-80G"], ["--network", "800"]),
+        ("preflight", ["--local_rank=0"], ["--local_rank=1"]),  # which DeepSpeed's launcher adds
+        ("score", ["--model", "some/where"], ["--part", "0/2"]),
+    ],
+)
+def test_overrides_are_read_wherever_they_stand(
+    command: str, first: list[str], second: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistake in one shows that it was read."""
+    right, wrong = "train.batch=64", "train.btch=1"
+    for argv in (
+        [str(RECIPE), wrong, *first, *second, right],
+        [str(RECIPE), right, *first, wrong, *second],
+        [str(RECIPE), right, *first, right, *second, wrong],
+        [*first, str(RECIPE), right, *second, wrong],
+        [*first, *second, str(RECIPE), wrong, right],
+    ):
+        assert cli.main([command, *argv]) == ExitCode.MISTAKE
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("error: unknown key train.btch; did you mean batch"), argv
+
+
 def test_a_mistake_is_a_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Nothing()
     assert cli.run_recipe("instruct", watch, [str(RECIPE)]) == ExitCode.MISTAKE == watch.code

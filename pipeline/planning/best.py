@@ -1,0 +1,232 @@
+"""The settings under which a recipe trains fastest on given GPUs: what `plan --best` searches and writes.
+
+Only what surely fits is considered: memory as predicted, with the prediction's error on top. What changes
+what is learned (batch, rows, objective, optimizer) stays as the recipe has it: the choices differ in speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import FailureError, UserError
+from common.files import part_file
+from common.recipe import apply_override
+from pipeline.config import Batch, RunConfig, load_config, solve_batch
+from pipeline.loss.registry import Objective
+from pipeline.planning import footprint
+from pipeline.planning.checks import check
+from pipeline.planning.ds_file import deepspeed_config
+from pipeline.planning.footprint import GIB, NODE, Memory, Setup, Sizes, Time
+from pipeline.planning.plan import Cluster, setup_of, sizes_of, trust
+
+FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
+SHOWN = 3
+ALIKE = 0.01  # speeds this close are equal, and the one that needs less memory is better
+
+
+class Choice(NamedTuple):
+    """One way to train, and what is predicted of it."""
+
+    file: Path  # of DeepSpeed
+    setup: Setup
+    memory: Memory
+    time: Time
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """What the recipe sets to train this way."""
+        return {
+            "deepspeed": str(self.file),
+            "model.activation_checkpointing": self.setup.checkpointing,
+            "model.compile": self.setup.compiled,
+            "train.micro_batch": self.setup.micro,
+        }
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s of one GPU."""
+        return self.setup.tokens * self.setup.accumulation / self.time.total
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The fastest first, and of those alike the smallest."""
+        return -round(math.log(self.speed) / ALIKE), self.memory.total
+
+
+def print_best(config: RunConfig, cluster: Cluster) -> Choice:
+    """Print the fastest settings that surely fit, and return the best of them.
+
+    Raises UserError for a recipe that could not start, FailureError when nothing fits.
+    """
+    with_one_row = _changed(config, Path("ds_configs") / "zero2.json", micro=1)
+    ready = check(with_one_row, cluster.gpus, here=False)
+    sizes = sizes_of(ready.model, ready.hf_config)
+    every = list(choices(config, sizes, ready.objective, cluster))
+    room = cluster.gpu.memory_gib * GIB * footprint.USABLE
+    fitting = [c for c in every if c.memory.surely <= room]
+    if not fitting:
+        least = min(every, key=lambda c: c.memory.surely)
+        needs = least.memory.surely / GIB
+        raise FailureError(
+            f"nothing surely fits on {cluster.gpus} x {cluster.kind}: of each {room / GIB:.1f} GiB are free, "
+            f"and {_words(least)} may need {needs:.1f}; take more or larger GPUs, or set model.lora"
+        )
+    best: dict[tuple[Any, ...], Choice] = {}
+    for choice in sorted(fitting, key=lambda c: c.rank):  # one of every kind, with its best micro-batch
+        best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
+    shown = list(best.values())[:SHOWN]
+    title = (
+        f"{cluster.gpus} x {cluster.kind}: what surely fits into {room / GIB:.1f} GiB of each, "
+        f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
+    )
+    _print(title, shown, _as_given(config, sizes, ready.objective, cluster), sizes, cluster, room)
+    return shown[0]
+
+
+def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
+    """All settings on these GPUs, whether they fit or not.
+
+    Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
+    that does not go with the recipe is passed over. Raises UserError when none does.
+    """
+    rows = solve_batch(config.train.batch, 1, cluster.gpus).accumulation
+    refused: UserError | None = None
+    found = False
+    for name in FILES:
+        if name == "zero3_hpz.json" and (cluster.gpus <= NODE or cluster.gpus % NODE):
+            continue
+        file = Path("ds_configs") / name
+        batch = Batch(config.train.batch, 1, rows, cluster.gpus)
+        try:
+            plain = _changed(config, file, micro=1)
+            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
+        except UserError as error:
+            refused = error
+            continue
+        found = True
+        for checkpointing in (False, True):
+            for compiled in (False, True) if first.stage < 3 else (False,):
+                for micro in (m for m in range(1, rows + 1) if rows % m == 0):
+                    yield _choice(
+                        file,
+                        dataclasses.replace(
+                            first,
+                            micro=micro,
+                            accumulation=rows // micro,
+                            checkpointing=checkpointing,
+                            compiled=compiled,
+                        ),
+                        sizes,
+                        cluster,
+                    )
+    if not found and refused is not None:
+        raise refused
+
+
+def _choice(file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
+    time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
+    return Choice(file, setup, footprint.memory(sizes, setup), time)
+
+
+def _changed(config: RunConfig, file: Path, micro: int) -> RunConfig:
+    """The recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
+    train = config.train.model_copy(update={"micro_batch": micro})
+    model = config.model.model_copy(update={"compile": False})
+    return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
+
+
+def _as_given(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Choice | None:
+    """The recipe as it stands, for comparison; None where it does not go with these GPUs."""
+    try:
+        batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
+        setup = setup_of(config, batch, deepspeed_config(config, batch), objective)
+    except UserError:
+        return None
+    return _choice(config.deepspeed, setup, sizes, cluster)
+
+
+def _words(choice: Choice) -> str:
+    checkpointing = "with" if choice.setup.checkpointing else "without"
+    return f"{choice.file.name} {checkpointing} checkpointing, micro_batch {choice.setup.micro}"
+
+
+def _print(
+    title: str, shown: list[Choice], given: Choice | None, sizes: Sizes, cluster: Cluster, room: float
+) -> None:
+    console = Console()
+    table = Table(title=title)
+    for name in ("", "deepspeed", "activation_checkpointing", "compile", "micro_batch"):
+        table.add_column(name)
+    for name in ("GiB", "tokens/s/GPU", "MFU", "s a step", "of it host"):
+        table.add_column(name, justify="right")
+    for i, choice in enumerate(shown, 1):
+        table.add_row(str(i), *_cells(choice, sizes, cluster, room))
+    if given is not None:
+        table.add_section()
+        table.add_row("recipe", *_cells(given, sizes, cluster, room))
+    console.print(table)
+    if any(choice.setup.offload_parameters for choice in shown):
+        states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
+        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+    console.print(f"trust: {trust()}")
+
+
+def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[str]:
+    """A row of the table: what is set, and what comes of it."""
+    time = choice.time
+    used = footprint.utilisation(sizes, choice.setup, time.total, cluster.gpu)
+    return [
+        *(str(value).lower() if isinstance(value, bool) else str(value) for value in choice.sets.values()),
+        f"{choice.memory.total / GIB:.1f}" + (" (too much)" if choice.memory.total > room else ""),
+        f"{choice.speed:,.0f}",
+        f"{used:.0%}",
+        f"{time.total:.2f}",
+        f"{time.host / time.total:.0%}",
+    ]
+
+
+def check_target(path: Path) -> None:
+    """Raises UserError when no recipe can be written to `path`: a file is there, or no directory."""
+    if path.exists():
+        raise UserError(f"--write {path}: the file is there already; give another name or remove it")
+    if not path.parent.is_dir():
+        raise UserError(f"--write {path}: {path.parent} is not a directory; make it first")
+
+
+def write_recipe(
+    path: Path, recipe: Path, overrides: Sequence[str], choice: Choice, cluster: Cluster
+) -> None:
+    """A recipe that extends `recipe` and sets the overrides and the choice.
+
+    Raises UserError when the file is there already, or would not say what the command said.
+    """
+    check_target(path)
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(tree, override)
+    for key, value in choice.sets.items():
+        apply_override(tree, f"{key}={value}")
+    base = os.path.relpath(recipe.resolve(), path.parent.resolve())
+    text = (
+        f"# {recipe.name} as `plan --best` would train it on {cluster.gpus} x {cluster.kind}: "
+        f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"
+        f"# {choice.memory.total / GIB:.1f} GiB on each.\n"
+    ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
+    wanted = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())])
+    with part_file(path) as file:
+        file.write(text.encode())
+        file.flush()
+        if load_config(Path(file.name), []) != wanted:
+            raise UserError(
+                "--write: an override replaces a whole section, and a recipe that extends another can only "
+                "complete it; write the override into the recipe first"
+            )

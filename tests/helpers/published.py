@@ -1,0 +1,192 @@
+"""Published speeds of training runs, and which of them `plan`'s constants were fitted to.
+
+Tokens per second and GPU of full-parameter training in bf16 with AdamW; weights, gradients and optimizer are
+shared by all ranks (FSDP, which is ZeRO-3). Each run has one of three marks:
+
+    calibrates   the five constants of pipeline/planning/footprint.py were fitted to it: MPT-3B and MPT-30B,
+                 1,024 to 8,192 tokens, up to 64 GPUs
+    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, four LLaMA runs, and up to 128 GPUs
+    outside      the prediction does not cover it, and the table says how far off it is. Memory is nearly full
+                 and the allocator stalls (30B at 8,192 tokens; A100-40G, 13B and 70B), hundreds of GPUs share
+                 a network, or the ranks of a node hold a whole replica (HSDP)
+
+MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48; on 80 GB gradients are reduced in
+float32. LLaMA: pytorch/torchtitan, docs/performance.md at 0413364 (FSDP2, 64 A100), and
+foundation-model-stack/fms-fsdp, README.md at 0d31998 (128 A100). Networks: 1,600 Gbit/s a node of A100 as the
+tables say, 3,200 a node of H100, which they do not say.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.planning import footprint
+from pipeline.planning.footprint import ACCELERATORS, Accelerator, Setup, Sizes
+
+MPT = {  # hidden, layers
+    "1B": (2048, 24),
+    "3B": (2560, 32),
+    "7B": (4096, 32),
+    "13B": (5120, 40),
+    "30B": (7168, 48),
+    "70B": (8192, 80),
+}
+LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
+    "LLaMA2-7B": (4096, 32, 11008, 4096, 32000),
+    "LLaMA3-8B": (4096, 32, 14336, 1024, 128256),
+    "LLaMA2-13B": (5120, 40, 13824, 5120, 32000),
+    "LLaMA-34B": (8192, 48, 22016, 1024, 32000),
+    "LLaMA2-70B": (8192, 80, 28672, 1024, 32000),
+    "LLaMA3-70B": (8192, 80, 28672, 1024, 128256),
+}
+
+# mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, tokens/s/GPU
+TABLE = """
+    calibrates  30B  4096    8 H100-80G    1  21  yes   1802
+    calibrates  30B  2048   32 H100-80G   14   3  yes   2308
+    calibrates  30B  2048   16 H100-80G   10   3  yes   2263
+    calibrates  30B  2048    8 H100-80G    3  21  yes   2002
+    calibrates  30B  1024    8 H100-80G    6  21  yes   2084
+    calibrates   3B  8192    8 H100-80G    3   6   no  16578
+    calibrates   3B  4096    8 H100-80G    5   6   no  20964
+    calibrates   3B  2048   64 H100-80G    6   3   no  22525
+    calibrates   3B  2048   32 H100-80G    6   3   no  23021
+    calibrates   3B  2048   16 H100-80G   10   3   no  24142
+    calibrates   3B  1024    8 H100-80G   20   6   no  27046
+    calibrates  30B  4096    8 A100-80G    1  21  yes    814
+    calibrates  30B  2048    8 A100-80G    3  21  yes    916
+    calibrates  30B  1024    8 A100-80G    6  21  yes    946
+    calibrates   3B  8192    8 A100-80G    3   6   no   7695
+    calibrates   3B  4096    8 A100-80G    5   6   no   9457
+    calibrates   3B  2048    8 A100-80G   10   2   no  10811
+    calibrates   3B  1024    8 A100-80G   20   6   no  11580
+    held_out    70B  2048  128 H100-80G    8   1  yes   1058
+    held_out    30B  2048  128 H100-80G    8   1  yes   2199
+    held_out    13B  2048  128 H100-80G   16   1  yes   5080
+    held_out     7B  2048  128 H100-80G    6   1   no  10475
+    held_out    70B  2048   64 H100-80G    8   4  yes   1039
+    held_out    70B  2048   32 H100-80G    2  16  yes    882
+    held_out    13B  4096    8 H100-80G   10   3  yes   4717
+    held_out    13B  2048   64 H100-80G    2   1   no   4800
+    held_out    13B  2048   32 H100-80G    2   1   no   4811
+    held_out    13B  2048   16 H100-80G    2   1   no   4767
+    held_out    13B  2048    8 H100-80G    2   1   no   4792
+    held_out    13B  1024    8 H100-80G   40   3  yes   5502
+    held_out     7B  8192    8 H100-80G    8   2  yes   6935
+    held_out     7B  4096    8 H100-80G   16   2  yes   8611
+    held_out     7B  2048    8 H100-80G    6   1   no  10643
+    held_out     7B  1024    8 H100-80G   64   2  yes  10203
+    held_out     1B  8192    8 H100-80G    3   4   no  29157
+    held_out     1B  4096    8 H100-80G    7   4   no  38535
+    held_out     1B  2048   64 H100-80G   20   1   no  44402
+    held_out     1B  2048   32 H100-80G   20   1   no  45130
+    held_out     1B  2048   16 H100-80G   20   1   no  46037
+    held_out     1B  2048    8 H100-80G   14   1   no  45455
+    held_out     1B  1024    8 H100-80G   18   4   no  48910
+    held_out    70B  2048   64 A100-80G    8   4  yes    410
+    held_out    70B  2048   32 A100-80G    2  16  yes    373
+    held_out    13B  8192    8 A100-80G    5   3  yes   1795
+    held_out    13B  4096    8 A100-80G   10   3  yes   2060
+    held_out    13B  2048    8 A100-80G    2   3   no   2262
+    held_out    13B  1024    8 A100-80G   40   3  yes   2330
+    held_out     7B  8192    8 A100-80G    8   2  yes   3206
+    held_out     7B  4096    8 A100-80G   16   2  yes   3684
+    held_out     7B  2048    8 A100-80G    6   2   no   4641
+    held_out     7B  1024    8 A100-80G   64   2  yes   4357
+    held_out     1B  8192    8 A100-80G    3   4   no  13814
+    held_out     1B  4096    8 A100-80G    7   4   no  17807
+    held_out     1B  2048    8 A100-80G   14   4   no  20513
+    held_out     1B  1024    8 A100-80G   18   4   no  22112
+    outside     70B  2048  512 H100-80G    8   1  yes   1007
+    outside      7B  2048  512 H100-80G    6   1   no   9670
+    outside     30B  8192    8 H100-80G    1  21  yes   1384
+    outside     30B  8192    8 A100-80G    1  21  yes    574
+    outside     70B  2048  128 A100-40G    4   1  yes    376
+    outside     70B  2048   64 A100-40G    2   1  yes    276
+    outside     13B  2048    8 A100-40G    4  16  yes   1668
+    outside      7B  2048   32 A100-40G   18   1  yes   3725
+    outside      7B  2048    8 A100-40G   12   4  yes   3679
+    held_out   LLaMA2-13B 4096  64 A100-80G 2 1  no 2162
+    held_out   LLaMA2-70B 4096  64 A100-80G 2 1 yes  353
+    held_out   LLaMA3-70B 8192  64 A100-80G 1 1 yes  331
+    held_out   LLaMA-34B  4096 128 A100-80G 8 1 yes  772
+    held_out   LLaMA2-70B 4096 128 A100-80G 6 1 yes  380
+    outside    LLaMA2-7B  4096 128 A100-80G 2 1  no 3760
+    outside    LLaMA2-13B 4096 128 A100-80G 1 1  no 1700
+"""
+
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
+# each of 8 H100 with slower memory and less power than ours; eager, and with torch.compile. Half of the
+# matrix products are computed again (selective checkpointing): the truth lies between all of them and none.
+H100_HBM2E = ACCELERATORS["H100-80G"]._replace(bandwidth_tb=2.4)
+SELECTIVE = {False: 5762, True: 6667}  # compiled: tokens/s/GPU
+
+# Peak memory of LLaMA-7B under DeepSpeed 0.14.2, 8 A800, rows of 4,096 tokens (gist d4cd6a20 of chenyaofo):
+# stage, checkpointing, rows per pass, passes, GiB. Whole logits are held there, and no cost or gradient of a
+# head beside them. Its speeds, 0.63 to 0.76 of what is predicted for A100, test nothing: which attention and
+# which links it had is not said.
+MEMORY = [
+    (2, False, 1, 8, 44.8),
+    (2, True, 1, 8, 23.5),
+    (2, True, 4, 2, 38.6),
+    (3, False, 2, 4, 75.7),
+    (3, True, 2, 4, 20.4),
+    (3, True, 8, 1, 39.1),
+]
+
+
+class Run(NamedTuple):
+    """One published run."""
+
+    mark: str
+    name: str
+    kind: str
+    sizes: Sizes
+    setup: Setup
+    speed: float  # tokens/s/GPU
+
+    def ratio(self) -> float:
+        """Predicted speed / published speed."""
+        return predicted(self.sizes, self.setup, ACCELERATORS[self.kind]) / self.speed
+
+
+def predicted(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
+    """Tokens/s/GPU that the footprint predicts, on the networks above."""
+    seconds = footprint.step_time(sizes, setup, gpu, 400.0 if gpu.tflops > 900 else 200.0).total
+    return setup.tokens * setup.accumulation / seconds
+
+
+def sizes_of(model: str, block: int) -> Sizes:
+    """A published model in numbers; MPT ties its head to its embedding and learns positions."""
+    if model in MPT:
+        hidden, layers = MPT[model]
+        body, vocabulary = 12 * layers * hidden**2, 50368
+        total = body + (vocabulary + block) * hidden
+        return Sizes(
+            total, total, body, layers, hidden, 4 * hidden, hidden, False, vocabulary, 6 * layers + 2
+        )
+    hidden, layers, inner, keys, vocabulary = LLAMA[model]
+    body = layers * (2 * hidden**2 + 2 * hidden * keys + 3 * hidden * inner)
+    total = body + 2 * vocabulary * hidden
+    return Sizes(total, total, body, layers, hidden, inner, keys, True, vocabulary, 9 * layers + 3)
+
+
+def runs() -> list[Run]:
+    """All published runs."""
+    found = []
+    for line in TABLE.strip().splitlines():
+        mark, model, *numbers, checkpointing, speed = line.split()
+        block, gpus, kind, micro, passes = numbers
+        setup = Setup(
+            ranks=int(gpus),
+            stage=3,
+            micro=int(micro),
+            block=int(block),
+            accumulation=int(passes),
+            checkpointing=checkpointing == "yes",
+            cost=False,
+            reduced=4 if model in MPT and kind != "A100-40G" else 2,
+        )
+        name = f"{model} {block} {gpus}x{kind}"
+        found.append(Run(mark, name, kind, sizes_of(model, int(block)), setup, float(speed)))
+    return found
