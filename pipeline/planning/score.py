@@ -95,8 +95,8 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.n
             key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in ("input_ids", "position_ids")
         }
         labels = _next_tokens(inputs["input_ids"], inputs["position_ids"])
-        hidden, fitted = model.before_head(labels, dict(inputs))
-        nll = token_nll(hidden, head.weight, head.bias, fitted, head.spec).view(labels.shape).float()
+        hidden = model.before_head(labels, dict(inputs))
+        nll = token_nll(hidden, head.weight, head.bias, labels, head.spec).view(labels.shape).float()
         if not bool(torch.isfinite(nll).all()):
             raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
         for i, row_nll in enumerate(nll.cpu().numpy()):
