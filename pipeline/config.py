@@ -40,7 +40,8 @@ class ModelConfig(Section):
     revision: str | None = None  # commit of the hub model
     architecture: dict[str, Any] | None = None  # Hugging Face configuration keys, with model_type
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; optimizer: float32
-    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
+    # varlen: torch's own, without a mask; the first of these that host and family have is `auto`
+    attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
     activation_checkpointing: bool = mark(FREE, False)
     compile: bool = False  # torch.compile, for GPUs under ZeRO-1 or 2; the first step then takes a minute
     lora: LoraConfig | None = None

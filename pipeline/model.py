@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +45,9 @@ from pipeline.loss import (
     probe_model,
     weighted_sum,
 )
-from pipeline.loss.head import refusal
+from pipeline.loss.documents import BY_SEGMENTS, refusal
 from pipeline.loss.health import TWIN_COST, twins
-from pipeline.planning.attention import usable_attention
+from pipeline.planning.attention import usable_attention, without_segments
 from pipeline.ranks import gather_objects
 from pipeline.run_dir import INITIAL
 
@@ -307,13 +307,14 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     return peft_model if config.model.lora is not None else model
 
 
-def check_model(engine: Engine, config: RunConfig, manifest: Manifest) -> None:
+def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
     """Compare the model in its engine with itself before the first step; all ranks must call.
 
-    Raises UserError when the fused loss is not that of the model's own logits, or when the data are packed
-    and the model cannot keep documents apart. Where `auto` took an attention that cannot, SDPA is tried.
+    manifests: of all data that go through it, for training and validation. Raises UserError when the fused
+    loss is not that of the model's own logits, or when any are packed and the model cannot keep documents
+    apart. Where `auto` took an attention that is told where they begin and it is of no use, another is tried.
     """
-    packed = any(shard.segments > shard.rows for shard in manifest.shards)
+    packed = any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
     base: Any = engine.model
     if config.model.lora is not None:
         base = base.get_base_model()
@@ -321,13 +322,16 @@ def check_model(engine: Engine, config: RunConfig, manifest: Manifest) -> None:
         probe_model, base, engine.ds, packed=False, collective=True, device=engine.world.device
     )
     found = probe()
-    flash = base.config._attn_implementation.startswith("flash")
-    if found == "refused" and flash and config.model.attn_implementation == "auto":
-        log.info("attention: sdpa (flash-attn does not keep the documents of a row apart here)")
-        base.set_attn_implementation("sdpa")
+    first = base.config._attn_implementation
+    if found == "refused" and first in BY_SEGMENTS and config.model.attn_implementation == "auto":
+        other = without_segments(base.config)
+        log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
+        base.set_attn_implementation(other)
         found = probe()
-    if found == "refused" and packed:
-        raise UserError(refusal(base))
+    if found == "refused":
+        if packed:
+            raise UserError(refusal(base))
+        base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:

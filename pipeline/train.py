@@ -91,7 +91,8 @@ def _load(
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned
     assert ready.data is not None
-    check_model(trainer, config, ready.data.manifest)
+    sets = [data.manifest for data in (ready.data, ready.validation) if data is not None]
+    check_model(trainer, config, sets)
     if saved is not None and source is not None:
         resume.check_groups(saved, trainer.groups)
         resume.check_frozen(saved, trainer.frozen)

@@ -238,7 +238,7 @@ def models_are_built_partitioned() -> None:
     unset_hf_deepspeed_config()
 
 
-@needs("pipeline/loss/head.py", "_attn_implementation")
+@needs("pipeline/loss/documents.py", "_attn_implementation")
 @needs("pipeline/loss/probe.py", "_attn_implementation")
 @needs("pipeline/model.py", "set_attn_implementation")
 def the_attention_in_use_is_known() -> None:
@@ -250,12 +250,47 @@ def the_attention_in_use_is_known() -> None:
 
 @needs("pipeline/planning/attention.py", "_supports_sdpa")
 @needs("pipeline/planning/attention.py", "_supports_flash_attn")
+@needs("pipeline/planning/attention.py", "_supports_attention_backend")
 @needs("pipeline/planning/attention.py", "MODEL_FOR_CAUSAL_LM_MAPPING")
 def families_say_which_attention_they_have() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     llama, xglm = (MODEL_FOR_CAUSAL_LM_MAPPING.get(type(family(n).config), None) for n in ("llama", "xglm"))
     assert (llama._supports_sdpa, llama._supports_flash_attn, xglm._supports_sdpa) == (True, True, False)
+    assert (llama._supports_attention_backend, xglm._supports_attention_backend) == (True, False)
+
+
+@needs("pipeline/loss/varlen.py", "sdpa_attention_forward")
+@needs("pipeline/loss/varlen.py", "sdpa_mask")
+def attention_by_name_is_a_function_and_a_mask() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert AttentionMaskInterface()["sdpa"] is sdpa_mask
+
+
+@needs("pipeline/loss/documents.py", "max_length_q")
+def a_mask_of_four_dimensions_is_taken_as_it_is_and_segments_reach_attention() -> None:
+    from transformers import AttentionInterface
+
+    seen: list[dict[str, object]] = []
+
+    def attend(module, q, k, v, mask, **keys):  # type: ignore[no-untyped-def]
+        seen.append(keys | {"mask": mask})
+        return torch.zeros_like(q).transpose(1, 2), None
+
+    AttentionInterface.register("seen", attend)
+    mask = torch.empty(1, 1, 0, 0)
+    told = {"cu_seq_lens_q": torch.tensor([0, 4]), "max_length_q": 4}
+    model = family("llama", "sdpa")
+    model.config._attn_implementation = "seen"
+    model.model(torch.ones(1, 4, dtype=torch.int64), attention_mask=mask, **told)
+    del AttentionInterface._global_mapping["seen"]
+    assert len(seen) == 2
+    assert all(keys["mask"] is mask for keys in seen)
+    assert all(told.items() <= keys.items() for keys in seen)
 
 
 @needs("common/weights.py", "output_loading_info=True")

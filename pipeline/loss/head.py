@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.labels import IGNORE
 from pipeline.loss.cost import CostEmbedding, LiveCost
 from pipeline.loss.dense import Teacher
+from pipeline.loss.documents import keep_apart
 from pipeline.loss.fused import apply_fused
 from pipeline.loss.registry import Objective
 from pipeline.loss.spec import LossSums, Spec, make_spec
@@ -109,7 +110,7 @@ class FusedCausalLM:
     """Mixed in before a causal LM's class by `fuse_model`: with labels, its forward ends in the loss."""
 
     # How documents that share a row are kept apart: the model does it by `positions` that restart, or needs a
-    # `mask`; `refused`: it can do neither. Found out by `probe.py`.
+    # `mask`; `refused`: it can do neither. Found out by `probe.py`. `alone`: rows are known to hold one each.
     packing = "positions"
     shifted_labels = "labels"  # the argument that takes labels already shifted
     order: tuple[str, ...]  # names of the model's positional arguments
@@ -140,7 +141,8 @@ class FusedCausalLM:
         """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
         inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which
-        are kept apart; a padding mask beside them is not needed and not used.
+        are kept apart; a padding mask beside them is not needed and not used. What `documents.segments` says
+        of the positions may stand beside them as cu_seq_lens_q and max_length_q: no layer then looks again.
         """
         hidden = self.before_head(label_count(labels), inputs)
         return self.get_output_embeddings()(hidden, labels, stored=stored)  # type: ignore[attr-defined]
@@ -150,7 +152,7 @@ class FusedCausalLM:
         inputs = {k: v for k, v in inputs.items() if v is not None and k not in LOGITS_ONLY}
         positions = inputs.get("position_ids")
         if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel() == tokens:
-            self._keep_apart(positions, inputs)
+            keep_apart(self, positions, inputs)
         if not self.takes_positions:
             inputs.pop("position_ids", None)
         if self.takes is not None:
@@ -161,65 +163,6 @@ class FusedCausalLM:
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)  # some families keep their residuals in float32
         return hidden
-
-    def _keep_apart(self, positions: Tensor, inputs: dict[str, Any]) -> None:
-        """Complete `inputs` so that no document sees another."""
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            if mask.dim() != 2 or not _restart(positions):
-                return
-            _check_padding(mask, positions)
-            del inputs["attention_mask"]  # with it, transformers would not look at the positions
-        if self.packing == "refused" and _restart(positions):
-            raise UserError(refusal(self))
-        if self.packing == "mask":
-            inputs["attention_mask"] = document_mask(positions, _mask_dtype(self))
-        model: Any = self
-        if model.config._attn_implementation == "flash_attention_2" and "input_ids" in inputs:
-            # flash-attn finds the documents from position ids only in one flattened row
-            inputs |= {k: inputs[k].reshape(1, -1) for k in ("input_ids", "position_ids")}
-
-
-def refusal(model: Any) -> str:
-    """Why packed rows cannot train `model`, in one line."""
-    return (
-        f"{type(model).__name__} lets documents that share a row see each other, with "
-        f"attn_implementation={model.config._attn_implementation}: it ignores restarting positions and "
-        "cannot be given a mask that separates them; train it on rows of one document each, or choose a "
-        "model family that keeps them apart (LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma)"
-    )
-
-
-def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Added to attention scores, [b, 1, L, L]: 0 for earlier tokens of the same document, else the lowest."""
-    document = torch.nn.functional.pad(_starts(positions), (1, 0)).cumsum(dim=1)
-    same = document[:, None, :, None] == document[:, None, None, :]
-    mask = torch.full(same.shape, torch.finfo(dtype).min, dtype=dtype, device=same.device)
-    return mask.masked_fill_(same.tril(), 0.0)
-
-
-def _starts(positions: Tensor) -> Tensor:
-    """Whether tokens 1 to L - 1 start a document, [b, L - 1]."""
-    return positions.diff(dim=1) != 1
-
-
-def _restart(positions: Tensor) -> bool:
-    return bool(_starts(positions).any())
-
-
-def _check_padding(mask: Tensor, positions: Tensor) -> None:
-    """Padding after a document is never seen; padding before one must be kept from it by its position."""
-    begins = mask[:, 1:].bool() & ~mask[:, :-1].bool()
-    if bool((begins & ~_starts(positions)).any()):
-        raise UserError(
-            "attention_mask and position_ids contradict each other: a document follows padding although its "
-            "positions continue; pad on the right, or let position_ids restart where a document starts"
-        )
-
-
-def _mask_dtype(model: Any) -> torch.dtype:
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def fuse_model(

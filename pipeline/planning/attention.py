@@ -9,61 +9,99 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from common.errors import UserError, one_line
 from pipeline.config import ModelConfig
+from pipeline.loss.documents import BY_SEGMENTS, VARLEN
+from pipeline.loss.varlen import LARGEST_HEAD
 
 log = logging.getLogger(__name__)
 
-
-def attention(model: ModelConfig) -> str:
-    """Resolve `auto`: flash-attn where it can run, else SDPA; says which. Other choices stay as they are."""
-    if model.attn_implementation != "auto":
-        return model.attn_implementation
-    missing = _lacking_for_flash(model)
-    if missing is None:
-        log.info("attention: flash_attention_2")
-        return "flash_attention_2"
-    log.info("attention: sdpa (%s)", missing)
-    return "sdpa"
-
-
-def _lacking_for_flash(model: ModelConfig) -> str | None:
-    """What keeps flash-attn from running here, or None."""
-    if not torch.cuda.is_available():
-        return "no GPU"
-    if model.dtype == "float32":
-        return "flash-attn computes in half precision only, and model.dtype is float32"
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError as error:
-        return f"flash-attn cannot be imported: {one_line(error)}"
-    return None
+PREFERENCE = (VARLEN, "flash_attention_2", "sdpa", "eager")  # of `auto` on a GPU
+NEEDS = {
+    # as flash-attn, it is handed windows and documents by the family, and where a call names none it is SDPA
+    VARLEN: ("_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa"),
+    "flash_attention_2": ("_supports_flash_attn",),
+    "sdpa": ("_supports_sdpa",),
+    "eager": (),
+}
 
 
 def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
-    """The attention that this model trains with on this host; `auto` falls back to what its family has.
+    """The attention that this model trains with on this host; `auto` takes the first that both have.
 
     Raises UserError when `model.attn_implementation` names one that the host or the family lacks.
     """
-    first = attention(model)
-    missing = _lacking_for_flash(model) if first == "flash_attention_2" else None
-    if missing is not None:
-        raise UserError(
-            f"model.attn_implementation=flash_attention_2 cannot be used: {missing}; "
-            "set model.attn_implementation=sdpa or auto"
-        )
-    if _has(config, first):
-        return first
-    if model.attn_implementation != "auto":
-        raise UserError(
-            f"model.attn_implementation={first}: {config.model_type} models have no such attention; "
-            "set model.attn_implementation=auto"
-        )
-    found = "sdpa" if _has(config, "sdpa") else "eager"
-    log.info("attention: %s (%s models have no %s)", found, config.model_type, first)
-    return found
+    asked = model.attn_implementation
+    if asked != "auto":
+        missing = _lacking(asked, model, config)
+        if missing is not None:
+            raise UserError(
+                f"model.attn_implementation={asked} cannot be used: {missing}; "
+                "set model.attn_implementation=auto"
+            )
+        return asked
+    passed_over = []
+    for name in PREFERENCE:
+        missing = _lacking(name, model, config)
+        if missing is None and name == VARLEN and not torch.cuda.is_available():
+            missing = "no GPU"
+        if missing is None:
+            break
+        passed_over.append(f"not {name}: {missing}")
+    log.info("attention: %s", "; ".join((name, *passed_over)))
+    return name
 
 
-def _has(config: PretrainedConfig, attn: str) -> bool:
+def without_segments(config: PretrainedConfig) -> str:
+    """The attention of a family that is not told where documents begin."""
+    return "sdpa" if _has(config, "sdpa") else "eager"
+
+
+def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
+    """What keeps this host or the family from attention of this name, or None."""
+    if name in BY_SEGMENTS:
+        missing = _host_lacks(name, model)
+        if missing is not None:
+            return missing
+    if not _has(config, name):
+        return f"{config.model_type} models have no {name}"
+    return _unknown_to_varlen(config) if name == VARLEN else None
+
+
+def _host_lacks(name: str, model: ModelConfig) -> str | None:
+    """What this host, with weights of this kind, lacks for attention by segments."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        return "no GPU" if name == "flash_attention_2" else None
+    if model.dtype == "float32":
+        return "it computes in half precision only, and model.dtype is float32"
+    if name == "flash_attention_2":
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:
+            return f"flash-attn cannot be imported: {one_line(error)}"
+    elif not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch lacks its kernel"
+    elif torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+def _has(config: PretrainedConfig, name: str) -> bool:
     """Whether the family that `config` belongs to can compute attention in this way."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    flags = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
-    return attn == "eager" or family is None or bool(getattr(family, flags[attn]))
+    if family is None:
+        return name != VARLEN
+    return all(getattr(family, flag) for flag in NEEDS[name])
+
+
+def _unknown_to_varlen(config: PretrainedConfig) -> str | None:
+    """What the model that `config` describes asks of attention and torch's kernel has not, or None."""
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        if "att" in key and "drop" in key and value:
+            return f"it has no dropout, and the model's {key} is {value}"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it has no soft cap, and the model's attn_logit_softcapping is set"
+    size = getattr(text, "head_dim", None) or 0
+    return (
+        None if size <= LARGEST_HEAD else f"its heads have at most {LARGEST_HEAD} values, the model's {size}"
+    )

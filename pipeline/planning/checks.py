@@ -26,7 +26,7 @@ from pipeline.model import (
     model_config,
     training_objective,
 )
-from pipeline.planning.attention import attention, usable_attention
+from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
 
 
@@ -60,7 +60,7 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     for part in (data, validation):
         if part is not None:
             check_fits(hf_config, config.model, part.manifest)
-    implementation = usable_attention(config.model, hf_config) if here else attention(config.model)
+    implementation = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
     steps = _steps(config, data)
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")

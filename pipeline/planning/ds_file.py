@@ -206,6 +206,12 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path) -> N
             f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
             "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
         )
+    for key, cut in (("sequence_parallel_size", "every row"), ("tensor_parallel", "the output head")):
+        if tree.get(key, 1) != 1:
+            raise UserError(
+                f"{path} sets {key}, which cuts {cut} over ranks, and the loss needs it whole; remove it "
+                "(ZeRO-3 and model.activation_checkpointing save memory, too)"
+            )
     if config.model.compile and zero_stage(tree) == 3:
         raise UserError(
             "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "

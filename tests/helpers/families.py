@@ -75,6 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": BASE
     | {"num_key_value_heads": 1, "head_dim": 16, "logits_soft_cap": 2.0, "attention_window_size": 8},
     "mistral": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "gemma": GROUPED,
     "gemma2": GROUPED | {"final_logit_softcapping": 3.0, "sliding_window": 4},
     "gemma3_text": GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0},
     "qwen2": BASE | {"num_key_value_heads": 2},

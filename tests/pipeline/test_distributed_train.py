@@ -60,6 +60,21 @@ def test_the_export_generates(undisturbed: Path) -> None:
     assert out.shape[1] > ids.shape[1]
 
 
+def test_attention_without_a_mask_trains_and_validates_the_same(undisturbed: Path, recipe: Path) -> None:
+    """From the recipe to the export, which is compared with the model that trained when it is written."""
+    run_dir = recipe.parent / "varlen"
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", "model.attn_implementation=varlen")
+    assert done.returncode == 0, done.stdout
+    for found, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    validated = [
+        [r["validation_nll"] for r in read_metrics(place) if "validation_nll" in r]
+        for place in (run_dir, undisturbed)
+    ]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-5)
+    assert "varlen" not in (run_dir / "export" / "config.json").read_text()
+
+
 def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, recipe: Path) -> None:
     run_dir = recipe.parent / "killed"
     arguments = (str(recipe), f"run_dir={run_dir}", "train.save_every=3")

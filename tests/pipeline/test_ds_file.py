@@ -80,6 +80,28 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, message
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"sequence_parallel_size": 2}', "sets sequence_parallel_size, which cuts every row over ranks"),
+        (
+            '{"tensor_parallel": {"autotp_size": 2}}',
+            "sets tensor_parallel, which cuts the output head over ranks",
+        ),
+    ],
+)
+def test_parallelism_that_cuts_what_the_head_needs_whole_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        resolved(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    path.write_text('{"sequence_parallel_size": 1}')
+    assert zero_stage(resolved(path)) == 0
+
+
 @pytest.mark.parametrize("path", sorted((REPO / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_the_files_of_this_repository_are_accepted(path: Path) -> None:
     assert resolved(path)["train_batch_size"] == 16

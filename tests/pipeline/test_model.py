@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from pipeline.model import (
     measuring,
     model_config,
 )
-from pipeline.planning.attention import attention, usable_attention
+from pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
 
 
@@ -81,32 +82,69 @@ def without_gpu() -> None:
 
 def test_attention_auto_says_sdpa_without_a_gpu(caplog: pytest.LogCaptureFixture, without_gpu: None) -> None:
     with caplog.at_level("INFO"):
-        assert attention(choice()) == "sdpa"
-    assert "sdpa (no GPU)" in caplog.text
+        assert usable_attention(choice(), family("llama").config) == "sdpa"
+    assert "attention: sdpa; not varlen: no GPU; not flash_attention_2: no GPU" in caplog.text
 
 
-def test_attention_that_cannot_run_is_refused(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, without_gpu: None
-) -> None:
-    """flash-attn asked for where it cannot run is a mistake; `auto` takes what host and family have."""
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+
+
+def test_attention_that_cannot_run_is_refused(without_gpu: None) -> None:
+    """What is asked for by name and cannot run is a mistake, told in one line."""
     # defects D1
     llama, xglm = family("llama").config, family("xglm").config
     flash = choice(attn_implementation="flash_attention_2")
-    with pytest.raises(UserError, match=r"flash_attention_2 cannot be used: no GPU; set .*=sdpa or auto"):
+    with pytest.raises(UserError, match=r"flash_attention_2 cannot be used: no GPU; set .*=auto"):
         usable_attention(flash, llama)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"half precision only, and model.dtype is float32"):
-        usable_attention(flash.model_copy(update={"dtype": "float32"}), llama)
-    with pytest.raises(UserError, match="flash-attn cannot be imported"):
-        usable_attention(flash, llama)
-    assert usable_attention(choice(dtype="float32"), llama) == "sdpa"
-    with caplog.at_level("INFO"):
-        assert usable_attention(choice(), xglm) == "eager"
-    assert "attention: eager (xglm models have no sdpa)" in caplog.text
     assert usable_attention(choice(attn_implementation="eager"), llama) == "eager"
-    with pytest.raises(UserError, match=r"=sdpa: xglm models have no such attention; set .*=auto") as caught:
-        usable_attention(choice(attn_implementation="sdpa"), xglm)
-    assert "\n" not in str(caught.value)
+    assert usable_attention(choice(attn_implementation="varlen"), llama) == "varlen"
+    for name in ("sdpa", "varlen"):
+        with pytest.raises(UserError, match=rf"={name} cannot be used: xglm models have no {name}") as caught:
+            usable_attention(choice(attn_implementation=name), xglm)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
+    ampere: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own kernel, else flash-attn, else SDPA; never half precision's for float32; and it says why."""
+
+    def auto(config: Any, **keys: Any) -> str:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            return usable_attention(choice(**keys), config)
+
+    llama = family("llama").config
+    assert auto(llama) == "varlen"
+    assert caplog.messages == ["attention: varlen"]
+    assert auto(llama, dtype="float32") == "sdpa"
+    assert "half precision only, and model.dtype is float32" in caplog.text
+    for name in ("varlen", "flash_attention_2"):
+        with pytest.raises(UserError, match=f"={name} cannot be used: it computes in half precision only"):
+            usable_attention(choice(attn_implementation=name, dtype="float32"), llama)
+    with pytest.raises(UserError, match="flash-attn cannot be imported"):
+        usable_attention(choice(attn_implementation="flash_attention_2"), llama)
+    assert auto(family("xglm").config) == "eager"
+    assert "not sdpa: xglm models have no sdpa" in caplog.text
+    assert auto(family("gpt2").config) == "sdpa"
+    assert "not varlen: it has no dropout, and the model's attn_pdrop is 0.1" in caplog.text
+    assert auto(family("llama", head_dim=264).config) == "sdpa"
+    assert "its heads have at most 256 values, the model's 264" in caplog.text
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    assert auto(family("gpt2").config) == "flash_attention_2"
+    assert auto(family("gemma2").config) == "flash_attention_2"
+    assert "not varlen" in caplog.text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert auto(llama) == "flash_attention_2"
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    with pytest.raises(UserError, match="=varlen cannot be used: this build of torch lacks its kernel"):
+        usable_attention(choice(attn_implementation="varlen"), llama)
 
 
 @pytest.mark.parametrize(
@@ -341,12 +379,15 @@ def test_the_probe_reaches_the_model_inside_its_adapters() -> None:
     fuse_model(model, get_objective("mle"))
     engine = SimpleNamespace(model=wrapped, ds=wrapped, world=SimpleNamespace(device=torch.device("cpu")))
     config = run_config("x", Path("x"), lora={"r": 2})
-    shards = SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])
+    shards = [SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])]
     check_model(engine, config, shards)  # type: ignore[arg-type]
     assert model.packing == "mask"
     model.set_attn_implementation("eager")
     check_model(engine, config, shards)  # type: ignore[arg-type]
     assert model.packing == "mask"
+    model.set_attn_implementation("varlen")
+    check_model(engine, config, shards)  # type: ignore[arg-type]
+    assert model.packing == "positions"
 
 
 def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
@@ -359,6 +400,39 @@ def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
         SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2), SimpleNamespace(segments=4, rows=4)])
         for n in (2, 3)
     )
-    check_model(engine, config, single)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="BloomForCausalLM lets documents that share a row see each other"):
-        check_model(engine, config, packed)  # type: ignore[arg-type]
+    for found in ([packed], [single, packed]):  # training or validation data
+        with pytest.raises(UserError, match="BloomForCausalLM lets documents that share a row see"):
+            check_model(engine, config, found)  # type: ignore[arg-type]
+    check_model(engine, config, [single])  # type: ignore[arg-type]
+    # a document and the padding after it, as the loader brings them
+    ids = torch.randint(1, 61, (1, 9))
+    labels = torch.cat([ids[:, 1:6], torch.full((1, 4), -100)], dim=1)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+    got = model(input_ids=ids, labels=labels, position_ids=positions)
+    want = model(input_ids=ids[:, :6], labels=labels[:, :6])
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+def test_attention_that_is_told_of_documents_in_vain_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    """A family that does not hand segments on to its layers: `auto` takes another, a choice is refused."""
+    for chosen in ("auto", "varlen"):
+        model = family("opt", "varlen")
+        body = model.model.forward
+
+        def forgets(*args: Any, body: Any = body, **kwargs: Any) -> Any:
+            told = ("cu_seq_lens", "max_length")
+            return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(told)})
+
+        model.model.forward = forgets
+        fuse_model(model, get_objective("mle"))
+        engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
+        config = run_config("x", Path("x"), attn_implementation=chosen)
+        shards = [SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])]
+        if chosen == "auto":
+            with caplog.at_level("INFO"):
+                check_model(engine, config, shards)  # type: ignore[arg-type]
+            assert "attention: sdpa; varlen does not keep the documents of a row apart here" in caplog.text
+            assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
+        else:
+            with pytest.raises(UserError, match=r"=varlen: its layers are not told .*set .*=sdpa or eager"):
+                check_model(engine, config, shards)  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""Packed rows as the trainer gets them, and the documents that they are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.labels import IGNORE
+from tests.helpers.families import VOCAB
+
+ROWS = ([5, 9, 1, 7], [13, 4], [22])  # tokens of the documents; what is left of a row is padding
+WIDTH = 22
+
+
+def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of documents and padding: ids, shifted labels, positions, each [b, L]."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.zeros(len(ROWS), WIDTH, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORE)
+    positions = torch.empty_like(ids)
+    for row, lengths in enumerate(ROWS):
+        at = 0
+        for length in lengths:
+            document = torch.randint(1, VOCAB, (length,), generator=generator)
+            ids[row, at : at + length] = document
+            labels[row, at : at + length - 1] = document[1:]
+            positions[row, at : at + length] = torch.arange(length)
+            at += length
+        positions[row, at:] = torch.arange(WIDTH - at)
+    return ids, labels, positions
+
+
+def documents(ids: Tensor) -> list[Tensor]:
+    """The documents of `packed_rows` that have anything to predict, without padding."""
+    found = [
+        part
+        for row, lengths in zip(ids, ROWS, strict=True)
+        for part in row.split_with_sizes([*lengths, WIDTH - sum(lengths)])[: len(lengths)]
+    ]
+    return [part for part in found if len(part) > 1]

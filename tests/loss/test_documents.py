@@ -1,0 +1,174 @@
+"""Where documents begin in packed rows, and what a model is told of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import modeling_flash_attention_utils as flash_utils
+
+from common.errors import UserError
+from pipeline.loss import fuse_model, get_objective
+from pipeline.loss.documents import SEGMENTS, document_mask, keep_apart, segments
+from pipeline.loss.varlen import attend_in_turn
+from tests.helpers.families import family
+from tests.helpers.packing import documents, packed_rows
+
+
+def rows(*lengths: list[int]) -> Tensor:
+    """Positions of rows of documents of these lengths, [b, L]."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+@pytest.mark.parametrize(
+    ("positions", "bounds", "longest"),
+    [
+        (rows([5, 3]), [0, 5, 8], 5),
+        (rows([8], [8]), [0, 8, 16], 8),
+        (rows([1, 1, 6], [2, 5, 1]), [0, 1, 2, 8, 10, 15, 16], 6),
+        (rows([1]), [0, 1], 1),
+        (rows([3, 5])[:, 1:], [0, 2, 7], 5),  # a row may begin within a document
+    ],
+)
+def test_segments_are_the_documents_of_all_rows(positions: Tensor, bounds: list[int], longest: int) -> None:
+    found, length = segments(positions)
+    assert (found.tolist(), length, type(length)) == (bounds, longest, int)
+    assert found.dtype == torch.int32
+
+
+def test_a_document_mask_is_causal_and_ends_at_documents() -> None:
+    mask = document_mask(rows([2, 3]), torch.float32)[0, 0]
+    want = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).tril()
+    assert torch.equal(mask == 0, want.bool())
+    assert bool((mask[want == 0] == torch.finfo(torch.float32).min).all())
+
+
+def stand_in(packing: str, attention: str) -> Any:
+    config = SimpleNamespace(_attn_implementation=attention)
+    return SimpleNamespace(packing=packing, config=config, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("packing", "attention", "given"),
+    [
+        ("positions", "varlen", {*SEGMENTS, "attention_mask"}),
+        ("positions", "flash_attention_2", {*SEGMENTS}),
+        ("positions", "sdpa", set()),
+        ("mask", "varlen", {"attention_mask"}),
+        ("mask", "sdpa", {"attention_mask"}),
+        ("alone", "varlen", set()),
+        ("alone", "sdpa", set()),
+    ],
+)
+def test_nothing_waits_for_positions_whose_segments_are_known(
+    packing: str, attention: str, given: set[str]
+) -> None:
+    """Tensors of the meta device have no values: whoever asked for one would fail."""
+    bounds, longest = segments(rows([5, 3], [8]))
+    positions = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = {"position_ids": positions, "cu_seq_lens_q": bounds, "max_length_q": longest}
+    keep_apart(stand_in(packing, attention), positions, inputs)
+    assert inputs.keys() - {"position_ids"} == given
+    if "max_length_k" in given:
+        assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is bounds
+        assert inputs["max_length_q"] == inputs["max_length_k"] == 8
+
+
+def test_what_is_not_known_is_asked_once_and_agrees() -> None:
+    positions = rows([5, 3], [8])
+    inputs: dict[str, Any] = {"position_ids": positions}
+    keep_apart(stand_in("positions", "varlen"), positions, inputs)
+    assert inputs["cu_seq_lens_k"].tolist() == [0, 5, 8, 16]
+    assert inputs["max_length_k"] == 8
+
+
+def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() -> None:
+    model = stand_in("positions", "varlen")
+    plain, packed = rows([8]), rows([5, 3])
+    mask = torch.ones(1, 8, dtype=torch.int64)
+    inputs: dict[str, Any] = {"attention_mask": mask}
+    keep_apart(model, plain, inputs)
+    assert inputs == {"attention_mask": mask}
+    keep_apart(model, packed, inputs)
+    assert inputs["attention_mask"].numel() == 0 and inputs["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    contradicting = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}
+    with pytest.raises(UserError, match="contradict each other"):
+        keep_apart(model, packed, contradicting)
+
+
+def test_documents_that_cannot_be_kept_apart_are_refused() -> None:
+    with pytest.raises(UserError, match="documents that share a row see each other"):
+        keep_apart(stand_in("refused", "eager"), rows([5, 3]), {})
+    keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
+
+
+class Waits(TorchDispatchMode):
+    """Operations that would wait for a GPU: they read a value, or their result's size depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "unique_consecutive"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_body_whose_segments_are_known_waits_for_nothing() -> None:
+    model = family("llama", "varlen")
+    fuse_model(model, get_objective("mle"))
+    ids, labels, positions = packed_rows()
+    bounds, longest = segments(positions)
+    inputs = {"input_ids": ids, "position_ids": positions}
+    with Waits() as alone:
+        model.before_head(labels, dict(inputs))
+    with Waits() as told:
+        model.before_head(labels, inputs | {"cu_seq_lens_q": bounds, "max_length_q": longest})
+    assert alone.seen and not told.seen
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
+def test_flash_attention_is_told_and_does_not_look_in_every_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes its branch for known segments: its search in the positions is never reached."""
+    calls = []
+
+    def flash_varlen(q: Tensor, k: Tensor, v: Tensor, **keys: Any) -> Tensor:
+        calls.append(keys["max_seqlen_q"])
+        bounds, left = keys["cu_seqlens_q"], keys.get("window_size", (-1, -1))[0]
+        assert bounds is keys["cu_seqlens_k"] and keys["causal"] and not keys.get("dropout_p")
+        scale = keys["softmax_scale"] or q.shape[-1] ** -0.5
+        return attend_in_turn(q, k, v, bounds, keys["max_seqlen_q"], scale, left)
+
+    def unreached(*_: Any, **__: Any) -> Any:
+        raise AssertionError("looked for documents")
+
+    supported = dict.fromkeys(
+        ("dropout_p", "window_size", "deterministic", "softcap", "s_aux", "max_seqlen_q", "max_seqlen_k"),
+        True,
+    )
+    process = lambda *a, **k: flash_utils._process_flash_attention_kwargs(  # noqa: E731
+        *a, **k, supports_mapping=supported | {"learnable_sink": False, "cache_seqlens": False}
+    )
+    functions = ((unreached, flash_varlen, unreached, unreached, unreached), (process, unreached))
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *_, **__: functions)
+    monkeypatch.setattr(flash_utils, "_is_packed_sequence", unreached)
+    model = family(name)
+    fuse_model(model, get_objective("mle"))
+    ids, labels, positions = packed_rows()
+    want = sum(
+        F.cross_entropy(model(input_ids=one[None], use_cache=False).logits[0, :-1], one[1:], reduction="sum")
+        for one in documents(ids)
+    )
+    model.config._attn_implementation = "flash_attention_2"
+    found = model(input_ids=ids, labels=labels, position_ids=positions)
+    torch.testing.assert_close(found.loss, want)
+    assert calls == [int(segments(positions)[1])] * 2  # once in each layer

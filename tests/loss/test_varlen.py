@@ -1,0 +1,229 @@
+"""Attention by segments: within a document what it is alone, for every family that is offered it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from common.errors import UserError
+from pipeline.config import ModelConfig
+from pipeline.loss import fuse_model, get_objective, probe_model
+from pipeline.loss.documents import segments
+from pipeline.loss.varlen import attend_at_once, varlen_attention
+from pipeline.planning.attention import usable_attention
+from tests.helpers.families import FAMILIES, family, tiny_llama
+from tests.helpers.loss_reference import relative_error
+from tests.helpers.packing import documents, packed_rows
+
+VARLEN = ModelConfig(architecture={"model_type": "llama"}, attn_implementation="varlen")
+LAYER = SimpleNamespace(is_causal=True)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, window: int | None) -> Tensor:
+    """The definition, in float64: softmax(q k^T * scale) v over earlier tokens of the document, [T, H, D]."""
+    token = torch.arange(bounds[-1])
+    document = torch.bucketize(token, torch.tensor(bounds), right=True)
+    apart = token[:, None] - token[None, :]
+    seen = (document[:, None] == document) & (apart >= 0) & (apart < (window or bounds[-1]))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "value_size", "scaling"),
+    [(2, 2, 16, 16, None), (4, 2, 8, 8, 0.3), (4, 1, 10, 10, None), (2, 1, 12, 7, None)],
+)
+def test_documents_attend_to_themselves(
+    window: int | None, heads: int, groups: int, size: int, value_size: int, scaling: float | None
+) -> None:
+    """Values and gradients against the definition: grouped heads, windows, widths that the kernel lacks."""
+    positions = packed_rows()[2]
+    b, length = positions.shape
+    bounds, longest = segments(positions)
+    torch.manual_seed(0)
+    q = torch.randn(b, heads, length, size, requires_grad=True)
+    k = torch.randn(b, groups, length, size, requires_grad=True)
+    v = torch.randn(b, groups, length, value_size, requires_grad=True)
+    weights = torch.randn(b, length, heads, value_size)
+    told: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
+    out, _ = varlen_attention(LAYER, q, k, v, None, scaling=scaling, sliding_window=window, **told)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    want = alone(*flat, bounds.tolist(), size**-0.5 if scaling is None else scaling, window)
+    torch.testing.assert_close(out.flatten(0, 1).double(), want, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad((out * weights).sum(), (q, k, v), retain_graph=True)
+    expected = torch.autograd.grad((want * weights.flatten(0, 1)).sum(), (q, k, v))
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dropout": 0.1}, "has no dropout"),
+        ({"softcap": 3.0}, "has no softcap"),
+        ({"s_aux": torch.zeros(2)}, "has no s_aux"),
+        ({"position_bias": torch.zeros(1)}, "has no position_bias"),
+        ({"is_causal": False}, "has no attention to later tokens"),
+    ],
+)
+def test_what_the_kernel_lacks_is_an_error_and_not_left_out(keys: dict[str, Any], message: str) -> None:
+    x = torch.randn(1, 2, 8, 8)
+    told: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
+    with pytest.raises(ValueError, match=f"attn_implementation=varlen {message}"):
+        varlen_attention(LAYER, x, x, x, None, **told, **keys)
+    with pytest.raises(ValueError, match="has no a cache of keys"):
+        varlen_attention(LAYER, x[:, :, -1:], x, x, None, **told)
+
+
+@pytest.mark.parametrize("left", [-1, 3])
+def test_torchs_own_kernel_takes_what_it_is_given(left: int) -> None:
+    """Names, shapes and the gradient of the operation that a GPU runs, without values and so without one."""
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(16, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+        )
+        bounds = torch.empty(4, dtype=torch.int32)
+        out = attend_at_once(q, k, v, bounds, 6, 0.25, left)
+        assert out.shape == q.shape
+        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+# Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {"attn_pdrop": 0.0},
+    "llama": {"num_key_value_heads": 1},
+    "mistral": {"num_key_value_heads": 1},
+    "gemma": {"num_key_value_heads": 1},
+    "gemma2": {"attn_logit_softcapping": None},
+    "qwen2": {
+        "num_key_value_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+}
+WITHOUT: set[str] = set()
+
+
+def gradients(model: Any, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_train_like_single_documents(name: str) -> None:
+    """Rows of documents and padding under `varlen`, documents alone under SDPA: one loss, one gradient.
+
+    A family either is offered it, and is right, or is refused it in one line.
+    """
+    changes = CHANGES.get(name, {})
+    one = family(name, "eager" if name == "gemma2" else None, **changes)
+    try:
+        attention = usable_attention(VARLEN, one.config)
+    except UserError as error:
+        assert name in WITHOUT, error
+        return
+    assert name not in WITHOUT
+    model = family(name, attention, **changes)
+    fuse_model(model, get_objective("mle"))
+    assert probe_model(model) == "positions"
+    ids, labels, positions = packed_rows()
+    sums = model(input_ids=ids, labels=labels, position_ids=positions)
+    logits = (one(input_ids=part[None], use_cache=False).logits[0, :-1] for part in documents(ids))
+    want = sum(
+        F.cross_entropy(z, part[1:], reduction="sum") for z, part in zip(logits, documents(ids), strict=True)
+    )
+    assert relative_error(sums.loss.detach(), want.detach()) <= 1e-5
+    assert relative_error(gradients(model, sums.loss), gradients(one, want)) <= 2e-4
+    with torch.no_grad():  # validation
+        model.eval()
+        found = model(input_ids=ids, labels=labels, position_ids=positions).loss
+    assert relative_error(found, want.detach()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_ordinary_calls_are_ordinary_attention(name: str) -> None:
+    """Generation with a cache and padding on the left, and a plain forward, as under SDPA."""
+    usual, model = (family(name, attn, **CHANGES[name]) for attn in ("sdpa", "varlen"))
+    fuse_model(model, get_objective("mle"))
+    ids = packed_rows()[0][:, :12]
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        usual.generate(ids, attention_mask=mask, **options),
+        model.generate(ids, attention_mask=mask, **options),
+    )
+    torch.testing.assert_close(model(ids).logits, usual(ids).logits)
+    positions = torch.arange(6).repeat(2).expand(len(ids), -1)
+    torch.testing.assert_close(
+        model(ids, position_ids=positions).logits, usual(ids, position_ids=positions).logits
+    )
+
+
+def test_layers_that_are_computed_again_get_the_same_segments() -> None:
+    model = family("llama", "varlen")
+    fuse_model(model, get_objective("mle"))
+    ids, labels, positions = packed_rows()
+    found = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        found.append(gradients(model, model(input_ids=ids, labels=labels, position_ids=positions).loss))
+    torch.testing.assert_close(found[0], found[1])
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_grows_with_the_square_of_a_block() -> None:
+    """A block of 4,096 tokens, forward and backward; under SDPA its mask alone has 4,096 squared."""
+    length = 4096
+    lengths = [1500, 600, 1, 1995]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(length)[None] % 61
+    largest = {}
+    for attention in ("sdpa", "varlen"):
+        model = tiny_llama(61, max_position_embeddings=length, num_key_value_heads=1)
+        model.set_attn_implementation(attention)
+        fuse_model(model, get_objective("mle"))
+        with Largest() as seen:
+            model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+        largest[attention] = seen.elements
+    assert largest["sdpa"] >= length**2
+    assert largest["varlen"] <= 128 * length
+
+
+def test_what_is_saved_does_not_name_it(tmp_path: Any) -> None:
+    """An export is an ordinary model, which whoever loads it may give any attention."""
+    model = family("llama", "varlen")
+    fuse_model(model, get_objective("mle"))
+    model.save_pretrained(tmp_path)
+    assert "varlen" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+    ids = packed_rows()[0]
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
