@@ -21,6 +21,7 @@ from common.labels import IGNORE
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline.loss import plan_tokens
+from pipeline.loss.documents import BOUNDS, LONGEST, segments
 from pipeline.ranks import World, gather_objects
 from pipeline.run_dir import DATA_HASHES
 
@@ -77,8 +78,8 @@ class Batches:
     def read(self, rows: np.ndarray, real: np.ndarray | None = None) -> Iterator[dict[str, Any]]:
         """Micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
 
-        Everything that can be known of them beforehand is: labels come as the plan by which the loss goes
-        through them. For a GPU all is in pinned memory.
+        What can be known of them beforehand is: labels come as the plan by which the loss goes through them,
+        and where documents begin is beside the positions. For a GPU all is in pinned memory.
         """
         pin = self.device.type == "cuda"
         for start in range(0, len(rows), self.micro):
@@ -89,10 +90,11 @@ class Batches:
                 labels[~real[part]] = IGNORE
             if self.scores is not None:
                 arrays["stored"] = self.scores.batch(rows[part])
-            micro: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            tensors[BOUNDS], longest = segments(tensors["position_ids"])
             if pin:
-                micro = {name: tensor.pin_memory() for name, tensor in micro.items()}
-            yield micro | {"labels": plan_tokens(torch.from_numpy(labels), pin)}
+                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+            yield tensors | {LONGEST: longest, "labels": plan_tokens(torch.from_numpy(labels), pin)}
 
 
 def _use(device: torch.device) -> None:

@@ -15,7 +15,8 @@ from common.errors import UserError
 
 VARLEN = "varlen"  # the attention of varlen.py
 BY_SEGMENTS = (VARLEN, "flash_attention_2")  # kinds of attention that are told where documents begin
-SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # what transformers calls that
+BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # what transformers calls what `segments` says
+SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
 
 
 def segments(positions: Tensor) -> tuple[Tensor, int]:

@@ -10,33 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 
-# They hand values of a device's tensor, or a shape that depends on values, to the host; the last three bring
-# values of the host to the device from memory that is not pinned.
-WAITING = {
-    *("__bool__", "__float__", "__index__", "__int__", "allclose", "argwhere", "bincount", "cpu", "equal"),
-    *("item", "masked_select", "nonzero", "repeat_interleave", "tolist", "unique", "unique_consecutive"),
-    *("as_tensor", "new_tensor", "tensor"),
+# Operations that hand a value to the host, or whose result's size depends on values.
+READING = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
+    *("unique_consecutive", "unique_dim", "_unique2", "repeat_interleave"),
 }
+# What on a CPU is no operation, or not seen as one: values to the host, or from memory that is not pinned.
+MOVING = {"tolist", "cpu", "tensor", "as_tensor", "new_tensor"}
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        if name in READING or by_mask:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class _Calls(TorchFunctionMode):
     def __init__(self, found: list[str]) -> None:
+        super().__init__()
         self.found = found
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = (resolve_name(function) or getattr(function, "__name__", "")).rpartition(".")[2]
-        by_mask = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
-        if name in WAITING or by_mask:
+        if name in MOVING:
             self.found.append(name)
         return function(*args, **(kwargs or {}))
-
-
-def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
 
 
 @contextlib.contextmanager
@@ -44,7 +55,7 @@ def waits() -> Iterator[list[str]]:
     """Within the block the list grows by a name for each time the host waits."""
     found: list[str] = []
     if not torch.cuda.is_available():
-        with _Calls(found):
+        with _Calls(found), _Operations(found):
             yield found
         return
     with warnings.catch_warnings(record=True) as caught:

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from common.errors import UserError
-from pipeline.loss import fuse_model, get_objective
-from pipeline.loss.documents import SEGMENTS, document_mask, keep_apart, segments
+from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
+from pipeline.loss.documents import BOUNDS, LONGEST, SEGMENTS, document_mask, keep_apart, segments
 from pipeline.loss.varlen import attend_in_turn
-from tests.helpers.families import family
+from tests.helpers.families import family, tiny_llama
 from tests.helpers.packing import documents, packed_rows
+from tests.helpers.waits import waits
 
 
 def rows(*lengths: list[int]) -> Tensor:
@@ -107,33 +107,6 @@ def test_documents_that_cannot_be_kept_apart_are_refused() -> None:
     keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
 
 
-class Waits(TorchDispatchMode):
-    """Operations that would wait for a GPU: they read a value, or their result's size depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "unique_consecutive"):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_body_whose_segments_are_known_waits_for_nothing() -> None:
-    model = family("llama", "varlen")
-    fuse_model(model, get_objective("mle"))
-    ids, labels, positions = packed_rows()
-    bounds, longest = segments(positions)
-    inputs = {"input_ids": ids, "position_ids": positions}
-    with Waits() as alone:
-        model.before_head(labels, dict(inputs))
-    with Waits() as told:
-        model.before_head(labels, inputs | {"cu_seq_lens_q": bounds, "max_length_q": longest})
-    assert alone.seen and not told.seen
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
 def test_flash_attention_is_told_and_does_not_look_in_every_layer(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -172,3 +145,28 @@ def test_flash_attention_is_told_and_does_not_look_in_every_layer(
     found = model(input_ids=ids, labels=labels, position_ids=positions)
     torch.testing.assert_close(found.loss, want)
     assert calls == [int(segments(positions)[1])] * 2  # once in each layer
+
+
+@pytest.mark.parametrize("objective", ["mle", "emo"])
+def test_a_micro_batch_of_the_trainer_waits_for_the_device_not_once(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
+    monkeypatch.setattr(
+        "pipeline.loss.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
+    )
+    model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
+    model.set_attn_implementation("varlen")
+    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight.detach())
+    fuse_model(model, get_objective(objective), cost)
+    ids, labels, positions = packed_rows()
+    bounds, longest = segments(positions)
+    plan, inputs = plan_tokens(labels), {"input_ids": ids, "position_ids": positions}
+    with waits() as found:
+        sums = model(**inputs, labels=plan, **{BOUNDS: bounds, LONGEST: longest})
+        (sums.loss / sums.tokens).backward()
+    assert found == []
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with waits() as found:
+        model(**inputs, labels=labels)
+    assert len(found) > 1

@@ -91,4 +91,11 @@ def test_the_counter_sees_what_would_wait() -> None:
         x.tolist()
         x + 1
         x[torch.tensor([0, 1])]
-    assert found == ["item", "__bool__", "__getitem__", "nonzero", "tolist", "tensor"]
+    assert found == [
+        "_local_scalar_dense",
+        "is_nonzero",
+        "index",
+        "nonzero",
+        "tolist",
+        "tensor",
+    ]
