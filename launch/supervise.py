@@ -132,7 +132,7 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool
         return ExitCode.DONE
     if codes == {ExitCode.DONE}:  # a rank of another host has not finished
         return launcher if launcher in OF_TRAINING else ExitCode.FAILURE
-    if ExitCode.MISTAKE in codes:
+    if ExitCode.MISTAKE in {*codes, launcher}:  # its own code is that of a rank, perhaps of another host
         return ExitCode.MISTAKE
     if codes <= {ExitCode.DONE, ExitCode.STOPPED}:
         return ExitCode.STOPPED

@@ -6,10 +6,12 @@ Arguments, logging and exit codes. Whatever is heavy is imported after the argum
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
+from common.files import DiskFullError
 from pipeline.stop import RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -77,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return commands[command](given[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if _is_first_of_host():
+            print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
 
 
@@ -117,8 +121,8 @@ def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"deepspeed launch/{SCRIPTS[kind]}.sh",
         description="Train a recipe. Run the same command again to resume.",
-        epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input, 75 stopped and saved; "
-        "docs/operations.md says which launchers pass them on.",
+        epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
+        "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -129,31 +133,44 @@ def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
 
 
 def _reported(run: Callable[[], int], watch: Watch) -> int:
-    """The exit code of `run`, whose expected errors become one line each."""
+    """The exit code of `run`, whose expected errors become one line each; others keep their traceback."""
     try:
         return run()
     except UserError as error:
-        if _is_main():
+        if _is_main() or (_is_first_of_host() and not watch.is_joined):  # hosts differ until then
             print(f"error: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except Exception as error:
-        found = _explain(error)
-        if found is None:
-            raise
-    code, line = found
+        code, line = _explain(error, watch.advanced)
+        if line is None:
+            traceback.print_exc()
+            line = f"{type(error).__name__}: {one_line(error)}"
+            if code == ExitCode.MISTAKE:
+                line += " (before the first step: trying again would end alike)"
     print(f"error: {line}", file=sys.stderr, flush=True)
     print(f"exit code {code}", file=sys.stderr, flush=True)
     watch.ended(code)
     leave(code)  # the other ranks may be waiting for this one in a collective
 
 
-# Trying again does not cure these.
+# Trying again does not cure these,
 LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+# and may cure these at any time: disks are cleared, networks and file servers come back.
+PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
+}
 
 
-def _explain(error: Exception) -> tuple[ExitCode, str] | None:
-    """Exit code and one line for an error that needs no traceback, or None."""
+def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
+    """Exit code of an error, and the line that it needs instead of a traceback, if one says all.
+
+    advanced: a step was done since the start. Until then only what may pass by itself is worth another start:
+    a compiler that is missing or a GPU that is too small would fail the same way at every one.
+    """
     from safetensors import SafetensorError
+    from torch import OutOfMemoryError
+    from torch import distributed as dist
 
     from pipeline.export import ExportError
     from pipeline.ranks import lost_a_peer
@@ -163,13 +180,24 @@ def _explain(error: Exception) -> tuple[ExitCode, str] | None:
         return ExitCode.MISTAKE, line
     if isinstance(error, SafetensorError) and "os error" not in line:  # what it calls a failed write
         return ExitCode.MISTAKE, line
-    if isinstance(error, OSError | SafetensorError):
+    if lost_a_peer(error):
+        what = "lost" if dist.is_initialized() else "did not reach"
+        why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
+        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {what} another rank, {why}"
+    passing = isinstance(error, DiskFullError) or getattr(error, "errno", None) in PASSING
+    if isinstance(error, OSError | SafetensorError) and (advanced or passing or "os error" in line):
         return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
-    if isinstance(error, RuntimeError) and lost_a_peer(error):
-        rank = os.environ.get("RANK", "0")
-        why = "which may have said why"
-        return ExitCode.FAILURE, f"rank {rank} lost another rank, {why}; {RESUME} from the last checkpoint"
-    return None
+    if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
+        return ExitCode.MISTAKE, (
+            f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
+            "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
+            "stage or offload; `python -m pipeline plan` says what fits"
+        )
+    return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None
+
+
+def _is_first_of_host() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _is_main() -> bool:

@@ -151,7 +151,11 @@ class TrainConfig(Section):
     steps: int | None = Field(None, gt=0)  # optimizer steps
     batch: int = Field(16, gt=0)  # rows per optimizer step, over all ranks
     micro_batch: int = mark(FREE, 4, gt=0)  # rows per forward pass and rank
-    lr: float = Field(2e-5, gt=0)
+    # Muon takes the matrices of the body, at a rate of its own with the same schedule. AdamW keeps the rest:
+    # embeddings, head, biases and the gains of norms. The gradient norm that is logged is then the update's.
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(2e-5, gt=0)  # of AdamW
+    muon_lr: float | None = Field(None, gt=0)  # usually about 0.02
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.03, ge=0, lt=1)  # share of the steps
     weight_decay: float = Field(0.0, ge=0)
@@ -189,6 +193,10 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give exactly one of epochs and steps")
+        if (self.optimizer == "muon") != (self.muon_lr is not None):
+            raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
+        if self.optimizer == "muon" and self.clip:
+            raise ValueError("optimizer muon needs clip 0: DeepSpeed would clip its update, not the gradient")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError("profile names the first and last step to record, from 1")
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import functools
 import importlib
 import logging
 import os
@@ -30,10 +31,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
 from pipeline.loss.health import BINS
 from pipeline.planning.ds_file import zero_stage
+from pipeline.planning.host import check_gpus, ranks_here, threads
 from pipeline.ranks import PATIENCE, World, gather_objects
 from pipeline.stop import die_with_parent
 
@@ -55,8 +58,9 @@ class Sums(NamedTuple):
 def start_world(timeout_minutes: float = PATIENCE) -> World:
     """Join the process group that the launcher describes; alone when there is none.
 
-    Raises UserError for a torchrun whose restarts could not work.
+    Raises UserError for a torchrun whose restarts could not work, and for a GPU that cannot be used.
     """
+    check_gpus()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         raise UserError(  # its store keeps the addresses of dead ranks, and restarted ones would call them
@@ -82,9 +86,8 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
         timeout=datetime.timedelta(minutes=timeout_minutes),
         verbose=False,
     )
-    if accelerator.device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads(len(os.sched_getaffinity(0)), ranks_here()))
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
 
@@ -94,23 +97,72 @@ def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
     return HfDeepSpeedConfig(ds_config)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
     """The optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
 
-    One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning.
+    One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
+    `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
+
+    Raises UserError for a model whose matrices Muon would scale the wrong way round.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    decaying = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]
-    fixed = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    if use_muon:
+        if any(isinstance(module, Conv1D) for module in model.modules()):
+            raise UserError(
+                "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
+                "them transposed (Conv1D); set train.optimizer=adamw, or take another model"
+            )
+        tables = {id(p) for m in _tables(model) for p in m.parameters()}
+        body = [p for p in trainable if _dimensions(p) == 2 and id(p) not in tables]
+        taken = {id(p) for p in body}
+        first = {"params": body, "weight_decay": weight_decay, "use_muon": True}
+        return [first, *_adam_groups([p for p in trainable if id(p) not in taken], weight_decay)]
+    return _adam_groups(trainable, weight_decay)
+
+
+def _adam_groups(trainable: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    decaying = [p for p in trainable if _dimensions(p) > 1]
+    fixed = [p for p in trainable if _dimensions(p) <= 1]
     if not weight_decay or not decaying or not fixed:
         return [{"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
     return [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
 
 
+def _dimensions(parameter: nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _tables(model: nn.Module) -> list[nn.Module]:
+    """Embeddings of tokens and positions, and the head."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), head]
+
+
+def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
+
+    params: of the DeepSpeed file's section `optimizer`. DeepSpeed itself would sort by name, and take the
+    embeddings of GPT-2 and MPT for matrices of the body.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    settings = []
+    for group in groups:
+        use = group.get("use_muon", False)
+        own = ("momentum",) if use else ("betas", "eps")
+        rate = params["muon_lr" if use else "lr"]
+        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in own})
+        for parameter in group["params"]:
+            parameter.use_muon = use
+    fused = {"fused": True} if params.get("fused") else {}
+    return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=fused)
+
+
 def _import_muon() -> None:
     """Import DeepSpeed's Muon, which it asks for whatever the optimizer, with its functions left uncompiled.
 
-    Their decorators alone would load PyTorch's compiler: a second of every start.
+    Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
+    Muon they stay compiled.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -122,7 +174,8 @@ def _import_muon() -> None:
             os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
-OF_RECIPE = ("lr", "betas", "eps", "weight_decay")  # of a group of parameters; no checkpoint decides them
+# Of a group of parameters; no checkpoint decides them.
+OF_RECIPE = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 
 class Engine:
@@ -133,10 +186,19 @@ class Engine:
     ) -> None:
         self.world = world
         self.stage = zero_stage(ds_config)
-        groups = parameter_groups(model, ds_config["optimizer"]["params"]["weight_decay"])
-        _import_muon()
-        self.ds, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
-        self.groups = [len(group["params"]) for group in groups]  # part of a checkpoint's layout
+        params, with_muon = ds_config["optimizer"]["params"], ds_config["optimizer"]["type"] == "Muon"
+        groups = parameter_groups(model, params["weight_decay"], with_muon)
+        # Part of a checkpoint's layout; DeepSpeed then replaces the parameters in the groups by its own.
+        self.groups = [len(group["params"]) for group in groups]
+        if not with_muon or get_accelerator().device_name() == "cpu":
+            _import_muon()
+        self.ds, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups,
+            config=ds_config,
+            optimizer=functools.partial(muon, params=params) if with_muon else None,
+        )
+        self.rates = [group["lr"] / params["lr"] for group in self.ds.optimizer.param_groups]
         self.frozen = self._frozen_sum()  # what adapters belong to
         if compiled:
             self.ds.compile()
@@ -161,8 +223,8 @@ class Engine:
 
         DeepSpeed does not apply a step whose gradient norm is not finite; `applied` says so.
         """
-        for group in self.ds.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in zip(self.ds.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = lr * rate
         # Dropout follows from (seed, rank) alone, so a resumed run needs no saved generator state.
         torch.manual_seed(seed * 1_000_003 + self.world.rank)
         self.ds.train()
@@ -212,6 +274,12 @@ class Engine:
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
         for group, settings in zip(self.ds.optimizer.param_groups, own, strict=True):
             group.update(settings)
+        # And it gives one count of steps to all parts of the state, which would count it up once each.
+        optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
+        for parameter, state in optimizer.state.items():
+            if "step" in state:
+                own_step = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+                state["step"] = own_step.to(parameter.device)
 
     def _frozen_sum(self) -> int:
         """A sum of the bits of all parameters that do not train, the same for any number of ranks."""

@@ -355,6 +355,9 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
                 lora_dropout=config.lora.dropout,
                 target_modules=targets,
             ),
+            # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
+            # DeepSpeed keeps a float32 copy of whatever trains.
+            autocast_adapter_dtype=False,
         )
     except ValueError as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None

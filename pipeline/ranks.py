@@ -110,10 +110,15 @@ def patience(minutes: float, spare: Any = None) -> Iterator[None]:
     wait_at_most(minutes, spare)
 
 
-def lost_a_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank has died or hangs."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe", "Timed out")
-    return dist.is_initialized() and dist.get_world_size() > 1 and any(s in str(error) for s in signs)
+def lost_a_peer(error: Exception) -> bool:
+    """Whether another rank could not be reached, or a collective failed because it has died or hangs."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    gloo = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+    # Other errors of NCCL are about this host: two ranks on one GPU, too little shared memory.
+    nccl = ("ncclRemoteError", "exit of a remote peer", "communicator was aborted", "Watchdog caught")
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return isinstance(error, RuntimeError) and several and any(s in str(error) for s in gloo + nccl)
 
 
 def end_world() -> None:

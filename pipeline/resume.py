@@ -16,6 +16,7 @@ from common.recipe import marked
 from pipeline.config import RunConfig, dump_config
 from pipeline.engine import to_universal
 from pipeline.model import Cost
+from pipeline.planning.ds_file import zero_stage
 from pipeline.ranks import World, gather_objects, on_main
 from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem
 
@@ -111,12 +112,14 @@ def _read(directory: Path) -> Saved:
         ) from None
 
 
-def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
+def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Path, bool]:
     """Where this many ranks can load `saved` from, and whether that is a universal copy.
 
     On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
-    Raises UserError when the ZeRO stage differs, which DeepSpeed's universal format does not bridge.
+    Raises UserError when the ZeRO stage differs, which DeepSpeed's universal format does not bridge, and when
+    it would have to hold Muon's state, of which it knows nothing.
     """
+    stage = zero_stage(ds_config)
     if saved.zero_stage != stage:
         raise UserError(
             f"{saved.directory} was saved at ZeRO stage {saved.zero_stage}, not {stage}; "
@@ -124,6 +127,11 @@ def loadable(saved: Saved, stage: int, world: World) -> tuple[Path, bool]:
         )
     if saved.ranks == world.ranks:
         return saved.directory, False
+    if ds_config["optimizer"]["type"] == "Muon":
+        raise UserError(
+            f"{saved.directory} was saved by {saved.ranks} ranks, and DeepSpeed cannot convert the state of "
+            f"Muon for {world.ranks}; start {saved.ranks} ranks, or a new run_dir from an export"
+        )
     copy = saved.directory.with_name(saved.directory.name + ".universal")
 
     def convert() -> None:

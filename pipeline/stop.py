@@ -30,7 +30,7 @@ PARENT_DIED = signal.SIGUSR2  # sent by the kernel
 TICK = 0.2  # seconds between looks at the launchers
 # DeepSpeed's launch.py and torchrun send SIGTERM, and SIGKILL 30 s later.
 GRACE = 20.0
-REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py
+REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 LIBC = ctypes.CDLL(None)
 RESUME = "run the same command again to resume"
 
@@ -48,6 +48,7 @@ class Watch:
     def __init__(self) -> None:
         self.signal: str | None = None
         self.launcher_gone = False
+        self.advanced = False  # whether a step was done since the start
         self._phase = STARTING
         self._report = _open_report()
         self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
@@ -65,10 +66,19 @@ class Watch:
         """The first step is next: from now on there is something to save."""
         self._phase = TRAINING
 
+    def stepped(self) -> None:
+        """A step is done: this start works, and what fails from now on is worth another one."""
+        self.advanced = True
+
     def ended(self, code: int) -> None:
-        """Tell the supervisor, if there is one, how this rank ended."""
+        """Tell whoever collects the codes of the ranks, if anybody does, how this one ended."""
         if self._report is not None:
             os.pwrite(self._report, f"{os.getpid()} {int(code)}\n".encode(), 0)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the rank is in the process group."""
+        return self._phase > STARTING
 
     @property
     def reason(self) -> str | None:
@@ -217,12 +227,16 @@ def _prctl_parent_death(number: int) -> None:
 
 
 def _open_report() -> int | None:
-    """This rank's report for launch/supervise.py, locked as long as the rank lives; None without it."""
+    """This rank's report for launch/supervise.py, locked as long as the rank lives; None without it.
+
+    train.sbatch reads only the code in it, so a shared file system may be without locks.
+    """
     directory = os.environ.get(REPORTS)
     if directory is None or not Path(directory).is_dir():
         return None
     report = os.open(f"{directory}/rank-{os.environ.get('RANK', '0')}", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(report, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):
+        fcntl.flock(report, fcntl.LOCK_EX)
     os.pwrite(report, f"{os.getpid()}\n".encode(), 0)
     return report
 

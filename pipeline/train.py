@@ -36,7 +36,6 @@ from pipeline.model import (
     write_initial_weights,
 )
 from pipeline.planning.checks import Ready, check
-from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import Setup, accelerator, utilisation
 from pipeline.planning.plan import sizes_of
 from pipeline.ranks import World, agreed, gather_objects, on_main, patience, wait_at_most
@@ -83,7 +82,7 @@ def _load(
     """The model under DeepSpeed, as it was saved where something was."""
     source, ds_config = None, ready.ds_config
     if saved is not None:
-        source, universal = resume.loadable(saved, zero_stage(ds_config), world)
+        source, universal = resume.loadable(saved, ds_config, world)
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
     with compiling():
@@ -157,6 +156,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             stop=any((stop.reason, saver.problem, lock.lost)),
         )
         step, tokens = step + 1, tokens + sums.tokens
+        watch.stepped()
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
         lock.reached(step)

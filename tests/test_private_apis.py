@@ -135,6 +135,16 @@ def nvme_can_be_asked_about() -> None:
     assert AsyncIOBuilder().is_compatible() in (True, False)
 
 
+@needs("pipeline/planning/ds_file.py", "installed_ops")
+@needs("pipeline/planning/ds_file.py", "cpp_extension.CUDA_HOME")
+def what_was_built_beforehand_is_known() -> None:
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
+
+    assert "async_io" in installed_ops
+    assert cpp_extension.CUDA_HOME is None or isinstance(cpp_extension.CUDA_HOME, str)
+
+
 @needs("pipeline/engine.py", "TorchCheckpointEngine")
 @needs("pipeline/engine.py", "checkpoint_engine = self.files")
 def checkpoints_are_written_through_an_engine_of_ours() -> None:
@@ -158,6 +168,40 @@ def muon_is_imported_whatever_the_optimizer() -> None:
 
     wanted = "from deepspeed.runtime.zero.muon.muon_optimizer import"
     assert wanted in inspect.getsource(utils.is_zero_supported_optimizer)
+
+
+@needs("pipeline/engine.py", "parameter.use_muon = use")
+@needs("pipeline/engine.py", "adam_optimizer_kwargs=fused")
+def muon_is_built_by_a_function_of_ours() -> None:
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    assert "client_optimizer(model_parameters)" in inspect.getsource(engine.DeepSpeedEngine)
+    for module in (stage3, stage_1_and_2):  # the marks on parameters, not the groups, are what ZeRO reads
+        assert re.search(r"getattr\([^)]*'use_muon'", inspect.getsource(module))
+    known = inspect.signature(MuonWithAuxAdam.__init__).parameters
+    assert {"param_groups", "adam_optimizer", "adam_optimizer_kwargs"} <= set(known)
+
+
+@needs("pipeline/engine.py", 'state["step"]')
+def steps_are_counted_in_the_state() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[weight]["step"].dtype == torch.float32
+
+
+@needs("pipeline/planning/ds_file.py", "torch_adam")
+@needs("pipeline/planning/ds_file.py", '"fused"')
+def adam_may_be_pytorchs() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    given = {"torch_adam": True, "lr": 0.1, "fused": True}
+    adam, more = DeepSpeedEngine.get_optimizer_configuration(None, given, adam_w_mode=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert adam is torch.optim.AdamW and adam([weight], **given, **more).param_groups[0]["fused"] is True
 
 
 @needs("pipeline/engine.py", "TORCHDYNAMO_DISABLE")

@@ -17,6 +17,7 @@ from common.errors import UserError, one_line
 from data_prep.shards import TokenDataset, is_prepared, open_prepared
 from pipeline import resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
+from pipeline.engine import parameter_groups
 from pipeline.export import rehearse, unwrap
 from pipeline.loss.cost_source import FILES, load_cost
 from pipeline.loss.registry import Objective
@@ -65,6 +66,8 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
     model = meta_model(config, hf_config)
+    if config.train.optimizer == "muon":
+        parameter_groups(model, config.train.weight_decay, use_muon=True)
     base = unwrap(model)
     base.generation_config = _generation_config(config, here) or base.generation_config
     rehearse(model, config)

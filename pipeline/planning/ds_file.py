@@ -10,27 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
+from torch.utils import cpp_extension
 
 from common.errors import UserError, nearest, one_line
 from common.provenance import REPOSITORY
-from pipeline.config import Batch, RunConfig
+from pipeline.config import Batch, RunConfig, TrainConfig
+from pipeline.planning.host import check_compiler, ranks_here
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
     "train_batch_size": "train.batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
     "gradient_accumulation_steps": "train.batch and train.micro_batch",
-    "optimizer": "train.lr, train.betas, train.eps, train.weight_decay",
+    "optimizer": "train.optimizer, train.lr, train.betas, train.eps, train.weight_decay",
     "scheduler": "train.schedule and train.warmup_ratio",
     "gradient_clipping": "train.clip",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
 GRADIENT_TYPES = ("fp32", "bf16", "fp16")
+MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         if key in tree:
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
     _check(tree, path)
-    _check_combination(config, tree, path)
+    _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
     zero = tree.setdefault("zero_optimization", {"stage": 0})
     if on_cpu:
@@ -53,24 +57,31 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         for part in ("offload_optimizer", "offload_param"):
             (zero.get(part) or {}).pop("pin_memory", None)
     train = config.train
-    adam: dict[str, Any] = {
-        "lr": train.lr,
-        "betas": list(train.betas),
-        "eps": train.eps,
-        "weight_decay": train.weight_decay,
-    }
-    if on_cpu and "offload_optimizer" not in zero:
-        adam["torch_adam"] = True  # the fused one is a CUDA kernel
+    if train.optimizer == "muon":
+        zero["reduce_scatter"] = False  # it needs whole gradients
     tree.update(
         train_batch_size=batch.batch,
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
-        optimizer={"type": "AdamW", "params": adam},
+        optimizer=_optimizer(train, fused=not on_cpu or "offload_optimizer" in zero),
         gradient_clipping=train.clip,
         bf16={"enabled": config.model.dtype == "bfloat16"},
         steps_per_print=10**9,
     )
     return tree
+
+
+def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
+    """DeepSpeed's section of that name.
+
+    AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
+    every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
+    """
+    adam = {"lr": train.lr, "betas": list(train.betas), "eps": train.eps, "weight_decay": train.weight_decay}
+    adam |= {"torch_adam": True} | ({"fused": True} if fused else {})
+    if train.optimizer == "muon":
+        return {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}}
+    return {"type": "AdamW", "params": adam}
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
@@ -79,10 +90,26 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
 
 
 def check_host(ds_config: dict[str, Any]) -> None:
-    """Raises UserError when weights are to be on NVMe and this host lacks what DeepSpeed needs for it."""
+    """Raises UserError when this host lacks what the configuration needs of it.
+
+    Weights on NVMe need libaio and a place; secondary copies of weights (hpZ) need groups within a host.
+    """
+    check_compiler(get_accelerator().device_name() == "cuda")
+    size, ranks = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1), ranks_here()
+    if size > 1 and ranks % size:
+        raise UserError(
+            f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host, or weights would be "
+            f"gathered between hosts; set it to {ranks} or a divisor, or deepspeed=ds_configs/zero3.json"
+        )
     offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") != "nvme":
         return
+    on_gpu = get_accelerator().device_name() == "cuda"
+    if on_gpu and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
+        raise UserError(
+            "weights on NVMe need an operation that DeepSpeed compiles with nvcc, which is not here; install "
+            "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json"
+        )
     if not AsyncIOBuilder().is_compatible():
         raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
     place = offload.get("nvme_path") or "(not given)"
@@ -198,10 +225,24 @@ def _told(error: Mapping[str, Any], *section: str) -> str:
     return f"{place}{': ' if place else ''}{message} (given: {error['input']!r})"
 
 
-def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
+def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
     """Refuse what is valid on its own and does not work for us."""
     zero = tree.get("zero_optimization", {})
-    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
+        raise UserError(
+            f"{path}: zenflow, and offload_optimizer with super_offload or a ratio below 1, need DeepSpeed's "
+            "own Adam, which is not used here; remove them"
+        )
+    size = zero.get("zero_hpz_partition_size", 1)
+    if size > 1 and (zero_stage(tree) != 3 or ranks % size):
+        raise UserError(
+            f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and ranks in groups of {size}, not "
+            f"stage {zero_stage(tree)} and {ranks} ranks; set it to the ranks of a host, or remove it"
+        )
+    if config.train.optimizer == "muon":
+        _check_muon(config, tree, path)
+    if offload.get("device") == "nvme":
         raise UserError(
             f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
             "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
@@ -216,4 +257,19 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path) -> N
         raise UserError(
             "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "
             "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
+        )
+
+
+def _check_muon(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
+    """Refuse what DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon."""
+    zero = tree.get("zero_optimization", {})
+    if zero_stage(tree) == 0 or zero.get("offload_optimizer") or zero.get("reduce_scatter"):
+        raise UserError(
+            f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
+            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw"
+        )
+    if config.model.lora is not None:
+        raise UserError(
+            "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
+            "model.lora; set train.optimizer=adamw"
         )

@@ -30,6 +30,7 @@ from common.provenance import library_versions
 from pipeline import engine
 from pipeline.config import RunConfig
 from pipeline.planning.checks import check
+from pipeline.planning.host import compiler, ranks_here, threads
 from pipeline.planning.plan import model_sizes
 from pipeline.ranks import World, barrier, end_world, gather_objects
 
@@ -68,20 +69,20 @@ def preflight(config: RunConfig) -> int:
 
 def _host(config: RunConfig, world: World) -> Iterator[Finding]:
     """What a rank can see alone. One rank per host looks; every rank resolves the recipe."""
-    host = socket.gethostname()
+    host, offloaded = socket.gethostname(), False
     try:
         ready = check(config, world.ranks, here=True)
+        offloaded = "offload_optimizer" in ready.ds_config["zero_optimization"]
         rows = len(ready.data) if ready.data is not None else 0
         yield Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}")
     except UserError as error:
         yield Finding(host, "recipe", "cannot start", str(error))
     if int(os.environ.get("LOCAL_RANK", 0)):
         return
-    if torch.cuda.is_available():
-        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-        yield Finding(host, "GPUs", f"{count} x {name}")
-        if not torch.cuda.is_bf16_supported() and config.model.dtype == "bfloat16":
-            yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
+    yield from _compute(host, world, offloaded)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu and config.model.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+        yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
     free = shutil.disk_usage("/dev/shm").free
     advice = "" if free >= SHARED_MEMORY else "give the container more, e.g. docker run --shm-size 16g"
     yield Finding(host, "/dev/shm", f"{free / GIB:.1f} GiB free", advice)
@@ -95,6 +96,24 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
         yield Finding(host, "locked memory", words, advice)
     if world.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks))):
         yield _interface(host)
+
+
+def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
+    """What this host computes on. That its GPUs can be used, `start_world` has seen to.
+
+    offloaded: the optimizer steps on the host's cores.
+    """
+    on_gpu = world.device.type == "cuda"
+    name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
+    yield Finding(host, "GPUs", name)
+    found = compiler()
+    advice = "install gcc: Triton compiles with it" if on_gpu and found is None else ""
+    yield Finding(host, "C compiler", found or "none", advice)
+    cores, ranks, own = len(os.sched_getaffinity(0)), ranks_here(), torch.get_num_threads()
+    share = threads(cores, ranks)
+    wrong = own * ranks > max(cores, ranks) or (offloaded and own < share)  # torchrun gives ranks one thread
+    advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
+    yield Finding(host, "threads", f"{own} for each of {ranks} ranks on {cores} cores", advice)
 
 
 def _interface(host: str) -> Finding:

@@ -26,6 +26,7 @@ from pipeline.loss import fuse_model, get_objective, probe_model
 from pipeline.loss.fused import token_nll
 from pipeline.model import check_fits, load_pretrained, model_config
 from pipeline.planning.attention import usable_attention
+from pipeline.planning.host import check_gpus
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,9 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
 
     `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
     Shards that are there already are kept; with `force` all are written again. Raises UserError for data that
-    are not there or a model that does not fit them.
+    are not there, a model that does not fit them, or a GPU that cannot be used.
     """
+    check_gpus()
     sets = [data for data in open_prepared(config.data) if data is not None]
     hf_config = model_config(config.model)
     for data in sets:

@@ -140,6 +140,23 @@ class Job:
         return ask(self.environment, *command)
 
 
+def cores_of_ranks(environment: dict[str, str], recipe: Path, run_dir: Path, show: Campaign) -> None:
+    """One rank that asks for all cores of the node: the step that srun starts must have them."""
+    cores = os.cpu_count() or 1
+    shape = ("--ntasks-per-node=1", f"--cpus-per-task={cores}", "--gpus-per-node=1")
+    job = Job(environment, recipe, run_dir, *shape, "train.steps=200000", "train.schedule=constant")
+
+    def step() -> str:
+        return ask(environment, "scontrol", "show", "step", f"{job.id}.0")
+
+    job.wait(lambda _: "CPUs=" in step(), 120)
+    found = re.search(r"CPUs=(\d+) Tasks=(\d+)", step())
+    each = int(found[1]) // int(found[2]) if found else 0
+    words = f"{each} of {cores} asked for" if found else job.story()
+    show("slurm", "cores of each rank", words, each == cores)
+    job.cancel()
+
+
 def slurm(directory: Path, show: Campaign) -> None:
     """train.sbatch: the warning before the time limit, the queue again, the end, and a mistake."""
     recipe = launching.tiny_recipe(directory)
@@ -153,6 +170,7 @@ def slurm(directory: Path, show: Campaign) -> None:
         state = job.wait(lambda _: False)
         good = "COMPLETED" in state and losses(run_dir) == losses(directory / "plain")
         show("slurm", "a whole run", "losses equal" if good else job.story(), good)
+        cores_of_ranks(environment, recipe, directory / "cores", show)
 
         # Three minutes, warned one minute before, which Slurm may do up to a minute early. A warning that
         # comes while the run is still starting is answered too, but then only a later life can resume.

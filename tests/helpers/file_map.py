@@ -29,7 +29,7 @@ DESCRIBED = {
     "experiments/paper/dev/*.yaml": "the eight tasks on development rows, for what is chosen there",
     "experiments/paper/*.yaml": "the paper's tables and figures at full size; docs/paper.md lists them",
     "experiments/*.yaml": "experiments: a base recipe or study, axes, measures, questions with their rules",
-    "ds_configs/*.json": "ZeRO-1, 2, 3, 3 with offload, and with weights on NVMe",
+    "ds_configs/*.json": "ZeRO-1, 2, 3, 3 with copies in each host, with offload, and with weights on NVMe",
     "launch/continual.sh": "continual pre-training: a shell command and a Python script in one",
     "launch/instruct.sh": "instruction tuning, likewise",
     "launch/entrypoint.sh": "the Docker image's verbs",

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
+from torch import OutOfMemoryError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import DiskFullError
 from pipeline import cli
-from pipeline.stop import Watch
+from pipeline.stop import STARTING, Watch
 from tests.conftest import REPO
 
 RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
@@ -25,6 +28,8 @@ class Nothing(Watch):
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self.advanced = False
+        self._phase = STARTING
 
     def ended(self, code: int) -> None:
         self.code = code
@@ -81,15 +86,39 @@ def test_an_unknown_option_is_reported_too() -> None:
     assert cli.run_recipe("text", watch, [str(RECIPE), "--nonsense"]) == ExitCode.MISTAKE == watch.code
 
 
-def test_a_crash_keeps_its_traceback_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: object) -> int:
-        raise ZeroDivisionError("by nothing")
+@pytest.mark.parametrize(
+    ("error", "stepped", "code", "traceback"),
+    [
+        (ZeroDivisionError("by nothing"), False, ExitCode.MISTAKE, True),
+        (ZeroDivisionError("by nothing"), True, ExitCode.FAILURE, True),
+        (OutOfMemoryError("CUDA out of memory."), False, ExitCode.MISTAKE, False),
+    ],
+)
+def test_a_crash_is_reported_and_worth_another_start_once_a_step_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    stepped: bool,
+    code: ExitCode,
+    traceback: bool,
+) -> None:
+    """The rank ends at once, since others may be waiting for it."""
 
-    monkeypatch.setattr(cli, "_run", crash)
+    def run(_: str, watch: Watch, __: object) -> int:
+        if stepped:
+            watch.stepped()
+        raise error
+
+    left: list[int] = []
+    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(cli, "leave", lambda code: left.append(code) or sys.exit(code))
     watch = Nothing()
-    with pytest.raises(ZeroDivisionError):
-        cli.run_recipe("text", watch, [str(RECIPE)])
-    assert watch.code == ExitCode.FAILURE
+    assert cli.run_recipe("text", watch, [str(RECIPE)]) == code == watch.code
+    assert left == [code]
+    said = capsys.readouterr().err
+    assert ("Traceback" in said) == traceback
+    line, last = [line for line in said.splitlines() if line.startswith(("error: ", "exit code"))][:2]
+    assert ("before the first step" in line) == (not stepped) and last == f"exit code {code}"
 
 
 def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
@@ -106,21 +135,55 @@ def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
     [
         (OSError(errno.ENOSPC, "No space left on device"), ExitCode.FAILURE),
         (DiskFullError("no space left while writing runs/a; make room in runs"), ExitCode.FAILURE),
+        (SafetensorError("Error while serializing: I/O error (os error 28)"), ExitCode.FAILURE),
+        (SafetensorError("Error while deserializing header"), ExitCode.MISTAKE),
         (FileNotFoundError(errno.ENOENT, "No such file", "costs.pt"), ExitCode.MISTAKE),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), ExitCode.MISTAKE),
+        (OSError(errno.ESTALE, "Stale file handle"), ExitCode.FAILURE),
+        (DistNetworkError("The client socket has timed out"), ExitCode.FAILURE),
+        (DistStoreError("wait timeout after 600000ms"), ExitCode.FAILURE),
     ],
 )
-def test_resuming_is_offered_only_where_it_helps(error: OSError, code: ExitCode) -> None:
-    """defects D4"""
-    explained = cli._explain(error)
-    assert explained is not None
-    assert explained[0] == code
-    assert ("resume" in explained[1]) == (code == ExitCode.FAILURE)
+@pytest.mark.parametrize("advanced", [False, True])
+def test_resuming_is_offered_only_where_it_helps(error: Exception, code: ExitCode, advanced: bool) -> None:
+    """defects D4; whether or not a step was done, these pass by themselves or never."""
+    found, line = cli._explain(error, advanced)
+    assert found == code
+    assert line is not None and ("resume" in line) == (code == ExitCode.FAILURE)
 
 
-def test_a_programming_error_is_not_explained_away() -> None:
-    assert cli._explain(KeyError("x")) is None
-    assert cli._explain(UserError("x")) is None  # is handled before
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("x"), False),
+        (OSError("CUDA_HOME environment variable is not set"), False),  # no nvcc, when something compiles
+        (ImportError("libcudart.so.13"), False),
+        (RuntimeError("NCCL error: invalid usage (Duplicate GPU detected)"), False),
+        (OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+    ],
+)
+def test_what_fails_before_the_first_step_fails_again(error: Exception, line: bool) -> None:
+    """And what is unexpected keeps its traceback."""
+    assert cli._explain(error, advanced=False)[0] == ExitCode.MISTAKE
+    assert (cli._explain(error, advanced=False)[1] is not None) == line
+    assert cli._explain(error, advanced=True)[0] == ExitCode.FAILURE
+
+
+def test_a_mistake_of_another_host_is_said_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU that cannot be used, before the ranks have met: rank 0 knows nothing of it."""
+
+    def run(*_: object) -> int:
+        raise UserError("on node-2: no GPU")
+
+    monkeypatch.setattr(cli, "_run", run)
+    for rank, local, said in (("8", "0", True), ("9", "1", False), ("0", "0", True)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert cli.run_recipe("text", Nothing(), [str(RECIPE)]) == ExitCode.MISTAKE
+        assert ("error: on node-2: no GPU" in capsys.readouterr().err) == said
 
 
 def test_a_reader_that_is_gone_does_not_end_a_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,9 +35,22 @@ def test_weights_on_nvme_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None
         check_host({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
 
 
-def resolved(path: Path, *overrides: str) -> dict:
+def test_weights_on_nvme_need_nvcc_on_a_gpu_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ds_file, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(ds_file.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _: True)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    tree = {"zero_optimization": {"stage": 3, "offload_param": offload}}
+    with pytest.raises(UserError, match="compiles with nvcc, which is not here"):
+        check_host(tree)
+    monkeypatch.setattr(ds_file.cpp_extension, "CUDA_HOME", "/usr/local/cuda")
+    check_host(tree)
+
+
+def resolved(path: Path, *overrides: str, ranks: int = 4) -> dict:
     recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
-    return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), Batch(16, 4, 1, 4))
+    batch = Batch(16, 16 // ranks, 1, ranks)
+    return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), batch)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +118,56 @@ def test_parallelism_that_cuts_what_the_head_needs_whole_is_refused(
 
 @pytest.mark.parametrize("path", sorted((REPO / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_the_files_of_this_repository_are_accepted(path: Path) -> None:
-    assert resolved(path)["train_batch_size"] == 16
+    assert resolved(path, ranks=8)["train_batch_size"] == 16
+
+
+def test_adam_is_never_compiled() -> None:
+    """DeepSpeed's own needs nvcc on every host; PyTorch's fused one steps offloaded optimizers too."""
+    for name, fused in (("zero3", False), ("zero3_offload", True)):
+        section = resolved(REPO / f"ds_configs/{name}.json")["optimizer"]
+        assert section["type"] == "AdamW" and section["params"]["torch_adam"] is True
+        assert section["params"].get("fused", False) == fused  # everywhere on GPUs
+
+
+MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.clip=0")
+
+
+def test_muon_needs_whole_gradients() -> None:
+    tree = resolved(REPO / "ds_configs/zero3.json", *MUON)
+    assert tree["zero_optimization"]["reduce_scatter"] is False
+    assert tree["optimizer"]["params"]["muon_lr"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("zero", "overrides", "message"),
+    [
+        ('"stage": 0', MUON, "train.optimizer=muon needs ZeRO stage 1, 2 or 3"),
+        ('"stage": 2, "reduce_scatter": true', MUON, "train.optimizer=muon needs ZeRO"),
+        ('"stage": 3, "offload_optimizer": {"device": "cpu"}', MUON, "train.optimizer=muon needs ZeRO"),
+        ('"stage": 2', (*MUON, "model.lora.r=4"), "not for the factors of model.lora"),
+        ('"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}', (), "need DeepSpeed's own Adam"),
+        ('"stage": 2, "zero_hpz_partition_size": 2', (), "size=2 needs ZeRO stage 3 .* not stage 2"),
+        ('"stage": 3, "zero_hpz_partition_size": 3', (), "ranks in groups of 3, not stage 3 and 4 ranks"),
+        ('"stage": 3, "zero_hpz_partition_size": 8', (), "ranks in groups of 8, not stage 3 and 4 ranks"),
+    ],
+)
+def test_what_does_not_go_together(
+    tmp_path: Path, zero: str, overrides: tuple[str, ...], message: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(f'{{"zero_optimization": {{{zero}}}}}')
+    with pytest.raises(UserError, match=message):
+        resolved(path, *overrides)
+
+
+def test_copies_of_weights_stay_in_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    check_host(tree)
+    for ranks in ("4", "12"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        with pytest.raises(UserError, match=f"size=8 must divide the {ranks} ranks of a host"):
+            check_host(tree)
 
 
 def test_a_file_may_leave_zero_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
+from common.errors import UserError
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.engine import parameter_groups
 from pipeline.model import add_lora
@@ -60,6 +61,27 @@ def test_partitioned_parameters_count_with_their_whole_shape() -> None:
         parameter.data = torch.empty(0)
     first, second = parameter_groups(layer, 0.1)
     assert first["params"] == [layer.weight] and second["params"] == [layer.bias]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+def test_muon_takes_the_matrices_of_the_body(family: str) -> None:
+    found = model(family)
+    first, *rest = parameter_groups(found, 0.1, use_muon=True)
+    names = {id(p): n for n, p in found.named_parameters()}
+    taken = {names[id(p)] for p in first["params"]}
+    assert first["use_muon"] and first["weight_decay"] == 0.1
+    assert taken and all(found.get_parameter(name).dim() == 2 for name in taken)
+    tables = [found.get_input_embeddings().weight, found.get_output_embeddings().weight]
+    assert not taken & {names[id(p)] for p in tables if id(p) in names}
+    assert not any(word in name for name in taken for word in ("embed", "lm_head", "wte", "wpe"))
+    assert [group["weight_decay"] for group in rest] == [0.1, 0.0]
+    together = [p for group in (first, *rest) for p in group["params"]]
+    assert len(together) == len({id(p) for p in together}) == len(names)
+
+
+def test_muon_refuses_matrices_that_are_stored_transposed() -> None:
+    with pytest.raises(UserError, match="this model stores them transposed"):
+        parameter_groups(model("gpt2"), 0.1, use_muon=True)
 
 
 def test_only_gains_do_not_decay() -> None:

@@ -56,6 +56,8 @@ sys.exit(int(sys.argv[2]))
         (247, [FAILURE, None], False, FAILURE),
         (255, [], False, FAILURE),
         (1, [MISTAKE, FAILURE], False, MISTAKE),
+        (1, [MISTAKE, None], False, MISTAKE),  # NCCL aborted the one that was left
+        (2, [FAILURE, None], False, MISTAKE),  # a rank on another host said so
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
         (-11, [], False, FAILURE),

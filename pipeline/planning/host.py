@@ -1,0 +1,119 @@
+"""What a host must have before a run starts: usable GPUs, a C compiler for Triton; threads of a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from common.errors import UserError
+
+CPU = "or set DS_ACCELERATOR=cpu to train on the CPU"
+
+
+class Gpus(NamedTuple):
+    """What decides whether a run may start on the device that DeepSpeed has chosen."""
+
+    device: str  # that DeepSpeed runs on: it takes the CPU, with a warning at most, when CUDA does not work
+    chosen: str | None  # DS_ACCELERATOR: what the user wants
+    build: str  # what PyTorch was built for, such as CUDA 13.0; empty: CPUs
+    present: bool  # the host has a device
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    usable: int  # devices that PyTorch can use
+    problem: str  # what PyTorch says when it opens the device; empty when all is well
+
+
+def ranks_here() -> int:
+    """Ranks of this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def look_for_gpus() -> Gpus:
+    """The facts of this host."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    device, usable, problem = get_accelerator().device_name(), 0, ""
+    if torch.cuda.is_available():
+        usable = torch.cuda.device_count()
+    elif build:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            problem = str(error)
+    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return Gpus(
+        device,
+        os.environ.get("DS_ACCELERATOR"),
+        build,
+        present,
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        usable,
+        problem,
+    )
+
+
+def refusal(gpus: Gpus, ranks: int) -> str | None:
+    """Why `ranks` ranks of a host must not start on what it has, and what to do; None when they may.
+
+    A model of billions of parameters that trains on the CPU because a driver is old would go unnoticed for
+    hours; so a host with a GPU, and a PyTorch that was built for one, train on the CPU only when told to.
+    """
+    if gpus.chosen == "cpu" or gpus.device not in ("cpu", "cuda"):
+        return None
+    if gpus.usable >= ranks and gpus.device == "cuda":
+        return None
+    if gpus.usable:
+        return (
+            f"{ranks} ranks share this host and each sees {gpus.usable} GPU(s); start one rank per GPU, and "
+            "show every rank all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    if not gpus.build:
+        if not gpus.present and gpus.chosen is None:
+            return None
+        return f"this PyTorch is built for CPUs; install one for the GPU (make setup TORCH_ARGS=...), {CPU}"
+    if gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it, {CPU}"
+    if "driver" in gpus.problem and "old" in gpus.problem:
+        return (
+            f"the GPU's driver is too old for this PyTorch, which is built for {gpus.build}; update the "
+            f"driver, install a PyTorch for an older CUDA (make setup TORCH_ARGS=...), {CPU} "
+            f"(PyTorch says: {gpus.problem.split('. ')[0]})"
+        )
+    if not gpus.present:
+        return (
+            f"this PyTorch is built for {gpus.build} and no GPU is here; ask for one (docker run --gpus all, "
+            f"sbatch --gpus-per-node, nvidia.com/gpu), {CPU}"
+        )
+    said = gpus.problem.split(". ")[0].strip() or "no device is available"
+    return f"the GPU cannot be used: {said}; see whether nvidia-smi works here, {CPU}"
+
+
+def check_gpus() -> None:
+    """Raises UserError, before ranks meet, when this host's ranks must not start on what it has."""
+    why = refusal(look_for_gpus(), max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
+    if why is not None:
+        raise UserError(f"on {socket.gethostname()}: {why}")
+
+
+def compiler() -> str | None:
+    """The C compiler that Triton would take: it compiles a kernel's launcher when the kernel first runs."""
+    named = os.environ.get("CC")
+    return named or shutil.which("gcc") or shutil.which("clang")
+
+
+def check_compiler(on_gpu: bool) -> None:
+    """Raises UserError when the losses' kernels are to run in Triton, and it cannot compile here."""
+    if on_gpu and importlib.util.find_spec("triton") is not None and compiler() is None:
+        raise UserError("Triton needs a C compiler for its kernels, and this host has none; install gcc")
+
+
+def threads(cores: int, ranks: int) -> int:
+    """Threads of a rank on a host's cores: CPU ranks compute on them, GPU ranks step offloaded optimizers."""
+    return max(1, cores // max(1, ranks))

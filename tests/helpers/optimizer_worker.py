@@ -1,0 +1,163 @@
+"""One rank of the optimizers' parity test: a tiny LLaMA in the engine under every ZeRO stage.
+
+Run by two processes, and imported for the plain optimizers on one that they are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config import Batch, RunConfig, load_config, lr_at
+from pipeline.engine import Engine, start_world
+from pipeline.loss import fuse_model, get_objective
+from pipeline.planning.ds_file import deepspeed_config
+from pipeline.ranks import World, end_world
+from tests.conftest import REPO
+from tests.helpers.families import tiny_llama
+
+VOCAB, BLOCK, ROWS, STEPS = 96, 16, 8, 4
+ADAM = ["train.lr=1e-2", "train.eps=1e-3"]  # a tiny eps would amplify rounding
+MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.clip=0"]
+CASES = {
+    **{f"adamw-{stage}": [*ADAM, f"deepspeed=ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
+    "adamw-offload": [*ADAM, "deepspeed=ds_configs/zero3_offload.json"],
+    **{f"muon-{stage}": [*MUON, f"deepspeed=ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
+    **{
+        f"muon-{stage}-bf16": [*MUON, f"deepspeed=ds_configs/zero{stage}.json", "model.dtype=bfloat16"]
+        for stage in (1, 2, 3)
+    },
+    "adamw-hpz": [*ADAM, "deepspeed=HPZ"],  # last: its groups of ranks stay for the life of the process
+}
+
+
+def recipe(overrides: list[str]) -> RunConfig:
+    """A recipe whose training section is that of the test."""
+    given = ["train.epochs=null", f"train.steps={STEPS}", f"train.batch={ROWS}", "train.schedule=linear"]
+    given += ["train.warmup_ratio=0", "train.weight_decay=0.1", "model.dtype=float32", *overrides]
+    return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", given)
+
+
+def build() -> nn.Module:
+    """The model, the same everywhere."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+    model = tiny_llama(VOCAB, **shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fuse_model(model, get_objective("mle"))
+    return model.train()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """The global batch [ROWS, BLOCK] of a step; rows differ in how many tokens they supervise."""
+    ids = torch.randint(VOCAB, (ROWS, BLOCK), generator=torch.Generator().manual_seed(100 + step))
+    labels = ids.clone()
+    for row in range(ROWS):
+        labels[row, :row] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def trained(config: RunConfig, world: World) -> dict[str, Any]:
+    """Losses and final weights under DeepSpeed, each rank taking its rows in two micro-batches."""
+    share = ROWS // world.ranks
+    ds_config = deepspeed_config(config, Batch(ROWS, share // 2, 2, world.ranks))
+    model = build()
+    if config.model.dtype == "bfloat16":
+        model.bfloat16()
+    engine = Engine(model, ds_config, world)
+    losses = []
+    for step in range(STEPS):
+        whole = batch(step)
+        mine = {name: tensor[world.rank * share :][:share] for name, tensor in whole.items()}
+        micro = [{name: tensor[i : i + share // 2] for name, tensor in mine.items()} for i in (0, share // 2)]
+        valid = int((whole["labels"] != -100).sum())
+        sums = engine.train_step(micro, valid, lr_at(config.train, step, STEPS), seed=0, stop=False)
+        losses.append(sums.loss / valid)
+    state = {}
+    for name, parameter in engine.model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            state[name] = parameter.detach().float().clone()
+    engine.ds.destroy()
+    return {"losses": torch.tensor(losses), "groups": engine.groups, **state}
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The truth: one process, whole batches, Muon as its author wrote it and PyTorch's AdamW.
+
+    https://kellerjordan.github.io/posts/muon
+    """
+    model, train = build(), config.train
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    named = dict(model.named_parameters())
+    body = {
+        name: torch.zeros_like(p)
+        for name, p in named.items()
+        if train.optimizer == "muon" and p.dim() == 2 and not name.endswith(tables)
+    }
+    rest = [p for name, p in named.items() if name not in body]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps)
+    losses = []
+    for step in range(STEPS):
+        lr = lr_at(train, step, STEPS)
+        model.zero_grad()
+        sums = model(**batch(step))
+        loss = sums.loss / sums.tokens
+        loss.backward()
+        if train.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        with torch.no_grad():
+            for name, momentum in body.items():
+                weight, gradient = named[name], named[name].grad
+                momentum.lerp_(gradient, 1 - 0.95)
+                update = orthogonal(gradient.lerp(momentum, 0.95))
+                rate = lr * train.muon_lr / train.lr
+                weight.mul_(1 - rate * train.weight_decay)
+                weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
+        losses.append(loss.detach())
+    state = {name: p.detach().clone() for name, p in named.items()}
+    return {"losses": torch.stack(losses), **state}
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz steps towards the orthogonal factor of `matrix`."""
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = start_world()
+    directory = Path(sys.argv[1])
+    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text())
+    hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    (directory / f"hpz-{world.rank}.json").write_text(json.dumps(hpz))
+    found = {}
+    for name, overrides in CASES.items():
+        given = [o.replace("HPZ", f"{directory}/hpz-{world.rank}.json") for o in overrides]
+        found[name] = trained(recipe(given), world)
+    if world.is_main:
+        torch.save(found, directory / "found.pt")
+    dist.barrier()
+    end_world()
+
+
+if __name__ == "__main__":
+    main()

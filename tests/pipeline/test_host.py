@@ -1,0 +1,103 @@
+"""What a host must have: GPUs that can be used, a compiler, and how many threads a rank takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from pipeline.planning import host
+from pipeline.planning.host import Gpus, check_compiler, refusal, threads
+from tests.conftest import REPO
+
+OLD = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by "
+    "downloading and installing a new version"
+)
+CPU_ONLY = Gpus(device="cpu", chosen=None, build="", present=False, visible=None, usable=0, problem="")
+CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (CPU_ONLY._replace(present=True), "this PyTorch is built for CPUs; install one for the GPU"),
+        (CPU_ONLY._replace(device="cuda", chosen="cuda"), "this PyTorch is built for CPUs"),
+        (CUDA._replace(problem=OLD), r"driver is too old .* built for CUDA 13.0; .*\(found version 12020\)"),
+        (CUDA._replace(visible=""), "CUDA_VISIBLE_DEVICES='' hides every GPU; unset it"),
+        (CUDA._replace(visible="-1", device="cuda", chosen="cuda"), "CUDA_VISIBLE_DEVICES='-1' hides"),
+        (CUDA._replace(present=False), "CUDA 13.0 and no GPU is here; ask for one"),
+        (CUDA._replace(problem="Unexpected error from cudaGetDeviceCount()"), "Unexpected error from cuda"),
+        (CUDA, "no device is available; see whether nvidia-smi works"),
+        (CUDA._replace(device="cuda", usable=1), r"2 ranks share this host and each sees 1 GPU\(s\)"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused(gpus: Gpus, message: str) -> None:
+    import re
+
+    found = refusal(gpus, 2)
+    assert found is not None and re.search(message, found), found
+    assert "DS_ACCELERATOR=cpu" in found or gpus.usable
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        CPU_ONLY,
+        CUDA._replace(device="cuda", usable=2),
+        CUDA._replace(chosen="cpu"),
+        CUDA._replace(chosen="cpu", usable=1),
+        CPU_ONLY._replace(device="xpu"),
+    ],
+)
+def test_what_may_start(gpus: Gpus) -> None:
+    assert refusal(gpus, 2) is None
+
+
+def test_a_kernel_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Said before weights are loaded, not at the first step."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    check_compiler(on_gpu=False)
+    with pytest.raises(UserError, match="this host has none; install gcc"):
+        check_compiler(on_gpu=True)
+    monkeypatch.setenv("CC", "/opt/cc")
+    check_compiler(on_gpu=True)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(64, 8, 8), (2, 4, 1), (6, 4, 1), (8, 1, 8)])
+def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
+    assert threads(cores, ranks) == expected
+
+
+def test_a_rank_takes_its_share_of_the_cores() -> None:
+    """Also beside a GPU, for optimizers that step on the host; what the user sets is left."""
+    program = (
+        "import os, torch; os.sched_getaffinity = lambda _: set(range(12))\n"
+        "from pipeline.engine import start_world; from pipeline.ranks import end_world\n"
+        "start_world(); end_world(); print(torch.get_num_threads())\n"
+        "os.environ['OMP_NUM_THREADS'] = '1'; torch.set_num_threads(1)\n"
+        "start_world(); end_world(); print(torch.get_num_threads())"
+    )
+    given = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPO,
+        env=given | {"DS_ACCELERATOR": "cpu", "LOCAL_WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split()[-2:] == ["3", "1"], done.stderr
+
+
+def test_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert host.ranks_here() == 1
+    monkeypatch.setenv("LOCAL_SIZE", "4")  # DeepSpeed's launcher
+    assert host.ranks_here() == 4

@@ -1,0 +1,106 @@
+"""Slurm's and Kubernetes' job files: what they start again, and the cores that every rank gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import REPO
+
+# Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
+SRUN = """#!/bin/bash
+env > "$SLURM_SUBMIT_DIR/environment"
+for one in $STAND_IN_REPORTS; do echo "4711 ${one#*=}" > "$PIPELINE_RANK_REPORTS/${one%%=*}"; done
+exit "$STAND_IN_CODE"
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+    show) echo node-1; echo node-2 ;;
+    requeue) touch "$SLURM_SUBMIT_DIR/requeued" ;;
+esac
+"""
+
+
+class Job:
+    """A job file under the stand-ins."""
+
+    def __init__(self, directory: Path, name: str, code: int, reports: str = "", **environment: str) -> None:
+        for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (directory / command).write_text(text)
+            (directory / command).chmod(0o755)
+        given = {"SLURM_SUBMIT_DIR": str(directory), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "12"}
+        given |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
+        given |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
+        given["PATH"] = f"{directory}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(REPO / "launch/slurm" / name), "continual", "recipe.yaml"],
+            env={key: value for key, value in os.environ.items() if "OMP" not in key} | given | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        self.code, self.directory = done.returncode, directory
+        self.again = (directory / "requeued").exists()
+        lines = (directory / "environment").read_text().splitlines()
+        self.environment = dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.parametrize(
+    ("srun", "reports", "expected", "again"),
+    [
+        (0, "rank-0=0 rank-1=0", 0, False),
+        (2, "rank-0=2 rank-1=2", 2, False),
+        (134, "rank-0=2 rank-1=", 2, False),  # the others were aborted when the one with the mistake left
+        (137, "rank-0= rank-1=", 137, True),  # killed: its node, or its memory
+        (134, "rank-0=1 rank-1=", 134, True),  # aborted when another one was lost
+        (1, "rank-0=1 rank-1=1", 1, True),
+        (75, "rank-0=75 rank-1=75", 75, True),
+        (1, "", 1, True),  # nothing could be written
+    ],
+)
+def test_which_ends_of_training_are_queued_again(
+    tmp_path: Path, srun: int, reports: str, expected: int, again: bool
+) -> None:
+    job = Job(tmp_path, "train.sbatch", srun, reports)
+    assert (job.code, job.again) == (expected, again)
+    assert not list((tmp_path / "runs").glob(".ranks-*"))
+
+
+def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
+    job = Job(tmp_path, "train.sbatch", 1, SLURM_RESTART_COUNT="3", RETRIES="3")
+    assert (job.code, job.again) == (1, False)
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "evaluate.sbatch"])
+def test_every_rank_gets_its_cores(tmp_path: Path, name: str) -> None:
+    """srun has not taken over --cpus-per-task since Slurm 22.05."""
+    job = Job(tmp_path, name, 0)
+    assert job.environment["SRUN_CPUS_PER_TASK"] == "12"
+    assert job.environment["OMP_NUM_THREADS"] == "12"
+
+
+def test_every_job_file_that_calls_srun_is_tested_for_it() -> None:
+    calling = {path.name for path in (REPO / "launch/slurm").glob("*") if "\nsrun " in path.read_text()}
+    assert calling == {"train.sbatch", "evaluate.sbatch"}
+
+
+def outcome(rules: list[dict[str, Any]], code: int) -> str:
+    """What the first rule of a podFailurePolicy that fits makes of a container's exit code."""
+    for rule in rules:
+        if code in rule.get("onExitCodes", {"values": []})["values"]:
+            return str(rule["action"])
+    return "Count"
+
+
+def test_kubernetes_starts_again_what_may_pass() -> None:
+    documents = list(yaml.safe_load_all((REPO / "launch/k8s/train.yaml").read_text()))
+    (job,) = (one for one in documents if one["kind"] == "Job")
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
+    assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
