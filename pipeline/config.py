@@ -169,8 +169,9 @@ class TrainConfig(Section):
     save_every: int = mark(FREE, 0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
     keep_last: int = mark(FREE, 2, gt=0)  # newest complete checkpoints that are kept; besides them
     keep_every: int = mark(FREE, 0, ge=0)  # those of every so many steps; 0 = none
-    # Checkpoints are written while training continues, from a copy in host memory (14 bytes a parameter,
-    # over all ranks); false: training waits.
+    # Checkpoints are written while training continues, from a copy in host memory: 14 bytes a parameter over
+    # all ranks, and with export_checkpoints the whole model in its own dtype on rank 0, until that is written
+    # and again while it is reloaded. false: training waits.
     async_save: bool = mark(FREE, True)
     copy_to: str | None = mark(
         FREE, None

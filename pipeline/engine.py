@@ -317,7 +317,9 @@ class Snapshots(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copy `state_dict`; every tensor becomes its own storage on the host."""
-        self._waiting.append((pytree.tree_map_only(Tensor, _copy, state_dict), path))
+        # A shape stays what it is: as a plain tuple DeepSpeed's own zero_to_fp32 could not read it.
+        copied = pytree.tree_map_only(Tensor, _copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
+        self._waiting.append((copied, path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Nothing yet: a snapshot does not touch the disk."""

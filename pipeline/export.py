@@ -1,8 +1,8 @@
 """A trained model as Hugging Face files: safetensors shards, configuration, tokenizer, model card.
 
-Parameters are gathered one at a time and streamed to shards, so that no rank ever holds the whole model.
-Adapters are merged into the weights. The export is rehearsed before the first step (`rehearse`), and checked
-by loading it and comparing logits when it has been written.
+Parameters are gathered one at a time, with adapters merged into them. At the end of a run they are streamed
+to shards, so that no rank ever holds the whole model; beside training rank 0 first has a copy (`copy_model`),
+and the rest needs no other rank. What was written is loaded again, and its logits are compared.
 """
 
 from __future__ import annotations
@@ -10,32 +10,37 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
-import tempfile
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import deepspeed
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from common.errors import FailureError, UserError, one_line
+from common.exit_codes import ExitCode
 from common.files import write_text
+from common.provenance import REPOSITORY
 from pipeline.config import RunConfig
-from pipeline.engine import Engine
 from pipeline.ranks import gather_objects
 from pipeline.run_dir import EXPORT_INFO
-from pipeline.stop import RESUME
+from pipeline.stop import RESUME, die_with_parent
+
+if TYPE_CHECKING:  # the check in a process of its own needs no DeepSpeed, which takes seconds to import
+    from pipeline.engine import Engine
 
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-AGAIN = f"make room, then {RESUME}"
 ADAPTER = "default"  # peft's name of the one adapter that a run trains
 
 
@@ -65,34 +70,67 @@ class Exported(NamedTuple):
         return (weight.float() + delta).to(weight.dtype)
 
 
+class Copied(NamedTuple):
+    """What an export is made of: the trained model in host memory, and what it says."""
+
+    base: PreTrainedModel  # its configuration is read, not its weights
+    probe: Tensor  # token ids [1, T]
+    logits: Tensor  # of the trained model for them, [1, T, V]
+    tensors: Iterator[tuple[str, Tensor]]  # on rank 0; to be taken once, each is gone with that
+
+
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Write the model to `target`; all ranks must call.
 
     Raises, on all ranks alike, FailureError when it cannot be written, and ExportError when it does not
     reproduce the logits.
     """
-    model = engine.model
-    base = unwrap(model)
-    probe = torch.arange(16, device=engine.world.device)[None] % base.config.vocab_size
-    engine.ds.eval()
-    with torch.no_grad():
-        logits = engine.ds(input_ids=probe).logits
-    partial = target.with_name(target.name + ".partial")
-    unwritten = _write_weights(model, partial, engine.world.is_main)
-    problem: UserError | None = None if unwritten is None else FailureError(unwritten)
-    if engine.world.is_main and problem is None:
-        try:
-            _write_rest(base, config, partial, info)
-            _check(partial, probe.cpu(), logits.cpu())
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        except (OSError, SafetensorError) as error:
-            problem = FailureError(f"{partial} cannot be written ({one_line(error, 200)}); {AGAIN}")
-        except (UserError, RuntimeError, ValueError) as error:
-            problem = ExportError(one_line(error, 400))
+    streamed = Copied(unwrap(engine.model), *_probe(engine), _gathered(engine))
+    problem = None
+    if engine.world.is_main:
+        problem = write_export(streamed, config, target, info, check)
+    deque(streamed.tensors, maxlen=0)  # the other ranks take part in the gathers
     problem = gather_objects(problem)[0]
+    if isinstance(problem, FailureError):
+        raise FailureError(f"{problem}; make room, then {RESUME}")
     if problem is not None:
         raise problem
+
+
+def copy_model(engine: Engine) -> Copied:
+    """The model as it is now, copied into rank 0's host memory in its own dtype; all ranks must call."""
+    probe, logits = _probe(engine)
+    kept = deque(_gathered(engine))
+    return Copied(unwrap(engine.model), probe, logits, (kept.popleft() for _ in range(len(kept))))
+
+
+def write_export(
+    copied: Copied,
+    config: RunConfig,
+    target: Path,
+    info: dict[str, object],
+    check: Callable[[Path, Tensor, Tensor], None],
+) -> UserError | None:
+    """Rank 0 writes and checks `target`, which appears whole or not at all; an error as above, or None."""
+    partial = target.with_name(target.name + ".partial")
+    writer = ShardWriter(partial)
+    for name, tensor in copied.tensors:
+        writer.keep(name, tensor)
+    writer.finish()
+    if writer.problem is not None:
+        return FailureError(writer.problem)
+    try:
+        write_rest(copied.base, config, partial, info)
+        check(partial, copied.probe, copied.logits)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    except FailureError as error:
+        return error
+    except (OSError, SafetensorError) as error:
+        return FailureError(f"{partial} cannot be written ({one_line(error, 200)})")
+    except (UserError, RuntimeError, ValueError) as error:
+        return ExportError(one_line(error, 400))
+    return None
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -132,65 +170,6 @@ def _adapted(name: str, weight: nn.Parameter, layer: Any) -> Exported:
     raise UserError(f"model.lora.targets: adapters on {name.removesuffix('.weight')} cannot be exported")
 
 
-def rehearse(model: nn.Module, config: RunConfig) -> None:
-    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files.
-
-    `model` may lie on the meta device or be partitioned. Raises UserError when the export of the trained
-    model would fail.
-    """
-    base = unwrap(model)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        try:
-            _write_rest(base, config, directory, {})
-            settings = AutoConfig.from_pretrained(directory)
-            with torch.device("meta"):
-                plain = AutoModelForCausalLM.from_config(settings)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"the trained model could not be exported: its configuration cannot be written and read "
-                f"back ({one_line(error, 200)}); correct model.path or model.architecture"
-            ) from None
-    tensors = list(exported_tensors(model))
-    _refuse_tied(base, tensors)
-    expected = {n: tuple(p.shape) for n, p in plain.named_parameters()}
-    found = {tensor.name: _merged_shape(tensor) for tensor in tensors}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise UserError(
-                f"the trained model could not be exported: {name} would be {_shape(found.get(name))} "
-                f"where {type(plain).__name__} has {_shape(expected.get(name))}; "
-                "set model.lora.targets to other layers, or use another model"
-            )
-
-
-def _refuse_tied(base: PreTrainedModel, tensors: list[Exported]) -> None:
-    """Adapters on one of two layers that share a weight cannot be merged: the other would change as well."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in base.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
-    for tensor in tensors:
-        sharing = names[id(tensor.base)]
-        if tensor.adapters and len(sharing) > 1:
-            raise UserError(
-                f"model.lora.targets: {' and '.join(sharing)} are one tensor, and adapters on one of the "
-                "layers cannot be exported; leave it out of the targets"
-            )
-
-
-def _merged_shape(tensor: Exported) -> tuple[int, ...] | str:
-    """The shape of an exported tensor, or why its parts do not fit together."""
-    whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
-    try:
-        return tuple(tensor.merged(*whole).shape)
-    except RuntimeError as error:
-        return one_line(error, 100)
-
-
-def _shape(shape: tuple[int, ...] | str | None) -> str:
-    return "nothing" if shape is None else str(list(shape)) if isinstance(shape, tuple) else shape
-
-
 class ShardWriter:
     """Streams tensors to safetensors files of at most SHARD_BYTES in `directory`.
 
@@ -207,12 +186,12 @@ class ShardWriter:
         self._attempt(self._start)
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor, as a copy in host memory."""
+        """Add a tensor in host memory, which nobody else may change."""
         if self.problem is not None:
             return
         if sum(t.nbytes for t in self._shard.values()) + tensor.nbytes > SHARD_BYTES:
             self._attempt(self._flush)
-        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._shard[name] = tensor
         self._total += tensor.nbytes
 
     def finish(self) -> None:
@@ -248,31 +227,44 @@ class ShardWriter:
             try:
                 work()
             except (OSError, SafetensorError) as error:
-                self.problem = f"{self.directory} cannot be written ({one_line(error, 200)}); {AGAIN}"
+                self.problem = f"{self.directory} cannot be written ({one_line(error, 200)})"
                 self._shard.clear()
 
 
-def _write_weights(model: nn.Module, target: Path, is_main: bool) -> str | None:
-    """Stream all tensors to shards on rank 0, the others take part in the gathers; why it failed, or None."""
-    writer = ShardWriter(target) if is_main else None
-    for tensor in exported_tensors(model):
+def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
+    """A few token ids [1, T] and the trained model's logits [1, T, V], on the host; all ranks must call."""
+    probe = torch.arange(16)[None] % unwrap(engine.model).config.vocab_size
+    engine.ds.eval()
+    with torch.no_grad():
+        return probe, engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+
+
+def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the export, copied into host memory one at a time; none but on rank 0.
+
+    All ranks must exhaust it, for under ZeRO-3 all take part in gathering.
+    """
+    import deepspeed
+
+    for tensor in exported_tensors(engine.model):
         partitioned = [p for p in tensor.parts if hasattr(p, "ds_id")]
-        gather = deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext()
-        with gather:
-            if writer is not None:
-                writer.keep(tensor.name, tensor.merged(*(p.detach() for p in tensor.parts)))
-    if writer is None:
-        return None
-    base = unwrap(model)
-    persistent = set(base.state_dict())
-    for name, buffer in base.named_buffers():
-        if name in persistent:
-            writer.keep(name, buffer)
-    writer.finish()
-    return writer.problem
+        copied = None
+        with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
+            if engine.world.is_main:
+                copied = _on_host(tensor.merged(*(p.detach() for p in tensor.parts)))
+        if copied is not None:
+            yield tensor.name, copied
+    if engine.world.is_main:
+        base = unwrap(engine.model)
+        persistent = set(base.state_dict())
+        yield from ((name, _on_host(b)) for name, b in base.named_buffers() if name in persistent)
 
 
-def _write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Configuration, generation defaults, tokenizer, model card and export.json."""
     settings = copy.deepcopy(base.config)
     settings.architectures = [type(base).__name__]
@@ -298,8 +290,12 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     )
 
 
-def _check(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """Load the export on the CPU and compare its logits [1, T, V] with the trained model's."""
+def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
+    """Load an export on the CPU and compare its logits [1, T, V] with the trained model's.
+
+    Raises ExportError when they differ. Not beside training: transformers changes PyTorch's default dtype
+    while it loads, in all threads.
+    """
     unset_hf_deepspeed_config()
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, report = loaded
@@ -313,3 +309,41 @@ def _check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     error = ((found.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
         raise ExportError(f"{directory}: reloaded logits differ by {error:.2g} of their size")
+
+
+def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
+    """`check` in a process of its own, which neither slows this one down nor changes what it computes.
+
+    Raises ExportError as `check` does, and FailureError when that process does not come so far.
+    """
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.export", str(directory.absolute())],
+        cwd=REPOSITORY,
+        env=os.environ | alone,
+        input=save({"probe": probe, "expected": expected}),
+        capture_output=True,
+    )
+    said = done.stderr.decode(errors="replace").splitlines() if done.returncode > 0 else []
+    line = said[-1] if said else f"exit code {done.returncode}"
+    if done.returncode == ExitCode.MISTAKE:
+        raise ExportError(line)
+    if done.returncode:
+        raise FailureError(f"{directory} cannot be read again ({one_line(line, 200)})")
+
+
+def main() -> int:
+    """What `check_aside` runs: `python -m pipeline.export DIRECTORY`, with the logits on stdin."""
+    die_with_parent()
+    os.nice(10)  # training comes first
+    given = load(sys.stdin.buffer.read())
+    try:
+        check(Path(sys.argv[1]), **given)
+    except (UserError, RuntimeError, ValueError) as error:
+        print(one_line(error, 400), file=sys.stderr)
+        return ExitCode.MISTAKE
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

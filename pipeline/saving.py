@@ -1,8 +1,8 @@
 """Saving while training continues: copy the state, then write, hash and publish it in a thread.
 
 The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
-hashing what was written, and on rank 0 COMPLETE, the final name, pruning and the copy elsewhere. Ranks talk
-through a process group of their own, so that all learn when one of them could not write.
+hashing what was written, and on rank 0 the export, COMPLETE, the final name, pruning and the copy elsewhere.
+Ranks talk through a process group of their own, so that all learn when one of them could not write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from common.provenance import code_version, library_versions
 from pipeline import checkpoint
 from pipeline.config import RunConfig
 from pipeline.engine import Engine
-from pipeline.export import export_model
+from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
 from pipeline.lock import RunLock
-from pipeline.ranks import barrier, gather_objects, host_group
+from pipeline.ranks import PATIENCE, barrier, gather_objects, host_group, lost_a_peer
 from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
 from pipeline.stop import RESUME
 
@@ -40,15 +41,16 @@ class Saver:
         """fingerprint: of the training data. cost: fingerprint of the cost embedding, if there is one."""
         self.engine, self.config, self.lock = engine, config, lock
         self.fingerprint, self.cost = fingerprint, cost
-        self.problem: str | None = None  # why the last checkpoint could not be written, on any rank
+        self._problem: UserError | None = None
         self._thread: threading.Thread | None = None
+        self._step, self._deadline = 0, 0.0  # of the thread
         self.group = host_group()
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
 
         progress: what metrics and guard have counted, for the run that resumes from here. Raises UserError
-        when the checkpoint before or an export could not be written.
+        when the checkpoint before could not be written.
         """
         self.finish()
         run_dir = self.config.run_dir
@@ -57,9 +59,7 @@ class Saver:
             checkpoint.remove(partial)
         barrier()
         self.engine.snapshot(partial)
-        if self.config.train.export_checkpoints:
-            info = self.export_info(step, tokens)
-            export_model(self.engine, self.config, partial / HF, info)
+        copied = copy_model(self.engine) if self.config.train.export_checkpoints else None
         state = {
             "step": step,
             "tokens": tokens,
@@ -71,68 +71,101 @@ class Saver:
             "progress": progress,
             "data_fingerprint": self.fingerprint,
         }
-        self._thread = threading.Thread(target=self._write, args=(step, partial, state), daemon=True)
+        self._step, self._deadline = step, time.monotonic() + 60 * PATIENCE
+        self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
         self._thread.start()
         if not self.config.train.async_save:
             self.finish()
+
+    @property
+    def problem(self) -> UserError | None:
+        """Why the last checkpoint could not be written, on any rank, or None."""
+        writing = self._thread is not None and self._thread.is_alive()
+        if self._problem is None and writing and time.monotonic() > self._deadline:
+            hung = f"nothing was written for {PATIENCE:g} minutes, as when a disk hangs"
+            return self._given_up(FailureError(hung))
+        return self._problem
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete; all ranks must call.
 
         Raises UserError, on all ranks alike, when it could not be written or the run directory was lost.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed = None if self.problem is None else FailureError(self.problem)
+        while self._thread is not None and self._thread.is_alive() and self.problem is None:
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        failed, self._thread = self.problem, None
         lost = None if self.lock.problem is None else UserError(self.lock.problem)
         problem = next((p for p in gather_objects(failed or lost) if p is not None), None)
         if problem is not None:
             raise problem
 
-    def _write(self, step: int, partial: Path, state: dict[str, Any]) -> None:
+    def _goes_on(self) -> None:
+        """From now on the thread may take PATIENCE minutes for the next thing that it does."""
+        self._deadline = time.monotonic() + 60 * PATIENCE
+
+    def _given_up(self, why: UserError) -> UserError:
+        """What ends the run, of the same kind as `why`."""
+        what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        if isinstance(why, ExportError):
+            cure = "set train.export_checkpoints=false to go on from it without exports"
+            return ExportError(f"{what}; the last complete one remains; {cure}")
+        return FailureError(f"{what}; the last complete one remains; make room, then {RESUME} from it")
+
+    def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
+        problem: UserError | None
         try:
-            error, files = self._write_part(partial, state)
+            error, files = self._write_part(partial, state, copied)
+            self._goes_on()
             parts = gather_objects((error, files), self.group)
-            errors = [f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0] is not None]
-            if not errors and self.engine.world.is_main:
-                errors = self._publish(step, partial, {k: v for _, part in parts for k, v in part.items()})
-            errors = gather_objects(errors, self.group)[0]
-            if errors:
-                raise OSError(errors[0])
+            problem = next((p for p, _ in parts if p is not None), None)
+            self._goes_on()
+            if problem is None and self.engine.world.is_main:
+                problem = self._publish(partial, {k: v for _, part in parts for k, v in part.items()})
+            problem = gather_objects(problem, self.group)[0]
         except Exception as found:
+            lost = isinstance(found, RuntimeError) and lost_a_peer(found)
+            problem = FailureError("another rank has not written its part" if lost else one_line(found))
+        if problem is not None:
             if self.engine.world.is_main:
                 checkpoint.remove(partial)
-            self.problem = (
-                f"the checkpoint after step {step} cannot be written ({one_line(found)}); the last complete "
-                f"one remains; make room, then {RESUME} from it"
-            )
+            self._problem = self._given_up(problem)
 
-    def _write_part(self, partial: Path, state: dict[str, Any]) -> tuple[str | None, dict[str, FileFacts]]:
-        """Write this rank's files; why that failed, or None, and their hashes."""
+    def _write_part(
+        self, partial: Path, state: dict[str, Any], copied: Copied | None
+    ) -> tuple[UserError | None, dict[str, FileFacts]]:
+        """Write this rank's files, and on rank 0 the export; why that failed, or None, and their hashes."""
+        rank = self.engine.world.rank
         try:
-            if self.engine.world.is_main:
+            if rank == 0:
                 partial.mkdir(parents=True, exist_ok=True)
                 write_text(partial / STATE, json.dumps(state, allow_nan=False))
-            return None, self._describe(partial, self.engine.files.write())
-        except (OSError, RuntimeError) as found:  # PyTorch has no type of its own for a full disk
-            return one_line(found, 200), {}
+            written = self.engine.files.write()
+            self._goes_on()
+            if rank == 0 and copied is not None:
+                info = self.export_info(state["step"], state["tokens"])
+                problem = write_export(copied, self.config, partial / HF, info, check_aside)
+                if problem is not None:
+                    return type(problem)(f"rank 0: {problem}"), {}
+                self._goes_on()
+            return None, self._describe(partial, written)
+        except Exception as found:  # whatever it is: the other ranks wait to hear of it
+            return FailureError(f"rank {rank}: {one_line(found, 200)}"), {}
 
-    def _publish(self, step: int, partial: Path, files: dict[str, FileFacts]) -> list[str]:
-        """Give a checkpoint its marker and name, remove old ones, copy it elsewhere; what failed."""
+    def _publish(self, partial: Path, files: dict[str, FileFacts]) -> UserError | None:
+        """Give a checkpoint its marker and name, remove old ones, copy it elsewhere; what failed, or None."""
         train = self.config.train
         if self.lock.problem is not None:
-            return [self.lock.problem]
+            return FailureError(self.lock.problem)
         try:
             checkpoint.write_complete(partial, files)
-            final = checkpoint.publish(self.config.run_dir, step)
+            final = checkpoint.publish(self.config.run_dir, self._step)
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
         except OSError as found:
-            return [f"rank 0: {one_line(found, 200)}"]
+            return FailureError(f"rank 0: {one_line(found, 200)}")
         if train.copy_to is not None:
             _copy(final, train.copy_to)
-        return []
+        return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
         """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""

@@ -184,10 +184,10 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
         lock.doing("exporting" if finished else "saving"),
         patience(config.train.timeout_minutes, saver.group),
     ):
+        saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
             export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
             metrics.say(f"finished; export: {config.run_dir / EXPORT}")
-        saver.finish()
     if not finished:
         metrics.say(f"stopped after step {step} and saved; {RESUME}")
         if world.is_main:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.run_dir import COMPLETE, EXPORT, STATE, checkpoints, problem, read_metrics, step_of
+from pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
 from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses
@@ -47,7 +47,8 @@ def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
 
 # Killed with -9, but for Ctrl-C, which goes to the foreground process group while a step takes longer than
 # the 30 seconds after which DeepSpeed's launcher kills its ranks.
-VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", "Ctrl-C in a slow step"]
+EXPORTING = "everything while it exports"
+VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING, "Ctrl-C in a slow step"]
 
 
 def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
@@ -60,9 +61,11 @@ def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
     order = [victim for _ in range(-(-count // len(VICTIMS))) for victim in rng.sample(VICTIMS, len(VICTIMS))]
     for number, victim in enumerate(order[:count]):
         make = launching.launch_command if number % 2 else launching.script_command
-        process = launching.popen(make(2, *arguments))
+        process = launching.popen(
+            make(2, *arguments, f"train.export_checkpoints={str(victim == EXPORTING).lower()}")
+        )
         steps = len(read_metrics(run_dir))
-        _wait_for_the_moment(process, run_dir, rng, trained=victim.startswith("Ctrl-C") or rng.random() < 0.5)
+        _wait_for_the_moment(process, run_dir, rng, victim)
         died = _strike(process, run_dir, victim)
         output, _ = process.communicate(timeout=600)
         launching.wait_until_gone(run_dir)
@@ -91,10 +94,14 @@ def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
 
 
 def _wait_for_the_moment(
-    process: subprocess.Popen[str], run_dir: Path, rng: random.Random, trained: bool
+    process: subprocess.Popen[str], run_dir: Path, rng: random.Random, victim: str
 ) -> None:
-    """Some time while the run starts, or some time after this life's first step."""
-    if not trained:
+    """Some time while the run starts, some time after this life's first step, or in an export."""
+    if victim == EXPORTING:
+        exports = f"step-*.partial/{HF}*"
+        launching.wait_for(lambda: process.poll() is not None or any(run_dir.glob(exports)), "export")
+        return
+    if not victim.startswith("Ctrl-C") and rng.random() < 0.5:
         time.sleep(rng.uniform(0.5, 14))
         return
     before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
@@ -112,7 +119,7 @@ def _strike(process: subprocess.Popen[str], run_dir: Path, victim: str) -> float
             with launching.slow_step(run_dir):
                 os.killpg(process.pid, signal.SIGINT)
         return time.monotonic()
-    target = None if victim == "everything" else launching.member(run_dir, victim)
+    target = None if victim.startswith("everything") else launching.member(run_dir, victim)
     for one in [target] if target is not None else launching.processes_of(run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()

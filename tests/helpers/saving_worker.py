@@ -1,0 +1,86 @@
+"""One rank of a run whose saving is disturbed: python -m ... WHAT RECIPE [key=value ...], run_dir among them
+
+late      a checkpoint's export is not written before a later step was taken
+damaged   the first export holds other weights than the model
+killed    rank 0 is killed when it is about to write the last export; nothing is reloaded
+hung      a write of rank 1 never ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from eval.targets import targets
+from pipeline import export, saving
+from pipeline.cli import leave, run_recipe
+from pipeline.engine import Snapshots
+from pipeline.run_dir import checkpoints, read_metrics, step_of
+from pipeline.stop import Watch
+from tests.helpers.launching import wait_for
+
+LAST = 4  # the last step of the run
+SEEN = "seen.jsonl"  # beside the run: what was there while an export was about to be written
+
+
+def on_export(run_dir: Path, act: Any) -> None:
+    """Before a checkpoint's weights are written call `act` with its step and the tensors."""
+    write = export.save_file
+
+    def disturbed(tensors: Any, path: str, **options: Any) -> None:
+        name = Path(path).relative_to(run_dir).parts[0]
+        if name.startswith("step-"):
+            act(int(name.removesuffix(".partial").removeprefix("step-")), tensors)
+        write(tensors, path, **options)
+
+    export.save_file = disturbed
+
+
+def late(run_dir: Path) -> None:
+    def wait(step: int, tensors: Any) -> None:
+        if step < LAST:
+            wait_for(lambda: read_metrics(run_dir)[-1]["step"] > step, f"step after {step}")
+        seen = {
+            "step": step,
+            "checkpoints": [step_of(d) for d in checkpoints(run_dir)],
+            "targets": [target.name for target in targets(run_dir)],
+        }
+        with (run_dir.parent / SEEN).open("a") as file:
+            file.write(json.dumps(seen) + "\n")
+
+    on_export(run_dir, wait)
+
+
+def damaged(run_dir: Path) -> None:
+    def change(step: int, tensors: Any) -> None:
+        tensors.update({name: -tensor for name, tensor in tensors.items()})
+
+    on_export(run_dir, change)
+
+
+def killed(run_dir: Path) -> None:
+    saving.check_aside = lambda *given: None
+
+    def die(step: int, tensors: Any) -> None:
+        if step == LAST:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_export(run_dir, die)
+
+
+def hung(run_dir: Path) -> None:
+    saving.PATIENCE = 0.05  # minutes
+    if os.environ["RANK"] == "1":
+        Snapshots.write = lambda self: threading.Event().wait()  # type: ignore[assignment, method-assign, return-value]
+
+
+if __name__ == "__main__":
+    what, arguments = sys.argv[1], sys.argv[2:]
+    (run_dir,) = (a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir="))
+    {"late": late, "damaged": damaged, "killed": killed, "hung": hung}[what](Path(run_dir))
+    leave(run_recipe("text", Watch(), arguments))

@@ -1,0 +1,132 @@
+"""Real runs whose checkpoints hold exports: written beside training, whole or not at all, and reloaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+
+from common.exit_codes import ExitCode
+from pipeline.run_dir import EXPORT, HF, INITIAL, checkpoints, problem, step_of
+from tests.helpers import launching
+from tests.helpers.launching import losses
+from tests.helpers.saving_worker import LAST, SEEN
+
+OPTIONS = [f"train.steps={LAST}", "train.save_every=2", "train.export_checkpoints=true", "train.eval_rows=2"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
+
+
+def run(
+    what: str, ranks: int, recipe: Path, run_dir: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """A run that is disturbed as `what` says."""
+    arguments = [str(recipe), f"run_dir={run_dir}", *OPTIONS, *options]
+    command = [str(launching.BIN / "python"), "-m", "tests.helpers.saving_worker", what, *arguments]
+    return launching.run_group(ranks, command)
+
+
+def errors(output: str) -> list[str]:
+    """The lines that say why a run ended."""
+    assert "Traceback" not in output, output
+    return [line for line in output.splitlines() if line.startswith("error: ")]
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path) -> Path:
+    """A run of two ranks that trained on while exports were about to be written; beside it `copies`."""
+    run_dir = recipe.parent / "whole"
+    copies = f"train.copy_to={recipe.parent / 'copies'}"
+    done = run("late", 2, recipe, run_dir, "train.keep_last=1", copies)
+    assert done.returncode == 0, done.stdout
+    return run_dir
+
+
+def test_steps_are_taken_while_an_export_is_written(whole: Path) -> None:
+    """The writer waits for them. Meanwhile nobody sees the new checkpoint, and the one before is kept."""
+    seen = [json.loads(line) for line in (whole.parent / SEEN).read_text().splitlines()]
+    assert seen == [
+        {"step": 2, "checkpoints": [], "targets": []},
+        {"step": 4, "checkpoints": [2], "targets": ["whole-step-000002"]},
+    ]
+    assert [step_of(d) for d in checkpoints(whole)] == [LAST]
+
+
+def test_an_export_holds_the_weights_of_its_own_step(whole: Path) -> None:
+    """They were copied when the state was: the steps taken before they were written do not show."""
+    copied = checkpoints(whole.parent / "copies")
+    assert [step_of(d) for d in copied] == [2, 4]
+    found = []
+    for directory in copied:
+        assert problem(directory) is None
+        found.append(load_file(directory / HF / "model.safetensors"))
+        state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
+        assert found[-1].keys() == state.keys()
+        assert all(torch.equal(found[-1][name], state[name]) for name in state)
+        assert json.loads((directory / HF / "export.json").read_text())["step"] == step_of(directory)
+    assert not torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
+    final = load_file(whole / EXPORT / "model.safetensors")
+    assert all(torch.equal(final[name], found[-1][name]) for name in final)
+
+
+def test_killed_while_it_exports_a_run_resumes_from_the_last_complete_one(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    first = run("killed", 2, recipe, run_dir)
+    assert first.returncode not in (ExitCode.DONE, ExitCode.STOPPED), first.stdout
+    assert [step_of(d) for d in checkpoints(run_dir)] == [2]
+    assert (run_dir / f"step-{LAST:06d}.partial").is_dir()
+    second = launching.run_ranks(
+        2, str(recipe), f"run_dir={run_dir}", *OPTIONS, "train.export_checkpoints=false"
+    )
+    assert second.returncode == 0, second.stdout
+    assert "resumed from" in second.stdout
+    assert losses(run_dir) == losses(whole)
+    assert all(problem(d) is None for d in checkpoints(run_dir))
+    assert not list(run_dir.glob("*.partial"))
+
+
+def test_an_export_that_cannot_be_written_ends_all_ranks_alike(
+    recipe: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A limit on the size of files, which the adapters' state keeps and the merged model does not."""
+    run_dir = tmp_path / "run"
+    arguments = [str(recipe), f"run_dir={run_dir}", *OPTIONS, "model.lora.r=1"]
+    arguments += ["model.architecture=null", f"model.path={whole / INITIAL}"]
+    limited = ["bash", "-c", 'ulimit -f 120; exec "$@"', "limited"]
+    command = [*limited, str(launching.BIN / "python"), "launch/continual.sh", *arguments]
+    done = launching.run_group(2, command)
+    assert done.returncode == ExitCode.FAILURE, done.stdout
+    (line,) = errors(done.stdout)
+    assert line.startswith("error: the checkpoint after step 2 cannot be written (rank 0: ")
+    assert f"{HF}.partial cannot be written (" in line
+    assert line.endswith("make room, then run the same command again to resume from it")
+    assert not list(run_dir.glob("step-*"))
+
+
+def test_an_export_that_is_not_the_model_is_refused(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run("damaged", 1, recipe, run_dir)
+    assert done.returncode == ExitCode.MISTAKE, done.stdout
+    (line,) = errors(done.stdout)
+    assert line.startswith("error: the checkpoint after step 2 cannot be written (rank 0: ")
+    assert "reloaded logits differ by" in line
+    assert line.endswith("set train.export_checkpoints=false to go on from it without exports")
+    assert not list(run_dir.glob("step-*"))
+
+
+def test_a_write_that_never_ends_ends_the_run(recipe: Path, tmp_path: Path) -> None:
+    done = run("hung", 2, recipe, tmp_path / "run", "train.export_checkpoints=false")
+    assert done.returncode == ExitCode.FAILURE, done.stdout
+    (line,) = errors(done.stdout)
+    assert "after step 2 cannot be written (nothing was written for 0.05 minutes" in line
+    assert not checkpoints(tmp_path / "run")
