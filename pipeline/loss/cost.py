@@ -15,6 +15,7 @@ from torch import Tensor
 from common.errors import UserError
 from pipeline.loss.cost_cache import CostCache
 from pipeline.loss.gathering import whole
+from pipeline.loss.padding import padded_rows
 
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 
@@ -105,7 +106,8 @@ class CostEmbedding:
 
     def cosines(self, targets: Tensor) -> Tensor:
         """Cosines [u, V] of the tokens `targets` [u] with all tokens, in the rows' dtype."""
-        return torch.mm(self.rows[targets], self.rows.t())
+        out = padded_rows(len(targets), self.vocab_size, self.rows.dtype, self.rows.device)
+        return torch.mm(self.rows[targets], self.rows.t(), out=out)
 
     def costs(self, targets: Tensor) -> Tensor:
         """Cost rows [u, V] of the tokens `targets` [u], float32 (float64 if the embedding is).
