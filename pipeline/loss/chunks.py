@@ -17,7 +17,11 @@ from pipeline.loss.rowwise import Chunk, RowPass, Terms, Tokens, solve, statisti
 from pipeline.loss.spec import Spec
 from pipeline.loss.token_plan import OnDevice, TokenPlan, plan_tokens
 
-CHUNK_MB = 512  # of logits alive at a time, unless asked otherwise
+# MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
+# the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
+# at any V and H (`tests/bench/kernels_static.py`). For V = 152064 these are 1,765 tokens, of which half would
+# cost as much again; for V = 32000 one chunk takes 8,192, and half of it would save 0.25 of 1.5 GB.
+CHUNK_MB = 512
 CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
 GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars, on a CPU
 GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipeline.loss.padding import padded_rows
+
 # Rows computed together; on an accelerator one request of the kernels must fit.
 WINDOW_CPU, WINDOW = 64, 1024
 
@@ -23,7 +25,7 @@ class CostCache:
         self.window = min(vocab_size, WINDOW_CPU if device.type == "cpu" else WINDOW)
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets that found no place
-        self.rows = torch.empty(rows, vocab_size, dtype=torch.float16, device=device)
+        self.rows = padded_rows(rows, vocab_size, torch.float16, device)
         # which row is whose is known on the host, so that nothing has to be asked of the device
         self.slot = np.full(vocab_size, -1)
         self.owner = np.full(self.capacity, -1)

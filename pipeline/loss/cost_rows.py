@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.cost_cache import CostCache
+from pipeline.loss.padding import padded_rows
 from pipeline.loss.token_plan import OnDevice, TokenPlan
 
 WINDOW_MB = 8.0  # of rows alive at a time on a CPU
@@ -74,7 +75,7 @@ class ExactRows:
         self.similarity = dtype is None  # leave the cosines as the product gives them
         self.first = self.last = 0
         kept = dtype or cost.rows.dtype
-        self.rows = torch.empty(size, cost.vocab_size, dtype=kept, device=cost.rows.device)
+        self.rows = padded_rows(size, cost.vocab_size, kept, cost.rows.device)
 
     def group(self, start: int, stop: int) -> Costs:
         low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1

@@ -22,6 +22,7 @@ from pipeline.loss.chunks import process_chunk, walk_over
 from pipeline.loss.cost import CostEmbedding, LiveCost, unit_rows
 from pipeline.loss.dense import Teacher, process_dense_chunk
 from pipeline.loss.gradients import Accumulator, Gradients, Needs, scaled
+from pipeline.loss.padding import padded_rows
 from pipeline.loss.registry import Objective
 from pipeline.loss.rowwise import Chunk, Tokens, statistics_dtype
 from pipeline.loss.spec import LossSums, Spec, Totals, check_inputs, make_spec
@@ -81,7 +82,7 @@ def _passes(
     if isinstance(cost, LiveCost):
         cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
     total, order, n, triton, rows = walk_over(spec, cost, labels, V, hidden)
-    buffer = torch.empty(n if total else 0, V, dtype=hidden.dtype, device=device)
+    buffer = padded_rows(n if total else 0, V, hidden.dtype, device)
     wide_bias = None if bias is None else bias.to(stats)
     for start in range(0, total, n):
         stop = min(start + n, total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.loss.padding import padded_width
 from pipeline.loss.rowwise import statistics_dtype
 
 BLOCK = 1024  # rows of the head at a time in half precision on a CPU: the product stays in the cache
@@ -29,7 +30,7 @@ class Accumulator:
         self.d_bias = torch.zeros(V, dtype=stats, device=hidden.device) if needs[2] else None
         self.rows = V
         if hidden.dtype != stats:
-            self.rows = max(1, -(-V // BLOCKS)) if hidden.is_cuda else BLOCK
+            self.rows = padded_width(-(-V // BLOCKS)) if hidden.is_cuda else BLOCK
         self.blocks: Blocks | None = [] if needs[1] else None
 
     def add(self, G: Tensor, row: Tensor, order: Tensor, scale: float) -> None:
@@ -47,18 +48,19 @@ class Accumulator:
     def _add_weight(self, G: Tensor, scaled: Tensor, blocks: Blocks) -> None:
         """d_weight += G^T scaled."""
         stats = statistics_dtype(G.dtype)
+        mixed = (
+            G.is_cuda and G.dtype != stats
+        )  # half-precision factors, float32 sum: only there a product can
         first = not blocks
         for place, start in enumerate(range(0, G.shape[1], self.rows)):
             part = G[:, start : start + self.rows].t()
             if first:
-                make = torch.zeros if G.is_cuda else torch.empty
-                blocks.append(make(len(part), scaled.shape[1], dtype=stats, device=G.device))
-            if G.dtype == stats:
-                blocks[place].addmm_(part, scaled, beta=0.0 if first else 1.0)
-            elif G.is_cuda:  # half-precision factors, float32 sum: only there a product can do that
+                made = torch.mm(part, scaled, out_dtype=stats) if mixed else torch.mm(part, scaled).to(stats)
+                blocks.append(made)
+            elif G.dtype == stats:
+                blocks[place].addmm_(part, scaled)
+            elif mixed:
                 torch.addmm(blocks[place], part, scaled, out_dtype=stats, out=blocks[place])
-            elif first:
-                blocks[place].copy_(torch.mm(part, scaled))
             else:
                 blocks[place] += torch.mm(part, scaled)
 

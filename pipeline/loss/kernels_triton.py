@@ -3,16 +3,23 @@
 The same results as `kernels_torch.TorchRows`, without its temporaries: logits are read as they come out of
 the matrix product, costs as they are stored, and everything in between stays in registers in float32.
 One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
+
+Rows have V columns, of which the kernels touch `width`: more where rows are padded (`padding.py`), so that
+the mask of the last block ends on a whole vector. Were it to end at an odd V, every load of the row would
+take one number at a time. What stands beyond V may be anything, NaN too, and never enters a sum.
+`tests/bench/kernels_static.py` counts registers, vector loads and bytes of what the compiler makes of this.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pipeline.loss.cost_rows import Costs
+from pipeline.loss.padding import touchable
 from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
 
 BLOCK = 4096  # columns of a row in flight
@@ -42,15 +49,25 @@ def _load_costs(pointer, columns, inside, SIMILARITY: tl.constexpr):
 
 
 @triton.jit
+def _sum_exponentials(z, peak, mass):
+    """The largest of `peak` and z, exp(z) relative to it, how far sums so far shrink, and the new sum."""
+    higher = tl.maximum(peak, tl.max(z))
+    e = tl.exp(z - higher)
+    shrink = tl.exp(peak - higher)
+    return higher, e, shrink, mass * shrink + tl.sum(e)
+
+
+@triton.jit
 def statistics_kernel(
     logits, stride, labels, shifts, bias, costs, cost_stride, which,
-    lse, d_rest, total, top, entropy, squares, V, cap, logit_scale,
+    lse, d_rest, total, top, entropy, squares, plain_lse, plain_d, V, width, cap, logit_scale,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_TOTAL: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, IS_SCALED: tl.constexpr,
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's L' (log-sum-exp over all but the target), D', the largest p', and what else is asked for:
-    the sum of the other logits, H', S'. With IS_SCALED they are those of the logits times `logit_scale`."""
+    the sum of the other logits, H', S'. With IS_SCALED they are those of the logits times `logit_scale`, and
+    L' and D' of the logits as they are go to `plain_lse` and `plain_d`."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(labels + row)
     shift = tl.load(shifts + row)
@@ -58,34 +75,40 @@ def statistics_kernel(
     peak = low
     mass = 0.0
     transported = 0.0
+    plain_peak = low
+    plain_mass = 0.0
+    plain_transported = 0.0
     summed = 0.0
     spread = 0.0  # sum of e (z - peak)
     squared = 0.0
     if HAS_COST:
         cost_row = costs + tl.load(which + row) * cost_stride
-    for start in range(0, V, BLOCK):
+    for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < V
+        inside = columns < width
         z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
-        other = inside & (columns != y)
+        other = (columns < V) & (columns != y)
+        if HAS_COST:  # it may be NaN where the row has ended, which a weight of 0 would not take away
+            c = tl.where(other, _load_costs(cost_row, columns, inside, SIMILARITY), 0.0)
         if HAS_TOTAL:
             summed += tl.sum(tl.where(other, z, 0.0))
         if IS_SCALED:
+            plain = tl.where(other, z, low)
+            plain_peak, e, shrink, plain_mass = _sum_exponentials(plain, plain_peak, plain_mass)
+            if HAS_COST:
+                plain_transported = plain_transported * shrink + tl.sum(e * c)
             z = z * logit_scale
         z = tl.where(other, z, low)
-        higher = tl.maximum(peak, tl.max(z))
-        e = tl.exp(z - higher)
-        shrink = tl.exp(peak - higher)
+        before = mass
+        last = peak
+        peak, e, shrink, mass = _sum_exponentials(z, peak, mass)
         if HAS_ENTROPY:
-            moved = tl.where(mass > 0.0, shrink * mass * (peak - higher), 0.0)
-            spread = spread * shrink + moved + tl.sum(tl.where(e > 0.0, e * (z - higher), 0.0))
+            moved = tl.where(before > 0.0, shrink * before * (last - peak), 0.0)
+            spread = spread * shrink + moved + tl.sum(tl.where(e > 0.0, e * (z - peak), 0.0))
         if HAS_SQUARES:
             squared = squared * shrink * shrink + tl.sum(e * e)
-        mass = mass * shrink + tl.sum(e)
         if HAS_COST:
-            c = _load_costs(cost_row, columns, inside, SIMILARITY)
             transported = transported * shrink + tl.sum(e * c)
-        peak = higher
     tl.store(lse + row, peak + tl.log(mass))
     tl.store(d_rest + row, transported / mass)
     tl.store(top + row, 1.0 / mass)
@@ -95,12 +118,15 @@ def statistics_kernel(
         tl.store(entropy + row, tl.log(mass) - spread / mass)
     if HAS_SQUARES:
         tl.store(squares + row, squared / mass / mass)
+    if IS_SCALED:
+        tl.store(plain_lse + row, plain_peak + tl.log(plain_mass))
+        tl.store(plain_d + row, plain_transported / plain_mass)
 
 
 @triton.jit
 def gradient_kernel(
     logits, stride, labels, shifts, bias, costs, cost_stride, which, lse, beta, kappa, scale, target,
-    V, cap, logit_scale, uniform,
+    width, cap, logit_scale, uniform,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_SCALE: tl.constexpr, IS_SCALED: tl.constexpr, SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -117,9 +143,9 @@ def gradient_kernel(
         row_kappa = tl.load(kappa + row)
     if HAS_SCALE:
         row_scale = tl.load(scale + row)
-    for start in range(0, V, BLOCK):
+    for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < V
+        inside = columns < width
         z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
         slope = 1.0
         if HAS_CAP:
@@ -147,8 +173,10 @@ class TritonRows:
 
     def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
         self.logits, self.terms, self.costs = logits, terms, costs
-        self.labels, self.bias = chunk.labels, chunk.bias
-        self.target_logit = chunk.target_logit
+        self.labels, self.target_logit = chunk.labels, chunk.target_logit
+        self.bias: Tensor | None = None  # as long as what is touched of a row
+        if chunk.bias is not None:
+            self.bias = F.pad(chunk.bias, (0, touchable(logits) - len(chunk.bias)))
         zero = torch.zeros_like(chunk.target_logit)
         self.shift = zero if chunk.shift is None else chunk.shift.float()
         self.lse = torch.empty_like(zero)
@@ -172,21 +200,27 @@ class TritonRows:
         }
         return pointers, flags
 
+    def _width(self, with_cost: bool) -> int:
+        """Columns that the kernels may touch."""
+        return touchable(self.logits, *([self.costs.rows] if with_cost and self.costs is not None else []))
+
     def statistics(self) -> Statistics:
-        V = self.logits.shape[1]
         cap, smoothing = self.terms.softcap, self.terms.label_smoothing
         objective = self.terms.objective
         offset, z_y = self.shift, self.target_logit - self.shift
         if cap is not None:
             tanh = torch.tanh(self.target_logit / cap)
             offset, z_y, self.cap_slope = torch.zeros_like(offset), cap * tanh, 1 - tanh.square()
-        plain_gap = plain_d = None
-        if objective.logit_scale != 1.0:  # first the logits as they are, for what is reported
-            plain_d, *_ = self._pass(frozenset(), scaled=False)
-            plain_gap = self.lse - z_y
-        d_rest, total, top, entropy, squares = self._pass(
-            objective.needs, scaled=objective.logit_scale != 1.0
-        )
+        n, V = self.logits.shape
+        scaled = objective.logit_scale != 1.0
+        pointers, flags = self._common(with_cost=True)
+        found = [torch.empty_like(self.lse) for _ in range(7)]
+        statistics_kernel[(n,)](
+            *pointers, self.lse, *found, V, self._width(with_cost=True), cap or 1.0, objective.logit_scale,
+            HAS_TOTAL=bool(smoothing), HAS_ENTROPY="H" in objective.needs, HAS_SQUARES="S" in objective.needs,
+            **flags,
+        )  # fmt: skip
+        d_rest, total, top, entropy, squares, plain_lse, plain_d = found
         return Statistics(
             self.lse - objective.logit_scale * z_y,
             d_rest,
@@ -196,32 +230,21 @@ class TritonRows:
             entropy=entropy if "H" in objective.needs else None,
             squares=squares if "S" in objective.needs else None,
             top=top if "top" in objective.needs else None,
-            plain_gap=plain_gap,
-            plain_d=plain_d,
+            plain_gap=plain_lse - z_y if scaled else None,
+            plain_d=plain_d if scaled else None,
         )
 
-    def _pass(self, needs: frozenset[str], scaled: bool) -> list[Tensor]:
-        """Read the rows once: L' into `lse`; D', the sum, the largest p', H' and S', each [n]."""
-        n, V = self.logits.shape
-        pointers, flags = self._common(with_cost=True)
-        out = [torch.empty_like(self.lse) for _ in range(5)]
-        statistics_kernel[(n,)](
-            *pointers, self.lse, *out, V, self.terms.softcap or 1.0, self.terms.objective.logit_scale,
-            HAS_TOTAL=bool(self.terms.label_smoothing), HAS_ENTROPY="H" in needs, HAS_SQUARES="S" in needs,
-            **flags | {"IS_SCALED": scaled},
-        )  # fmt: skip
-        return out
-
     def write(self, update: RowUpdate) -> None:
-        n, V = self.logits.shape
-        pointers, flags = self._common(with_cost=update.beta is not None)
+        with_cost = update.beta is not None
+        pointers, flags = self._common(with_cost)
         unused = self.lse
         beta = unused if update.beta is None else update.beta
         kappa = unused if update.kappa is None else update.kappa
         scale = unused if update.scale is None else update.scale
         target = update.target if self.cap_slope is None else update.target * self.cap_slope
-        gradient_kernel[(n,)](
+        gradient_kernel[(len(self.logits),)](
             *pointers, self.lse, beta, kappa, scale, target,
-            V, self.terms.softcap or 1.0, self.terms.objective.logit_scale, update.uniform,
+            self._width(with_cost), self.terms.softcap or 1.0, self.terms.objective.logit_scale,
+            update.uniform,
             HAS_ENTROPY=update.kappa is not None, HAS_SCALE=update.scale is not None, **flags,
         )  # fmt: skip

@@ -184,7 +184,7 @@ class Report:
     ) -> None:
         """A figure that is claimed, with its target (none: reported only). One without a value misses it."""
         shown = None if value is None else round(value, 4)
-        entry: dict[str, Any] = {"value": shown, "target": at_most or at_least}
+        entry: dict[str, Any] = {"value": shown, "target": at_least if at_most is None else at_most}
         if at_most is not None:
             entry |= {"better": "lower", "met": value is not None and value <= at_most}
         if at_least is not None:

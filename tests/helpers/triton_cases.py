@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from pipeline.loss import cost_cache, cost_rows, fused
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
+from tests.loss.test_padding import rows_of_nan
 
 V, H = 150, 12
 
@@ -85,6 +87,32 @@ def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: t
     bound = 1e-5 if dtype == torch.float32 else 6e-3
     for a, b in zip(*results, strict=True):
         assert relative_error(a, b) <= bound
+
+
+@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("emo", {}), ("gem", {}), ("neg_entropy", {"softcap": 5.0}), ("deft", {"label_smoothing": 0.1})],
+)
+def test_what_stands_between_padded_rows_never_counts(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, float], cache_mb: float
+) -> None:
+    """Rows as they are on an accelerator, 192 numbers apart where 150 are in use, NaN between them."""
+    results = []
+    for padded in (False, True):
+        if padded:
+            for module in (fused, cost_rows, cost_cache):
+                monkeypatch.setattr(module, "padded_rows", rows_of_nan)
+        h, w, labels, E = inputs(torch.float32)
+        bias = torch.linspace(-1, 1, V).requires_grad_()
+        beside = {"bias": bias, "kernels": "triton"}
+        got = fused_linear_loss(
+            h, w, labels, make(name), CostEmbedding.from_weight(E, cache_mb=cache_mb), **beside, **options
+        )
+        got.loss.backward()
+        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad, bias.grad))
+    for plain, other in zip(*results, strict=True):
+        assert relative_error(other, plain) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,322 @@
+"""The Triton kernels as compilers for GPUs see them, without a GPU: registers, spills, vectors, bytes.
+
+    python -m tests.bench.kernels_static [--quick]
+
+The loss runs on tensors without contents, so that flags, types, strides and alignments are those of real
+calls; each launch is compiled ahead of time for an A100 (sm_80) and an H100 (sm_90). Bytes are what the loop
+over a row asks for, per logit, beside the least: every logit read once for the statistics, read and written
+once for its gradient, and the row of costs read by each pass that needs it. Rows of costs that several tokens
+share come from the cache after the first; `from memory` counts them once, at the rate of real labels.
+Last, what smaller chunks of logits would cost: each reads and writes the float32 sum of the head's gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipeline.loss import kernels_triton
+from pipeline.loss.chunks import CHUNK_MB, process_chunk
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.cost_cache import CostCache
+from pipeline.loss.cost_rows import Costs
+from pipeline.loss.padding import padded_rows
+from pipeline.loss.registry import get_objective
+from pipeline.loss.rowwise import Chunk, Terms, statistics_dtype
+from tests.bench import common
+from tests.bench._objectives_setting import text_tokens
+
+META = torch.device("meta")
+VOCABULARIES = (32000, 50257, 128256, 152064)
+CAPABILITIES = (80, 90)
+TOKENS = 64  # of a chunk; the kernels see one row at a time
+BATCH = 8192  # tokens whose labels say how many rows of costs are shared
+REGISTERS, WARPS = 65536, 64  # of a multiprocessor
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+BANDWIDTH, PRODUCTS = (
+    3.35e12,
+    660e12,
+)  # of an H100: bytes/s, and bf16 operations/s that a large product reaches
+
+
+class Flavour(NamedTuple):
+    """One way in which objectives use the kernels."""
+
+    objective: str
+    costs: str | None = None  # exact, cached
+    bias: bool = False
+    terms: dict[str, float] = {}
+
+
+FLAVOURS = {
+    "mle": Flavour("mle"),
+    "emo, exact costs": Flavour("emo", "exact"),
+    "emo, cached costs": Flavour("emo", "cached"),
+    "emo2, exact costs": Flavour("emo2", "exact"),
+    "neg_entropy": Flavour("neg_entropy"),
+    "mile": Flavour("mile"),
+    "deft": Flavour("deft"),
+    "gem": Flavour("gem"),
+    "gem, exact costs reported": Flavour("gem", "exact"),
+    "mle, soft cap": Flavour("mle", terms={"softcap": 30.0}),
+    "emo, exact, z-loss and smoothing": Flavour(
+        "emo", "exact", terms={"z_loss": 1e-4, "label_smoothing": 0.1}
+    ),
+    "emo, exact, soft cap and bias": Flavour("emo", "exact", True, {"softcap": 30.0}),
+}
+
+
+class Launch(NamedTuple):
+    """A kernel and what it was called with."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    warps: int
+
+
+class _Recorder:
+    """Stands where a kernel is launched."""
+
+    def __init__(self, kernel: Any, found: list[Launch]) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*given: Any, num_warps: int, **flags: Any) -> None:
+            arguments = dict(zip(self.kernel.arg_names, given, strict=False)) | flags
+            self.found.append(Launch(self.kernel, arguments, num_warps))
+
+        return launch
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within the block the kernels are not launched but listed."""
+    found: list[Launch] = []
+    names = ("statistics_kernel", "gradient_kernel")
+    kernels = {name: getattr(kernels_triton, name) for name in names}
+    try:
+        for name, kernel in kernels.items():
+            setattr(kernels_triton, name, _Recorder(kernel, found))
+        yield found
+    finally:
+        for name, kernel in kernels.items():
+            setattr(kernels_triton, name, kernel)
+
+
+class _Rows:
+    """The same cost rows for whatever tokens."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+
+    def group(self, start: int, stop: int) -> Costs:
+        return self.costs
+
+
+def cost_rows(V: int, dtype: torch.dtype, kind: str) -> Costs:
+    """Rows of costs as the kernels get them on an accelerator."""
+    labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
+    if kind == "cached":
+        return Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
+    embedding = CostEmbedding(torch.empty(V, 16, dtype=torch.float32, device=META)).placed(META, dtype)
+    return Costs(embedding.cosines(labels), labels, similarity=True)
+
+
+def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
+    """What the loss of a chunk of logits launches, forward and backward."""
+    objective = get_objective(flavour.objective)
+    wide = statistics_dtype(dtype)
+    logits = padded_rows(TOKENS, V, dtype, META)
+    scalar = torch.empty(TOKENS, dtype=wide, device=META)
+    labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
+    shift = None if dtype == wide else scalar.to(dtype)
+    bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
+    costs = None if flavour.costs is None else _Rows(cost_rows(V, dtype, flavour.costs))
+    chunk = Chunk(0, labels, scalar, shift, bias)
+    with recording() as found:
+        process_chunk(logits, chunk, costs, Terms(objective, **flavour.terms), gradient=True, triton=True)
+    return found
+
+
+def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    """Types, constants and alignments as Triton derives them from a call."""
+    types, constants, attributes = {}, {}, {}
+    for place, name in enumerate(launch.kernel.arg_names):
+        value = launch.arguments[name]
+        aligned = False
+        if isinstance(value, Tensor):
+            types[name], aligned = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, bool) or name == "BLOCK" or (value == 1 and isinstance(value, int)):
+            types[name], constants[name] = "constexpr", value
+        elif isinstance(value, int):
+            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            aligned = value % 16 == 0
+        else:
+            types[name] = "fp32"
+        if aligned:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return types, constants, attributes
+
+
+class Code(NamedTuple):
+    """What a compiler made of a launch."""
+
+    registers: int  # per thread
+    spilled: int  # bytes
+    vectors: int  # loads and stores of 8 or 16 bytes in the loop over a row
+    narrow: int  # those of less
+    bytes: float  # loaded and stored per column, by the loop
+
+    def resident_warps(self, warps: int) -> int:
+        """Warps of a multiprocessor that are at work at a time, as registers allow."""
+        programs = REGISTERS // (-(-self.registers // 8) * 8 * 32 * warps)
+        return min(WARPS, programs * warps)
+
+
+ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+LABEL, BRANCH = re.compile(r"^(\$L__BB\w+):"), re.compile(r"\bbra\S*\s+(\$L__BB\w+)")
+
+
+def compiled(launch: Launch, capability: int) -> Code:
+    """Compile a launch for a GPU of that capability; no GPU needed."""
+    types, constants, attributes = signature(launch)
+    source = ASTSource(launch.kernel, types, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(source, target=target, options={"num_warps": launch.warps}).asm["ptx"]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.ptx"
+        file.write_text(ptx)
+        name = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        assert name is not None
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name[1]}", str(file)]
+        said = subprocess.run(
+            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=True
+        ).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill", said)
+    assert registers is not None and spills, said
+    sizes = list(accesses(ptx))
+    vectors = sum(size >= 8 for size in sizes)
+    moved = sum(sizes) * 32 * launch.warps / launch.arguments["BLOCK"]
+    return Code(int(registers[1]), sum(map(int, spills)), vectors, len(sizes) - vectors, moved)
+
+
+def accesses(ptx: str) -> Iterator[int]:
+    """Bytes per thread of each load and store of global memory inside a loop."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
+    backward = [(i, labels[found[1]]) for i, line in enumerate(lines) if (found := BRANCH.search(line))]
+    loops = [range(start, end) for end, start in backward if start < end]
+    for i, line in enumerate(lines):
+        found = ACCESS.search(line)
+        if found and any(i in loop for loop in loops):
+            yield int(found[1] or 1) * int(found[2]) // 8
+
+
+def least(launch: Launch) -> tuple[int, int]:
+    """Bytes per logit that a launch cannot do without: of logits and bias, and of costs."""
+    given = launch.arguments
+    writes = "target" in given  # the gradient
+    own = given["logits"].element_size() * (2 if writes else 1)
+    bias = given["bias"].element_size() if given["HAS_BIAS"] else 0
+    return own + bias, given["costs"].element_size() if given["HAS_COST"] else 0
+
+
+def shared_costs(V: int) -> float:
+    """Distinct targets per token in a batch of labels."""
+    tokens, _ = text_tokens(V)
+    return len(tokens[:BATCH].unique()) / BATCH
+
+
+def measure(report: common.Report, quick: bool) -> None:
+    """A row for every kernel, and the worst of each kind against its target."""
+    known: dict[str, Code] = {}
+    worst: dict[int, tuple[float, int, int]] = dict.fromkeys(CAPABILITIES, (0.0, 0, 0))
+    for V in (50257,) if quick else VOCABULARIES:
+        share = shared_costs(V)
+        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
+            for what, flavour in FLAVOURS.items():
+                found = launches(V, dtype, flavour)
+                for capability in CAPABILITIES:
+                    case = (V, TYPES[dtype], what, capability, share)
+                    each = _add_rows(report, case, found, known)
+                    worst[capability] = tuple(map(max, worst[capability], each))  # type: ignore[assignment]
+    for capability, (moved, spilled, narrow) in worst.items():
+        report.ratio(f"sm_{capability}: bytes / least, at worst", moved, at_most=1.15)
+        report.ratio(f"sm_{capability}: bytes spilled, at worst", spilled, at_most=0)
+        report.ratio(f"sm_{capability}: loads and stores below 8 bytes, at worst", narrow, at_most=0)
+
+
+def _add_rows(
+    report: common.Report,
+    case: tuple[int, str, str, int, float],
+    found: list[Launch],
+    known: dict[str, Code],
+) -> tuple[float, int, int]:
+    """Rows of one case; its bytes beside the least, spilled bytes, and narrow loads and stores."""
+    V, logits, what, capability, share = case
+    moved = needed = 0.0
+    spilled = narrow = 0
+    for launch in found:
+        key = f"{launch.kernel.__name__} {signature(launch)} {launch.warps} {capability}"
+        code = known[key] if key in known else known.setdefault(key, compiled(launch, capability))
+        own, costs = least(launch)
+        issued = code.bytes * launch.arguments["width"] / V
+        report.row(
+            V=V,
+            logits=logits,
+            flavour=what,
+            gpu=f"sm_{capability}",
+            kernel=launch.kernel.__name__.removesuffix("_kernel"),
+            registers=code.registers,
+            warps=code.resident_warps(launch.warps),
+            spilled=code.spilled,
+            vectors=code.vectors,
+            narrow=code.narrow,
+            bytes_per_logit=issued,
+            least=own + costs,
+            from_memory=issued - costs * (1 - share),
+        )
+        moved, needed = moved + issued, needed + own + costs
+        spilled, narrow = max(spilled, code.spilled), max(narrow, code.narrow)
+    return moved / needed, spilled, narrow
+
+
+def chunk_notes(report: common.Report) -> None:
+    """What the size of a chunk costs on an H100, were none of its traffic hidden behind products."""
+    for N, V, H in ((8192, 32000, 4096), (8192, 152064, 4096)):
+        products = 3 * 2 * N * V * H / PRODUCTS
+        for megabytes in (64, 128, 256, 512, 1024):
+            tokens = min(N, megabytes * 2**20 // (2 * V))
+            chunks = -(-N // tokens)
+            traffic = chunks * (8 + 4) * V * H / BANDWIDTH  # the sum read and written, the head read twice
+            chosen = " (the default)" if megabytes == CHUNK_MB else ""
+            report.note(
+                f"N={N} V={V} H={H}, chunks of {megabytes} MB{chosen}: {chunks} of {tokens} tokens; head and "
+                f"its sum cross memory in {traffic * 1e3:.1f} ms, products take {products * 1e3:.1f} ms"
+            )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The report; 1 when a target is missed."""
+    given = common.parser(__doc__.splitlines()[0]).parse_args(arguments)
+    report = common.Report("kernels_static")
+    measure(report, given.quick)
+    chunk_notes(report)
+    return report.finish(quick=given.quick, triton=triton.__version__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

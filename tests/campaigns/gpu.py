@@ -1,0 +1,148 @@
+"""What a GPU has to show, in under 25 minutes on one: correctness, speed and memory beside their targets.
+
+    python -m tests.campaigns.gpu [--parts 1 2 3] [--out runs/gpu] [--quick]
+
+1 kernels     Triton kernels beside PyTorch's and float64
+2 speed       the fused loss beside its peers and beside bare matrix products; a whole step
+3 waits       what makes the host wait for the device in a micro-batch; traces
+4 compiler    AdamW on a host with a CUDA compiler and on one without
+5 plan        a model of 1.1 billion parameters: step time and peak memory beside what `plan` predicts
+6 attention   packed rows give what single documents give; memory at 4,096 tokens
+7 stops       SIGTERM, resume, the stall of a save, the export
+8 lora        adapters: dtype, step time and memory
+9 compiled    `model.compile` under ZeRO-1
+
+Needs no network, no pytest and no installation of the project: what the trainer imports is enough, and what
+else is missing is left out with a line. Every part runs in a process of its own that is killed when its time
+is over. Figures go to OUT/results.json as they come, output to OUT/PART.log; parts that are run again replace
+their figures, so that several commands can share the work. Exits 1 when a target is missed or a part failed.
+`--quick` tries all of it in small on a CPU, where no target holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from tests.bench import common
+from tests.campaigns import gpu_figures
+from tests.campaigns.gpu_figures import Figures
+from tests.campaigns.gpu_setting import GPU, kill_family
+
+
+class Part(NamedTuple):
+    """A part of the campaign, and the seconds that it may take."""
+
+    name: str
+    seconds: int
+    module: str
+    needs_gpu: bool = False
+
+
+PARTS = {
+    1: Part("kernels", 120, "gpu_loss"),
+    2: Part("speed", 300, "gpu_loss"),
+    3: Part("waits", 135, "gpu_runs"),
+    4: Part("compiler", 150, "gpu_runs", needs_gpu=True),
+    5: Part("plan", 300, "gpu_runs"),
+    6: Part("attention", 120, "gpu_attention"),
+    7: Part("stops", 180, "gpu_stops"),
+    8: Part("lora", 75, "gpu_runs"),
+    9: Part("compiled", 110, "gpu_runs", needs_gpu=True),
+}
+POLL = 0.2  # seconds between looks at what a part has found
+
+
+def run_part(number: int, out: Path, quick: bool) -> None:
+    """One part, in this process."""
+    part = PARTS[number]
+    show = Figures(out, part.name, quick, time.monotonic() + part.seconds)
+    work: Callable[[Figures], None] = getattr(
+        importlib.import_module(f"tests.campaigns.{part.module}"), part.name
+    )
+    work(show)
+
+
+def in_child(number: int, out: Path, quick: bool) -> None:
+    """One part in a process of its own, for as long as it may take; says its figures as they come."""
+    part = PARTS[number]
+    log = out / f"{part.name}.log"
+    command = [sys.executable, "-m", "tests.campaigns.gpu", "--part", str(number), "--out", str(out)]
+    with log.open("w") as file:
+        process = _start([*command, *(["--quick"] if quick else [])], file)
+        said, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(POLL)
+                said = _say_new(out, said)
+        finally:
+            late = process.poll() is None
+            kill_family(process)
+    show = Figures(out, part.name)
+    show("the whole part, time", time.monotonic() - end + part.seconds, "s", note=f"at most {part.seconds}")
+    if late:
+        show.failed("the whole part", f"killed after {part.seconds} s; see {log}")
+    elif process.returncode:
+        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
+        show.failed("the whole part", f"exit code {process.returncode}: {last.strip()[:200]}; see {log}")
+    _say_new(out, said)
+
+
+def _start(command: list[str], file: IO[str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PIP_NO_INDEX"] = "1"  # peers that are not installed are left out, not looked for
+    if not GPU:
+        environment["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
+    return subprocess.Popen(
+        command,
+        cwd=common.REPO,
+        env=environment,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _say_new(out: Path, said: int) -> int:
+    """Print the records from the `said`-th on; how many there are."""
+    records = gpu_figures.read(out)["records"]
+    for record in records[said:]:
+        print(gpu_figures.line(record), flush=True)
+    return len(records)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The campaign; 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--out", type=Path, help="default: runs/gpu, or runs/gpu-quick")
+    parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # the child's
+    given = parser.parse_args(arguments)
+    out: Path = (given.out or common.REPO / "runs" / ("gpu-quick" if given.quick else "gpu")).resolve()
+    if given.part is not None:
+        run_part(given.part, out, given.quick)
+        return 0
+    if not GPU and not given.quick:
+        print("error: torch sees no GPU here; --quick tries the campaign on a CPU", file=sys.stderr)
+        return 2
+    names = [PARTS[number].name for number in given.parts]
+    gpu_figures.begin(out, names, machine=common.machine(), quick=given.quick)
+    for number in given.parts:
+        if PARTS[number].needs_gpu and not GPU:
+            Figures(out, PARTS[number].name).skip("all of it", "needs a GPU")
+            _say_new(out, len(gpu_figures.read(out)["records"]) - 1)
+        else:
+            in_child(number, out, given.quick)
+    return gpu_figures.table(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Figures of the GPU campaign, each beside its target, kept as soon as they are there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import one_line
+from common.files import write_text
+
+RESULTS = "results.json"
+MARKS = {True: "met", False: "MISSED", None: ""}
+
+
+class MissingError(Exception):
+    """What a figure needs is not here: said in a line, and no target is missed."""
+
+
+@dataclass
+class Figures:
+    """The records of one part; one process writes at a time."""
+
+    directory: Path
+    part: str
+    quick: bool = False  # sizes that say whether it runs, not how well: no target holds
+    deadline: float = float("inf")  # of the part, by time.monotonic()
+
+    def __call__(
+        self,
+        what: str,
+        value: float | None,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        always: bool = False,
+        note: str = "",
+    ) -> None:
+        """Keep a figure with its target; both bounds: within them. None, or NaN, misses a target.
+
+        `always`: it is a matter of right and wrong, and holds in small as well.
+        """
+        bounds = [(">=", at_least), ("<=", at_most)] if always or not self.quick else []
+        target = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        met = None
+        if target:
+            low = -float("inf") if at_least is None else at_least
+            high = float("inf") if at_most is None else at_most
+            met = value is not None and low <= value <= high
+        self._keep(what, value, unit, target, met, note)
+
+    def skip(self, what: str, why: object) -> None:
+        """Keep that something could not be measured here."""
+        self._keep(what, None, "", "", None, f"left out: {why}")
+
+    def failed(self, what: str, why: object) -> None:
+        """Keep that something which should work did not."""
+        self._keep(what, None, "", "works", False, str(why))
+
+    @contextlib.contextmanager
+    def attempt(self, what: str, seconds: float = 0.0) -> Iterator[None]:
+        """Whatever goes wrong in the block is kept as a failure of `what`, and what is missing as left out.
+
+        It is not begun when the part has not the `seconds` left that it may take.
+        """
+        try:
+            if time.monotonic() + seconds > self.deadline:
+                raise MissingError("the part has no time left for it")
+            yield
+        except MissingError as error:
+            self.skip(what, error)
+        except Exception as error:
+            traceback.print_exc()
+            self.failed(what, f"{type(error).__name__}: {one_line(error)}")
+
+    def _keep(self, what: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
+        known = read(self.directory)
+        if value is not None and value != value:
+            value, note = None, f"not a number; {note}"
+        record = {"part": self.part, "what": what, "value": value, "unit": unit, "target": target}
+        known["records"].append(record | {"met": met, "note": note})
+        write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """What is kept so far: `machine`, `settings` and `records`."""
+    path = directory / RESULTS
+    return json.loads(path.read_text()) if path.is_file() else {"records": []}
+
+
+def begin(directory: Path, parts: list[str], **about: Any) -> None:
+    """Forget the records of parts that are about to run again; those of others stay."""
+    known = read(directory) | about
+    known["records"] = [record for record in known["records"] if record["part"] not in parts]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / RESULTS, json.dumps(known, indent=1) + "\n")
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record for people."""
+    value = "-" if record["value"] is None else f"{record['value']:,.4g} {record['unit']}".rstrip()
+    target = f" (target {record['target']})" if record["target"] else ""
+    note = f"; {record['note']}" if record["note"] else ""
+    return f"{record['part']}: {record['what']}: {value}{target} {MARKS[record['met']]}".rstrip() + note
+
+
+def table(directory: Path) -> int:
+    """Print everything that is kept; 1 when a target is missed or something failed, else 0."""
+    records = read(directory)["records"]
+    shown = Table("part", "figure", "value", "target", "", "note")
+    for record in records:
+        value = "" if record["value"] is None else f"{record['value']:,.4g} {record['unit']}".rstrip()
+        cells = (record["part"], record["what"], value, record["target"], MARKS[record["met"]])
+        shown.add_row(*cells, record["note"][:200])
+    Console(width=190).print(shown)
+    missed = [record for record in records if record["met"] is False]
+    print(f"{len(records)} figures, {len(missed)} missed; {directory / RESULTS}", flush=True)
+    return int(bool(missed))

@@ -1,0 +1,172 @@
+"""One run of the trainer as it is, watched from outside; stops without saving once enough has been seen.
+
+    python -m tests.campaigns.gpu_worker --to FILE.json --steps N [--whole] [--waits] RECIPE [key=value ...]
+
+Writes seconds and loss of every step, peak memory, and what `plan` predicts.
+--whole: to the end, with every save timed and the export written.
+--waits: also how often the host waits for the device, in a step and in the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import engine, train
+from pipeline.cli import leave
+from pipeline.config import RunConfig, load_config
+from pipeline.engine import Engine
+from pipeline.loss import FusedHead
+from pipeline.planning import footprint
+from pipeline.planning.checks import check
+from pipeline.planning.plan import setup_of, sizes_of
+from pipeline.ranks import end_world
+from pipeline.saving import Saver
+from pipeline.stop import Watch
+from tests.campaigns.gpu_setting import GPU, WARM
+
+WAITS = "called a synchronizing"  # of the warning that torch gives when the host has to wait
+
+
+class EnoughError(Exception):
+    """The run has been watched for long enough."""
+
+
+class Watcher:
+    """Stands around the trainer's steps, its head and its saves."""
+
+    def __init__(self, steps: int | None, counts: bool) -> None:
+        self.steps = steps  # None: to the end
+        self.counts = counts  # what makes the host wait, which costs a little time
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.waits: list[int] = []  # of whole steps, after the warm ones
+        self.head_waits: list[int] = []  # of the fused head alone, each time that it ran
+        self.stalls: list[float] = []
+        self.peak: dict[str, int] = {}
+        self.adapters: list[str] = []  # types of the weights that train
+        self._caught: list[warnings.WarningMessage] = []
+
+    def around_steps(self) -> None:
+        """Time every step; end the run before the one that is not wanted any more."""
+        original = Engine.train_step
+
+        def step(trainer: Engine, *args: Any, **kwargs: Any) -> Any:
+            if len(self.seconds) == self.steps:
+                raise EnoughError
+            if len(self.seconds) == WARM:
+                if GPU:
+                    torch.cuda.reset_peak_memory_stats()
+                trained = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}
+                self.adapters = sorted(trained)
+            _settle()
+            began = time.perf_counter()
+            with self._counting() if self.counts else contextlib.nullcontext():
+                sums = original(trainer, *args, **kwargs)
+            _settle()
+            self.seconds.append(time.perf_counter() - began)
+            self.losses.append(sums.loss / max(1, sums.tokens))
+            if GPU:
+                self.peak = {"allocated": torch.cuda.max_memory_allocated()}
+                self.peak["reserved"] = torch.cuda.max_memory_reserved()
+            return sums
+
+        Engine.train_step = step  # type: ignore[method-assign]
+
+    def around_head(self) -> None:
+        """Count how often the head makes the host wait."""
+        original = FusedHead.forward
+
+        def forward(head: FusedHead, *args: Any, **kwargs: Any) -> Any:
+            before = len(self._caught)
+            found = original(head, *args, **kwargs)
+            if len(self.seconds) >= WARM:
+                self.head_waits.append(_count(self._caught[before:]))
+            return found
+
+        FusedHead.forward = forward  # type: ignore[method-assign, assignment]
+
+    def around_saves(self) -> None:
+        """Time what a save costs the steps."""
+        original = Saver.save
+
+        def save(saver: Saver, *args: Any, **kwargs: Any) -> None:
+            _settle()
+            began = time.perf_counter()
+            original(saver, *args, **kwargs)
+            self.stalls.append(time.perf_counter() - began)
+
+        Saver.save = save  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Within the block torch warns, every time, when the host has to wait for the device."""
+        with warnings.catch_warnings(record=True) as self._caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        if len(self.seconds) >= WARM:
+            self.waits.append(_count(self._caught))
+
+
+def _count(caught: list[warnings.WarningMessage]) -> int:
+    return sum(WAITS in str(warning.message) for warning in caught)
+
+
+def _settle() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def predicted(config: RunConfig) -> dict[str, float]:
+    """Bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
+    ready = check(config, 1, here=True)
+    sizes = sizes_of(ready.model, ready.hf_config)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    found = {"bytes": footprint.memory(sizes, setup).total, "parameters": sizes.parameters}
+    gpu = footprint.accelerator(torch.cuda.get_device_name()) if GPU else None
+    if gpu is not None:
+        found["seconds"] = footprint.step_time(sizes, setup, gpu).total
+    return found | {"tokens": setup.tokens * setup.accumulation}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch a run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--waits", action="store_true")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("options", nargs="*")
+    given = parser.parse_args(arguments)
+    config = load_config(given.recipe, given.options)
+    world = engine.start_world()
+    prediction = predicted(config)
+    watcher = Watcher(None if given.whole else given.steps, given.waits and GPU)
+    watcher.around_steps()
+    watcher.around_head()
+    watcher.around_saves()
+    began = time.perf_counter()
+    with contextlib.suppress(EnoughError):
+        train.train(config, world, Watch())
+    found = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
+    found |= {"predicted": prediction, "total": time.perf_counter() - began}
+    given.to.write_text(json.dumps(found, indent=1) + "\n")
+    end_world()
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())
