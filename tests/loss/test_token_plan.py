@@ -93,7 +93,7 @@ def test_the_counter_sees_what_would_wait() -> None:
         x[torch.tensor([0, 1])]
     assert found == [
         "_local_scalar_dense",
-        "is_nonzero",
+        "_local_scalar_dense",
         "index",
         "nonzero",
         "tolist",
