@@ -81,9 +81,8 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
     begins = np.flatnonzero(first)
     T, U = len(ordered), len(begins)
     packed = torch.empty(3 * T + U, dtype=torch.int64, pin_memory=pin)
-    parts = np.split(packed.numpy(), [T, 2 * T, 3 * T])
-    parts[0][:] = places[order]
-    parts[1][:] = ordered
-    parts[2][:] = np.cumsum(first) - 1
-    parts[3][:] = ordered[begins]
-    return TokenPlan(len(flat), *parts, np.diff(begins, append=T), packed)
+    placed, labelled, which, targets = np.split(packed.numpy(), [T, 2 * T, 3 * T])
+    placed[:], labelled[:] = places[order], ordered
+    which[:], targets[:] = np.cumsum(first) - 1, ordered[begins]
+    counts = np.diff(begins, append=T)
+    return TokenPlan(len(flat), placed, labelled, which, targets, counts, packed)
