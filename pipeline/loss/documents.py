@@ -66,7 +66,7 @@ def refusal(model: Any) -> str:
         f"attn_implementation={attention}: "
     )
     if attention in BY_SEGMENTS:
-        return f"{found}its layers are not told where documents begin; set attn_implementation=sdpa or eager"
+        return f"{found}it does not heed where documents begin; set attn_implementation=sdpa or eager"
     return (
         f"{found}it ignores restarting positions and cannot be given a mask that separates them; train it on "
         "rows of one document each, or choose a model family that keeps them apart (LLaMA, GPT-2, OPT, "

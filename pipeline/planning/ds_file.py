@@ -33,6 +33,7 @@ OWNED_BY_RECIPE = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
+CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
 GRADIENT_TYPES = ("fp32", "bf16", "fp16")
 MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
@@ -48,6 +49,12 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     for key, instead in OWNED_BY_RECIPE.items():
         if key in tree:
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
+    for key, cut in CUT_OVER_RANKS.items():
+        if key in tree:
+            raise UserError(
+                f"{path} sets {key}, which cuts {cut} over ranks, and the loss needs it whole; remove it "
+                "(ZeRO-3 and model.activation_checkpointing save memory, too)"
+            )
     _check(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -247,12 +254,6 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
             f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
             "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
         )
-    for key, cut in (("sequence_parallel_size", "every row"), ("tensor_parallel", "the output head")):
-        if tree.get(key, 1) != 1:
-            raise UserError(
-                f"{path} sets {key}, which cuts {cut} over ranks, and the loss needs it whole; remove it "
-                "(ZeRO-3 and model.activation_checkpointing save memory, too)"
-            )
     if config.model.compile and zero_stage(tree) == 3:
         raise UserError(
             "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "

@@ -112,8 +112,6 @@ def test_parallelism_that_cuts_what_the_head_needs_whole_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         resolved(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    path.write_text('{"sequence_parallel_size": 1}')
-    assert zero_stage(resolved(path)) == 0
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "ds_configs").glob("*.json")), ids=lambda p: p.stem)

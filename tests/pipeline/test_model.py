@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -419,6 +420,7 @@ def test_attention_that_is_told_of_documents_in_vain_gives_way(caplog: pytest.Lo
         model = family("opt", "varlen")
         body = model.model.forward
 
+        @functools.wraps(body)
         def forgets(*args: Any, body: Any = body, **kwargs: Any) -> Any:
             told = ("cu_seq_lens", "max_length")
             return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(told)})
@@ -434,5 +436,5 @@ def test_attention_that_is_told_of_documents_in_vain_gives_way(caplog: pytest.Lo
             assert "attention: sdpa; varlen does not keep the documents of a row apart here" in caplog.text
             assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
         else:
-            with pytest.raises(UserError, match=r"=varlen: its layers are not told .*set .*=sdpa or eager"):
+            with pytest.raises(UserError, match=r"=varlen: it does not heed .*set .*=sdpa or eager"):
                 check_model(engine, config, shards)  # type: ignore[arg-type]
