@@ -30,7 +30,8 @@ CHOICES = typing.get_args(ModelConfig.model_fields["attn_implementation"].annota
 def attention(show: Figures) -> None:
     """Part 6: packed rows give what single documents give; what packing costs in memory."""
     for name in (choice for choice in CHOICES if choice != "auto"):
-        with show.attempt(name, seconds=15):
+        with show.attempt(name):
+            show.need_seconds(15)
             model = _model(name, layers=2, quick=show.quick)
             _compare(show, name, model)
             del model
