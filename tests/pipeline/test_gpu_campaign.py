@@ -33,7 +33,7 @@ def test_parts_run_and_failures_are_told(
     found = records(tmp_path)
     assert all(record["met"] is not False for part in found.values() for record in part)
     leaks = [r for r in found["attention"] if "leak" in r["what"]]
-    assert leaks and all(r["met"] and r["target"] == "<= 0.001" for r in leaks)
+    assert leaks and all(r["met"] and r["target"] == "<= 0.0001" for r in leaks)
     assert [r["note"] for r in found["compiled"]] == ["left out: needs a GPU"]
     said = capsys.readouterr().out
     assert "sdpa: packed and alone" in said and f"0 missed; {tmp_path / RESULTS}" in said
