@@ -1,6 +1,7 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
 PYTHON ?= python3
@@ -10,11 +11,13 @@ TORCH_ARGS ?=
 DATA ?= ../shared/data
 # Training runs beside each other.
 JOBS ?= 2
+# Options of gpu-test, for example --parts 1 2 3.
+ARGS ?=
 BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test evidence evidence-full clean
+.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -56,6 +59,9 @@ soak: setup
 
 cluster-test: setup
 	$(BIN)/python -m tests.campaigns.cluster
+
+gpu-test: setup
+	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
 
 evidence evidence-full: setup
 	$(BIN)/python -m experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)

@@ -77,6 +77,7 @@ def compiled_code_can_run_uncompiled() -> None:
 @needs("pipeline/loss/gradients.py", "out_dtype=")
 def products_of_half_precision_summed_in_float32() -> None:
     assert "out_dtype" in str(torch.ops.aten.addmm.dtype._schema)
+    assert "out_dtype" in str(torch.ops.aten.mm.dtype._schema)
 
 
 @needs("pipeline/loss/gathering.py", "full_tensor")
@@ -419,6 +420,24 @@ def the_trainer_counts_tokens() -> None:
 def caches_have_layers_of_keys_and_values() -> None:
     cache = family("llama")(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
     assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 2, 3, 16)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------
+
+
+@needs("tests/bench/kernels_static.py", "ASTSource")
+@needs("tests/bench/kernels_static.py", "GPUTarget")
+@needs("tests/bench/kernels_static.py", "tt.divisibility")
+@needs("tests/bench/kernels_static.py", "knobs.nvidia.ptxas")
+def kernels_compile_without_a_gpu() -> None:
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    from triton.backends.compiler import BaseBackend, GPUTarget
+    from triton.compiler import ASTSource
+
+    assert list(inspect.signature(ASTSource).parameters) == ["fn", "signature", "constexprs", "attrs"]
+    assert GPUTarget("cuda", 90, 32).arch == 90
+    assert BaseBackend.parse_attr("D") == [["tt.divisibility", 16]]
+    assert "ptxas" in type(triton.knobs.nvidia).__dict__
 
 
 # --- OpenICL ----------------------------------------------------------------------------------------------

@@ -19,10 +19,14 @@ def padded_width(V: int) -> int:
     return -(-V // ALIGNMENT) * ALIGNMENT
 
 
+def row_stride(V: int, device: torch.device) -> int:
+    """Numbers from one row to the next. On a CPU none are left out: what runs there wants whole matrices."""
+    return V if device.type == "cpu" else padded_width(V)
+
+
 def padded_rows(n: int, V: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for n rows [n, V]. On a CPU they follow each other: what runs there wants whole matrices."""
-    width = V if device.type == "cpu" else padded_width(V)
-    return torch.empty(n, width, dtype=dtype, device=device)[:, :V]
+    """Room for n rows [n, V]."""
+    return torch.empty(n, row_stride(V, device), dtype=dtype, device=device)[:, :V]
 
 
 def touchable(*rows: Tensor) -> int:

@@ -130,8 +130,8 @@ def cost_rows(V: int, dtype: torch.dtype, kind: str) -> Costs:
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     if kind == "cached":
         return Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
-    embedding = CostEmbedding(torch.empty(V, 16, dtype=torch.float32, device=META)).placed(META, dtype)
-    return Costs(embedding.cosines(labels), labels, similarity=True)
+    embedding = CostEmbedding(torch.empty(V, 16, device=META)).placed(META, dtype)
+    return Costs(padded_rows(TOKENS, V, embedding.rows.dtype, META), labels, similarity=True)
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:

@@ -100,6 +100,7 @@ def _start(command: list[str], file: IO[str]) -> subprocess.Popen[bytes]:
     environment["PIP_NO_INDEX"] = "1"  # peers that are not installed are left out, not looked for
     if not GPU:
         environment["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # a peer would be compiled for longer than all else takes
     return subprocess.Popen(
         command,
         cwd=common.REPO,

@@ -67,20 +67,20 @@ class Figures:
         self._keep(what, None, "", "works", False, str(why))
 
     @contextlib.contextmanager
-    def attempt(self, what: str, seconds: float = 0.0) -> Iterator[None]:
-        """Whatever goes wrong in the block is kept as a failure of `what`, and what is missing as left out.
-
-        It is not begun when the part has not the `seconds` left that it may take.
-        """
+    def attempt(self, what: str) -> Iterator[None]:
+        """What goes wrong in the block is kept as a failure of `what`, and what is missing as left out."""
         try:
-            if time.monotonic() + seconds > self.deadline:
-                raise MissingError("the part has no time left for it")
             yield
         except MissingError as error:
             self.skip(what, error)
         except Exception as error:
             traceback.print_exc()
             self.failed(what, f"{type(error).__name__}: {one_line(error)}")
+
+    def need_seconds(self, seconds: float) -> None:
+        """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
+        if time.monotonic() + seconds > self.deadline:
+            raise MissingError(f"the part has less than {seconds:g} s left for it")
 
     def _keep(self, what: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
         known = read(self.directory)

@@ -27,7 +27,7 @@ class Case(NamedTuple):
     """An objective with the options that make it take another way through the kernels."""
 
     objective: str
-    options: dict[str, float] = {}
+    options: dict[str, Any] = {}
     cache_mb: float = 0.0
     bound: float = 1e-5  # of a relative error in float32
 
@@ -72,7 +72,7 @@ def _inputs(V: int, dtype: torch.dtype, quick: bool) -> tuple[Tensor, Tensor, Te
     return h, w, labels, draw(V, 32)
 
 
-def _results(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case, kernels: str) -> dict[str, Tensor]:
+def _results(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case, kernels: str) -> dict[str, Any]:
     h, w = (x.clone().requires_grad_() for x in (h, w))
     cost = CostEmbedding.from_weight(E, cache_mb=case.cache_mb)
     sums = fused_linear_loss(
@@ -82,7 +82,7 @@ def _results(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case, kernel
     return {"loss": sums.loss.detach(), "demd": sums.demd, "d_hidden": h.grad, "d_weight": w.grad}
 
 
-def _truth(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case) -> dict[str, Tensor]:
+def _truth(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case) -> dict[str, Any]:
     """The same, written out naively in float64 by autograd."""
     h, w = (x.double().requires_grad_() for x in (h, w))
     z, options = h @ w.T, dict(case.options)
@@ -133,9 +133,11 @@ def speed(show: Figures) -> None:
             Shape("large vocabulary", 8192, 152064, 4096, "bfloat16"),
         ]
     for shape in shapes:
-        with show.attempt(str(shape), seconds=60):
+        with show.attempt(str(shape)):
+            show.need_seconds(60)
             _race(show, shape, first=shape is shapes[0])
-    with show.attempt("whole step", seconds=30):
+    with show.attempt("whole step"):
+        show.need_seconds(30)
         report = common.Report("gpu")
         objectives.whole_step(report, rounds=1 if show.quick else 10, quick=show.quick)
         value = report.ratios["whole step: EMO time / MLE"]["value"]

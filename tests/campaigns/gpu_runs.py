@@ -41,7 +41,8 @@ def waits(show: Figures) -> None:
     size, block, micro = sizes(show)
     objectives = {"mle": ("mle", 0, 0), "EMO exact": ("emo", 0, 1), "EMO cached": ("emo", 512, 1)}
     for name, (objective, cache, most) in list(objectives.items())[: 1 if show.quick else None]:
-        with show.attempt(name, seconds=30):
+        with show.attempt(name):
+            show.need_seconds(30)
             path = recipe(show, size, block, micro)
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", "train.profile=[6,7]"]
@@ -71,7 +72,8 @@ def compiler(show: Figures) -> None:
     size, block, micro = sizes(show)
     found = {}
     for name, environment in (("with a compiler", _with_compiler), ("without a compiler", _without_compiler)):
-        with show.attempt(name, seconds=30):
+        with show.attempt(name):
+            show.need_seconds(30)
             path = recipe(show, size, block, micro)
             found[name] = measure(show, name.replace(" ", "-"), path, seconds=100, **environment(show))
             show(f"{name}: time of a step", step_seconds(found[name]) * MILLI, "ms")
@@ -89,7 +91,7 @@ def _compilers() -> list[str]:
     return [place for place in places if (Path(place) / "nvcc").exists()]
 
 
-def _with_compiler(show: Figures) -> dict[str, str | None]:
+def _with_compiler(show: Figures) -> dict[str, Any]:
     """An environment in which everything has to be compiled anew."""
     if not _compilers():
         raise MissingError("no nvcc here")
@@ -97,7 +99,7 @@ def _with_compiler(show: Figures) -> dict[str, str | None]:
     return {"TORCH_EXTENSIONS_DIR": str(show.directory / "extensions")}
 
 
-def _without_compiler(show: Figures) -> dict[str, str | None]:
+def _without_compiler(show: Figures) -> dict[str, Any]:
     """An environment in which no CUDA compiler is found, nor anything that it has built before."""
     empty = show.directory / "no-toolkit"
     empty.mkdir(exist_ok=True)
@@ -122,7 +124,8 @@ def plan(show: Figures) -> None:
     cases = [(stage, keeps, rows) for rows in (8, 1) for keeps in (False, True) for stage in (3, 2)]
     for stage, checkpointing, rows in cases[-1:] if show.quick else cases:
         words = f"ZeRO-{stage}{', checkpointing' if checkpointing else ''}, {rows * block:,} tokens"
-        with show.attempt(words, seconds=RUN_SECONDS):
+        with show.attempt(words):
+            show.need_seconds(RUN_SECONDS)
             path = recipe(show, size, block, rows)
             options = [f"deepspeed=ds_configs/zero{stage}.json"]
             options += [f"model.activation_checkpointing={str(checkpointing).lower()}"]
@@ -153,7 +156,8 @@ def lora(show: Figures) -> None:
     size = size if show.quick else "1.1B"
     for stage in (3,) if show.quick else (3, 2):
         words = f"LoRA, ZeRO-{stage}, {micro * block:,} tokens"
-        with show.attempt(words, seconds=RUN_SECONDS):
+        with show.attempt(words):
+            show.need_seconds(RUN_SECONDS)
             needs("peft")
             path = recipe(show, size, block, micro)
             options = [f"deepspeed=ds_configs/zero{stage}.json", "model.lora={r: 16, alpha: 32}"]
@@ -169,7 +173,8 @@ def compiled(show: Figures) -> None:
     size, block, micro = sizes(show)
     found = {}
     for name, chosen in (("as it is", "false"), ("compiled", "true")):
-        with show.attempt(name, seconds=30):
+        with show.attempt(name):
+            show.need_seconds(30)
             path = recipe(show, size, block, micro)
             options = ["deepspeed=ds_configs/zero1.json", f"model.compile={chosen}"]
             found[name] = measure(show, f"compile-{chosen}", path, *options, seconds=80)

@@ -25,7 +25,7 @@ from tests.bench import common
 from tests.campaigns.gpu_figures import Figures, MissingError
 
 GPU = torch.cuda.is_available()
-WARM = 3  # steps of a run that do not count
+STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
 SIZES: dict[str, dict[str, int]] = {
     "1.1B": {
@@ -125,7 +125,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
     return path
 
 
-def environment(**changes: str | None) -> dict[str, str]:
+def environment(**changes: Any) -> dict[str, str]:
     """What processes of the campaign inherit; None takes a variable away."""
     found = os.environ | {"PYTHONUNBUFFERED": "1"}
     if GPU:  # tests.bench.common sets it for the benches
@@ -139,7 +139,7 @@ def environment(**changes: str | None) -> dict[str, str]:
     return found
 
 
-def run(arguments: list[str], seconds: float, **changes: str | None) -> str:
+def run(arguments: list[str], seconds: float, **changes: Any) -> str:
     """Output of a Python process. Raises RuntimeError with its last words where it fails or takes longer."""
     try:
         done = subprocess.run(
@@ -180,20 +180,14 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures,
-    name: str,
-    path: Path,
-    *options: str,
-    seconds: float = 90,
-    steps: int = 10,
-    **changes: str | None,
+    show: Figures, name: str, path: Path, *options: str, seconds: float = 90, **changes: Any
 ) -> dict[str, Any]:
-    """What the worker finds in `steps` steps of the recipe at `path`, with `options` as overrides."""
+    """What the worker finds in STEPS steps of the recipe at `path`, with `options` as overrides."""
     needs("deepspeed")
     run_dir = fresh(show, name)
     found = run_dir.with_suffix(".json")
     found.unlink(missing_ok=True)
-    arguments = ["-m", WORKER, "--to", str(found), "--steps", str(steps), str(path)]
+    arguments = ["-m", WORKER, "--to", str(found), "--steps", str(STEPS), str(path)]
     run([*arguments, f"run_dir={run_dir}", *options], seconds, **changes)
     return json.loads(found.read_text())
 

@@ -37,7 +37,8 @@ def stops(show: Figures) -> None:
     size, block, micro, steps = ("toy", 64, 2, 60) if show.quick else ("220M", 1024, 8, 200)
     options = [f"train.steps={steps}", f"train.save_every={steps // 2}", "train.schedule=constant"]
     path = None
-    with show.attempt("a run left alone", seconds=20):
+    with show.attempt("a run left alone"):
+        show.need_seconds(20)
         path = recipe(show, size, block, micro)
         found = measure(show, "alone", path, *options, "--whole", seconds=PATIENCE)
         parameters = found["predicted"]["parameters"]
@@ -49,7 +50,8 @@ def stops(show: Figures) -> None:
         else:
             share = stall / (steps // 2) / (sum(found["seconds"][3:]) / len(found["seconds"][3:]))
             show(f"stall of a save every {steps // 2} steps / the steps", share, note="beside training")
-    with show.attempt("SIGTERM and resume", seconds=30):
+    with show.attempt("SIGTERM and resume"):
+        show.need_seconds(30)
         assert path is not None, "the run left alone did not come about"
         run_dir = fresh(show, "stopped")
         _stop_and_resume(show, path, run_dir, options)
@@ -58,12 +60,15 @@ def stops(show: Figures) -> None:
         _load(show, show.directory / "runs" / f"{show.part}-stopped" / EXPORT)
 
 
-def _command(path: Path, run_dir: Path, options: list[str]) -> list[str]:
-    """The launch script as a user runs it; without the `deepspeed` command as one process."""
+def _command(show: Figures, path: Path, run_dir: Path, options: list[str]) -> list[str]:
+    """The launch script as a user runs it; as one process where the `deepspeed` command is not there.
+
+    So it is, too, where it only has to be tried: the launchers take longer than all else.
+    """
     needs("deepspeed")
     arguments = [str(path), f"run_dir={run_dir}", *options]
     beside = Path(sys.executable).parent / "deepspeed"
-    if not beside.exists() and shutil.which("deepspeed") is None:
+    if show.quick or not (beside.exists() or shutil.which("deepspeed")):
         return [sys.executable, "launch/continual.sh", *arguments]
     return [sys.executable, "launch/supervise.py", "launch/continual.sh", "--num_gpus=1", "--", *arguments]
 
@@ -74,7 +79,7 @@ def _stop_and_resume(show: Figures, path: Path, run_dir: Path, options: list[str
     start = {"cwd": common.REPO, "env": environment(PATH=beside), "stderr": subprocess.STDOUT}
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
-        command = _command(path, run_dir, options)
+        command = _command(show, path, run_dir, options)
         process: Any = subprocess.Popen(command, stdout=file, start_new_session=True, **start)  # type: ignore[call-overload]
         try:
             _wait(lambda: process.poll() is not None or len(read_metrics(run_dir)) > 10)

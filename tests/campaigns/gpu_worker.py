@@ -79,7 +79,7 @@ class Watcher:
                 self.peak["reserved"] = torch.cuda.max_memory_reserved()
             return sums
 
-        Engine.train_step = step  # type: ignore[method-assign]
+        Engine.train_step = step  # type: ignore[method-assign, assignment]
 
     def around_head(self) -> None:
         """Count how often the head makes the host wait."""
@@ -104,7 +104,7 @@ class Watcher:
             original(saver, *args, **kwargs)
             self.stalls.append(time.perf_counter() - began)
 
-        Saver.save = save  # type: ignore[method-assign]
+        Saver.save = save  # type: ignore[method-assign, assignment]
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

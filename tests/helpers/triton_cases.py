@@ -6,17 +6,19 @@ interpreter and its compiler (TRITON_INTERPRET=1) when it is first imported.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss import cost_cache, cost_rows, fused
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.padding import touchable
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
-from tests.loss.test_padding import rows_of_nan
+from tests.loss.test_padding import rows_apart
 
 V, H = 150, 12
 
@@ -98,19 +100,26 @@ def test_what_stands_between_padded_rows_never_counts(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, float], cache_mb: float
 ) -> None:
     """Rows as they are on an accelerator, 192 numbers apart where 150 are in use, NaN between them."""
+    widths: set[int] = set()
+
+    def touched(*rows: Tensor) -> int:
+        widths.add(touchable(*rows))
+        return touchable(*rows)
+
+    monkeypatch.setattr("pipeline.loss.kernels_triton.touchable", touched)
     results = []
-    for padded in (False, True):
-        if padded:
-            for module in (fused, cost_rows, cost_cache):
-                monkeypatch.setattr(module, "padded_rows", rows_of_nan)
-        h, w, labels, E = inputs(torch.float32)
-        bias = torch.linspace(-1, 1, V).requires_grad_()
-        beside = {"bias": bias, "kernels": "triton"}
-        got = fused_linear_loss(
-            h, w, labels, make(name), CostEmbedding.from_weight(E, cache_mb=cache_mb), **beside, **options
-        )
-        got.loss.backward()
+    for apart in (False, True):
+        widths.clear()
+        with rows_apart() if apart else contextlib.nullcontext():
+            h, w, labels, E = inputs(torch.float32)
+            bias = torch.linspace(-1, 1, V).requires_grad_()
+            costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
+            got = fused_linear_loss(
+                h, w, labels, make(name), costs, bias=bias, kernels="triton", **options
+            )  # fmt: skip
+            got.loss.backward()
         results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad, bias.grad))
+        assert widths == {192 if apart else V}, "rows of logits and of costs, all of them"
     for plain, other in zip(*results, strict=True):
         assert relative_error(other, plain) <= 1e-6
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import Tensor
 
-from pipeline.loss import cost_cache, cost_rows, fused
+from pipeline.loss import padding
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.padding import ALIGNMENT, padded_rows, padded_width, touchable
@@ -17,9 +19,16 @@ V, H = 150, 12
 META = torch.device("meta")
 
 
-def rows_of_nan(n: int, V: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What `padded_rows` gives on an accelerator, and NaN wherever nothing has been written."""
-    return torch.full((n, padded_width(V)), torch.nan, dtype=dtype, device=device)[:, :V]
+@contextlib.contextmanager
+def rows_apart() -> Iterator[None]:
+    """Within the block rows lie apart as on an accelerator, and NaN stands wherever nothing was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(padding, "row_stride", lambda V, device: padded_width(V))
+        torch.use_deterministic_algorithms(True)  # fills memory that is not initialised
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("V", [64, 150, 32000, 50257, 152064])
@@ -44,23 +53,28 @@ def test_only_what_all_rows_have_may_be_touched() -> None:
     ("name", "options"), [("mle", {}), ("emo", {}), ("gem", {}), ("mile", {"softcap": 5.0})]
 )
 def test_padded_rows_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, float], cache_mb: float, dtype: torch.dtype
+    name: str, options: dict[str, float], cache_mb: float, dtype: torch.dtype
 ) -> None:
     """Products into rows that lie apart, and all that reads them, over several chunks."""
     torch.manual_seed(0)
     E, labels = torch.randn(V, H), torch.randint(V, (40,))
     results = []
-    for padded in (False, True):
-        if padded:
-            for module in (fused, cost_rows, cost_cache):
-                monkeypatch.setattr(module, "padded_rows", rows_of_nan)
-        torch.manual_seed(1)
-        h = torch.randn(40, H).to(dtype).requires_grad_()
-        w = torch.randn(V, H).to(dtype).requires_grad_()
-        costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
-        got = fused_linear_loss(h, w, labels, make(name), costs, memory_mb=0.005, **options)
-        got.loss.backward()
+    for apart in (False, True):
+        with rows_apart() if apart else contextlib.nullcontext():
+            torch.manual_seed(1)
+            h = torch.randn(40, H).to(dtype).requires_grad_()
+            w = torch.randn(V, H).to(dtype).requires_grad_()
+            costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
+            got = fused_linear_loss(h, w, labels, make(name), costs, memory_mb=0.005, **options)
+            got.loss.backward()
         results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad))
     bound = 1e-2 if dtype == torch.bfloat16 else 1e-6
     for plain, other in zip(*results, strict=True):
         assert relative_error(other, plain) <= bound
+
+
+def test_what_is_not_written_is_not_a_number() -> None:
+    """Otherwise the test above would pass whatever was read."""
+    with rows_apart():
+        found = padded_rows(2, V, torch.float32, torch.device("cpu"))
+    assert found.stride(0) == 192 and bool(found.isnan().all())
