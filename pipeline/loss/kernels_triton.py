@@ -66,7 +66,7 @@ def statistics_kernel(
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's L' (log-sum-exp over all but the target), D', the largest p'; where asked for, the sum of the
-    others, H', S'. IS_SCALED: of the logits times `logit_scale`, and plain_* are L', D' of them as they are."""
+    others, H', S'. IS_SCALED: of the logits times `logit_scale`; plain_* are L', D' of them as they are."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(labels + row)
     shift = tl.load(shifts + row)
