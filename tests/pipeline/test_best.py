@@ -81,7 +81,7 @@ def test_a_second_copy_of_weights_is_for_several_nodes() -> None:
     for gpus, offered in (("8xA100-80G", False), ("12xA100-80G", False), ("16xA100-80G", True)):
         files = {choice.file.name for choice in _every(config, gpus)}
         assert ("zero3_hpz.json" in files) == offered, gpus
-    slow = _best("llama-13b-alpaca-gpt4", "16xA100-40G", "train.batch=256", network=400.0)
+    slow = _best("llama-13b-alpaca-gpt4", "16xA100-40G", network=200.0)  # where nothing hides the gathers
     assert slow.file.name == "zero3_hpz.json"
 
 
