@@ -42,9 +42,7 @@ GROUP = 1e9  # parameters that ZeRO updates together
 # 179 ms under ZeRO-2 and 402 ms under ZeRO-3 on a slow core; a core of a GPU host is taken for twice as fast.
 HOST_TENSOR = 0.179 / (32 * 9) / 2
 HOST_TENSOR_ZERO3 = 0.402 / (32 * 9) / 2
-COMPILED_HOST = (
-    0.5  # of that which is left where torch.compile launches fewer and larger kernels; an estimate
-)
+COMPILED_HOST = 0.5  # of that, where torch.compile launches fewer and larger kernels; an estimate
 
 
 class Accelerator(NamedTuple):
