@@ -163,10 +163,12 @@ def _print(
     title: str, shown: list[Choice], given: Choice | None, sizes: Sizes, cluster: Cluster, room: float
 ) -> None:
     console = Console()
-    table = Table(title=title)
-    for name in ("", "deepspeed", "activation_checkpointing", "compile", "micro_batch"):
+    table = Table(title=title, padding=(0, 0))
+    table.add_column("")
+    table.add_column("deepspeed", no_wrap=True)
+    for name in ("check- points", "compile", "micro batch"):
         table.add_column(name)
-    for name in ("GiB", "tokens/s/GPU", "MFU", "s a step", "of it host"):
+    for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
         table.add_column(name, justify="right")
     for i, choice in enumerate(shown, 1):
         table.add_row(str(i), *_cells(choice, sizes, cluster, room))
@@ -174,6 +176,10 @@ def _print(
         table.add_section()
         table.add_row("recipe", *_cells(given, sizes, cluster, room))
     console.print(table)
+    console.print(
+        f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
+        "Compiling pays off in runs much longer than the minutes that it takes."
+    )
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
@@ -185,11 +191,14 @@ def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[
     time = choice.time
     used = footprint.utilisation(sizes, choice.setup, time.total, cluster.gpu)
     return [
-        *(str(value).lower() if isinstance(value, bool) else str(value) for value in choice.sets.values()),
-        f"{choice.memory.total / GIB:.1f}" + (" (too much)" if choice.memory.total > room else ""),
+        choice.file.name,
+        str(choice.setup.checkpointing).lower(),
+        str(choice.setup.compiled).lower(),
+        str(choice.setup.micro),
+        f"{choice.memory.total / GIB:.1f}" + (" NO" if choice.memory.total > room else ""),
         f"{choice.speed:,.0f}",
         f"{used:.0%}",
-        f"{time.total:.2f}",
+        f"{time.total:.3g}",
         f"{time.host / time.total:.0%}",
     ]
 

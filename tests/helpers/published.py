@@ -5,15 +5,17 @@ shared by all ranks (FSDP, which is ZeRO-3). Each run has one of three marks:
 
     calibrates   the five constants of pipeline/planning/footprint.py were fitted to it: MPT-3B and MPT-30B,
                  1,024 to 8,192 tokens, up to 64 GPUs
-    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, four LLaMA runs, and up to 128 GPUs
+    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, up to 128 GPUs, and all LLaMA runs
     outside      the prediction does not cover it, and the table says how far off it is. Memory is nearly full
                  and the allocator stalls (30B at 8,192 tokens; A100-40G, 13B and 70B), hundreds of GPUs share
                  a network, or the ranks of a node hold a whole replica (HSDP)
 
-MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48; on 80 GB gradients are reduced in
-float32. LLaMA: pytorch/torchtitan, docs/performance.md at 0413364 (FSDP2, 64 A100), and
-foundation-model-stack/fms-fsdp, README.md at 0d31998 (128 A100). Networks: 1,600 Gbit/s a node of A100 as the
-tables say, 3,200 a node of H100, which they do not say.
+MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48. LLaMA on 64 A100:
+pytorch/torchtitan, docs/performance.md at 0413364; on 128 A100, 6 or 8 rows, and HSDP:
+foundation-model-stack/fms-fsdp, README.md at 0d31998; on 128 A100 and 96 H100, 2 rows:
+pytorch/pytorch.github.io, _posts/2024-03-13-maximizing-training.md at 2ad1005; on H200:
+KempnerInstitute/KempnerForge, docs/reference/benchmarks.md and benchmarks/mfu_scaling at 9f3f03a. Networks
+are those that they name; MPT's on H100 and torchtitan's are assumed, and bf16 gradients where none is said.
 """
 
 from __future__ import annotations
@@ -40,86 +42,96 @@ LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
     "LLaMA3-70B": (8192, 80, 28672, 1024, 128256),
 }
 
-# mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, tokens/s/GPU
+# mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
+# GB/s that a node reaches others with, bytes of a gradient on its way, tokens/s/GPU
 TABLE = """
-    calibrates  30B  4096    8 H100-80G    1  21  yes   1802
-    calibrates  30B  2048   32 H100-80G   14   3  yes   2308
-    calibrates  30B  2048   16 H100-80G   10   3  yes   2263
-    calibrates  30B  2048    8 H100-80G    3  21  yes   2002
-    calibrates  30B  1024    8 H100-80G    6  21  yes   2084
-    calibrates   3B  8192    8 H100-80G    3   6   no  16578
-    calibrates   3B  4096    8 H100-80G    5   6   no  20964
-    calibrates   3B  2048   64 H100-80G    6   3   no  22525
-    calibrates   3B  2048   32 H100-80G    6   3   no  23021
-    calibrates   3B  2048   16 H100-80G   10   3   no  24142
-    calibrates   3B  1024    8 H100-80G   20   6   no  27046
-    calibrates  30B  4096    8 A100-80G    1  21  yes    814
-    calibrates  30B  2048    8 A100-80G    3  21  yes    916
-    calibrates  30B  1024    8 A100-80G    6  21  yes    946
-    calibrates   3B  8192    8 A100-80G    3   6   no   7695
-    calibrates   3B  4096    8 A100-80G    5   6   no   9457
-    calibrates   3B  2048    8 A100-80G   10   2   no  10811
-    calibrates   3B  1024    8 A100-80G   20   6   no  11580
-    held_out    70B  2048  128 H100-80G    8   1  yes   1058
-    held_out    30B  2048  128 H100-80G    8   1  yes   2199
-    held_out    13B  2048  128 H100-80G   16   1  yes   5080
-    held_out     7B  2048  128 H100-80G    6   1   no  10475
-    held_out    70B  2048   64 H100-80G    8   4  yes   1039
-    held_out    70B  2048   32 H100-80G    2  16  yes    882
-    held_out    13B  4096    8 H100-80G   10   3  yes   4717
-    held_out    13B  2048   64 H100-80G    2   1   no   4800
-    held_out    13B  2048   32 H100-80G    2   1   no   4811
-    held_out    13B  2048   16 H100-80G    2   1   no   4767
-    held_out    13B  2048    8 H100-80G    2   1   no   4792
-    held_out    13B  1024    8 H100-80G   40   3  yes   5502
-    held_out     7B  8192    8 H100-80G    8   2  yes   6935
-    held_out     7B  4096    8 H100-80G   16   2  yes   8611
-    held_out     7B  2048    8 H100-80G    6   1   no  10643
-    held_out     7B  1024    8 H100-80G   64   2  yes  10203
-    held_out     1B  8192    8 H100-80G    3   4   no  29157
-    held_out     1B  4096    8 H100-80G    7   4   no  38535
-    held_out     1B  2048   64 H100-80G   20   1   no  44402
-    held_out     1B  2048   32 H100-80G   20   1   no  45130
-    held_out     1B  2048   16 H100-80G   20   1   no  46037
-    held_out     1B  2048    8 H100-80G   14   1   no  45455
-    held_out     1B  1024    8 H100-80G   18   4   no  48910
-    held_out    70B  2048   64 A100-80G    8   4  yes    410
-    held_out    70B  2048   32 A100-80G    2  16  yes    373
-    held_out    13B  8192    8 A100-80G    5   3  yes   1795
-    held_out    13B  4096    8 A100-80G   10   3  yes   2060
-    held_out    13B  2048    8 A100-80G    2   3   no   2262
-    held_out    13B  1024    8 A100-80G   40   3  yes   2330
-    held_out     7B  8192    8 A100-80G    8   2  yes   3206
-    held_out     7B  4096    8 A100-80G   16   2  yes   3684
-    held_out     7B  2048    8 A100-80G    6   2   no   4641
-    held_out     7B  1024    8 A100-80G   64   2  yes   4357
-    held_out     1B  8192    8 A100-80G    3   4   no  13814
-    held_out     1B  4096    8 A100-80G    7   4   no  17807
-    held_out     1B  2048    8 A100-80G   14   4   no  20513
-    held_out     1B  1024    8 A100-80G   18   4   no  22112
-    outside     70B  2048  512 H100-80G    8   1  yes   1007
-    outside      7B  2048  512 H100-80G    6   1   no   9670
-    outside     30B  8192    8 H100-80G    1  21  yes   1384
-    outside     30B  8192    8 A100-80G    1  21  yes    574
-    outside     70B  2048  128 A100-40G    4   1  yes    376
-    outside     70B  2048   64 A100-40G    2   1  yes    276
-    outside     13B  2048    8 A100-40G    4  16  yes   1668
-    outside      7B  2048   32 A100-40G   18   1  yes   3725
-    outside      7B  2048    8 A100-40G   12   4  yes   3679
-    held_out   LLaMA2-13B 4096  64 A100-80G 2 1  no 2162
-    held_out   LLaMA2-70B 4096  64 A100-80G 2 1 yes  353
-    held_out   LLaMA3-70B 8192  64 A100-80G 1 1 yes  331
-    held_out   LLaMA-34B  4096 128 A100-80G 8 1 yes  772
-    held_out   LLaMA2-70B 4096 128 A100-80G 6 1 yes  380
-    outside    LLaMA2-7B  4096 128 A100-80G 2 1  no 3760
-    outside    LLaMA2-13B 4096 128 A100-80G 1 1  no 1700
+    calibrates        30B  4096    8 H100-80G    1 21  yes   no  400  4   1802
+    calibrates        30B  2048   32 H100-80G   14  3  yes   no  400  4   2308
+    calibrates        30B  2048   16 H100-80G   10  3  yes   no  400  4   2263
+    calibrates        30B  2048    8 H100-80G    3 21  yes   no  400  4   2002
+    calibrates        30B  1024    8 H100-80G    6 21  yes   no  400  4   2084
+    calibrates         3B  8192    8 H100-80G    3  6   no   no  400  4  16578
+    calibrates         3B  4096    8 H100-80G    5  6   no   no  400  4  20964
+    calibrates         3B  2048   64 H100-80G    6  3   no   no  400  4  22525
+    calibrates         3B  2048   32 H100-80G    6  3   no   no  400  4  23021
+    calibrates         3B  2048   16 H100-80G   10  3   no   no  400  4  24142
+    calibrates         3B  1024    8 H100-80G   20  6   no   no  400  4  27046
+    calibrates        30B  4096    8 A100-80G    1 21  yes   no  200  4    814
+    calibrates        30B  2048    8 A100-80G    3 21  yes   no  200  4    916
+    calibrates        30B  1024    8 A100-80G    6 21  yes   no  200  4    946
+    calibrates         3B  8192    8 A100-80G    3  6   no   no  200  4   7695
+    calibrates         3B  4096    8 A100-80G    5  6   no   no  200  4   9457
+    calibrates         3B  2048    8 A100-80G   10  2   no   no  200  4  10811
+    calibrates         3B  1024    8 A100-80G   20  6   no   no  200  4  11580
+    held_out          70B  2048  128 H100-80G    8  1  yes   no  400  4   1058
+    held_out          30B  2048  128 H100-80G    8  1  yes   no  400  4   2199
+    held_out          13B  2048  128 H100-80G   16  1  yes   no  400  4   5080
+    held_out           7B  2048  128 H100-80G    6  1   no   no  400  4  10475
+    held_out          70B  2048   64 H100-80G    8  4  yes   no  400  4   1039
+    held_out          70B  2048   32 H100-80G    2 16  yes   no  400  4    882
+    held_out          13B  4096    8 H100-80G   10  3  yes   no  400  4   4717
+    held_out          13B  2048   64 H100-80G    2  1   no   no  400  4   4800
+    held_out          13B  2048   32 H100-80G    2  1   no   no  400  4   4811
+    held_out          13B  2048   16 H100-80G    2  1   no   no  400  4   4767
+    held_out          13B  2048    8 H100-80G    2  1   no   no  400  4   4792
+    held_out          13B  1024    8 H100-80G   40  3  yes   no  400  4   5502
+    held_out           7B  8192    8 H100-80G    8  2  yes   no  400  4   6935
+    held_out           7B  4096    8 H100-80G   16  2  yes   no  400  4   8611
+    held_out           7B  2048    8 H100-80G    6  1   no   no  400  4  10643
+    held_out           7B  1024    8 H100-80G   64  2  yes   no  400  4  10203
+    held_out           1B  8192    8 H100-80G    3  4   no   no  400  4  29157
+    held_out           1B  4096    8 H100-80G    7  4   no   no  400  4  38535
+    held_out           1B  2048   64 H100-80G   20  1   no   no  400  4  44402
+    held_out           1B  2048   32 H100-80G   20  1   no   no  400  4  45130
+    held_out           1B  2048   16 H100-80G   20  1   no   no  400  4  46037
+    held_out           1B  2048    8 H100-80G   14  1   no   no  400  4  45455
+    held_out           1B  1024    8 H100-80G   18  4   no   no  400  4  48910
+    held_out          70B  2048   64 A100-80G    8  4  yes   no  200  4    410
+    held_out          70B  2048   32 A100-80G    2 16  yes   no  200  4    373
+    held_out          13B  8192    8 A100-80G    5  3  yes   no  200  4   1795
+    held_out          13B  4096    8 A100-80G   10  3  yes   no  200  4   2060
+    held_out          13B  2048    8 A100-80G    2  3   no   no  200  4   2262
+    held_out          13B  1024    8 A100-80G   40  3  yes   no  200  4   2330
+    held_out           7B  8192    8 A100-80G    8  2  yes   no  200  4   3206
+    held_out           7B  4096    8 A100-80G   16  2  yes   no  200  4   3684
+    held_out           7B  2048    8 A100-80G    6  2   no   no  200  4   4641
+    held_out           7B  1024    8 A100-80G   64  2  yes   no  200  4   4357
+    held_out           1B  8192    8 A100-80G    3  4   no   no  200  4  13814
+    held_out           1B  4096    8 A100-80G    7  4   no   no  200  4  17807
+    held_out           1B  2048    8 A100-80G   14  4   no   no  200  4  20513
+    held_out           1B  1024    8 A100-80G   18  4   no   no  200  4  22112
+    held_out   LLaMA2-13B  4096   64 A100-80G    2  1   no   no  200  4   2162
+    held_out   LLaMA2-70B  4096   64 A100-80G    2  1  yes   no  200  4    353
+    held_out   LLaMA3-70B  8192   64 A100-80G    1  1  yes   no  200  4    331
+    held_out    LLaMA-34B  4096  128 A100-80G    8  1  yes   no   50  2    772
+    held_out   LLaMA2-70B  4096  128 A100-80G    6  1  yes   no   50  2    380
+    held_out    LLaMA2-7B  4096  128 A100-80G    2  1   no   no   50  2   3700
+    held_out    LLaMA2-7B  4096   96 H100-80G    2  1   no   no  100  2   7500
+    held_out    LLaMA-34B  4096  128 A100-80G    2  1  yes   no   50  2    700
+    held_out    LLaMA-34B  4096   96 H100-80G    2  1  yes   no  100  2   1550
+    held_out   LLaMA2-70B  4096  128 A100-80G    2  1  yes   no   50  2    370
+    held_out   LLaMA2-70B  4096   96 H100-80G    2  1  yes   no  100  2    800
+    held_out    LLaMA3-8B  4096    1 H200-141G   2  4  yes  yes  400  2  10471
+    held_out    LLaMA3-8B  4096    2 H200-141G   2  4  yes  yes  400  2   9364
+    held_out    LLaMA3-8B  4096    4 H200-141G   4  2  yes  yes  400  2   9746
+    outside           70B  2048  512 H100-80G    8  1  yes   no  400  4   1007
+    outside            7B  2048  512 H100-80G    6  1   no   no  400  4   9670
+    outside           30B  8192    8 H100-80G    1 21  yes   no  400  4   1384
+    outside           30B  8192    8 A100-80G    1 21  yes   no  200  4    574
+    outside           70B  2048  128 A100-40G    4  1  yes   no  200  2    376
+    outside           70B  2048   64 A100-40G    2  1  yes   no  200  2    276
+    outside           13B  2048    8 A100-40G    4 16  yes   no  200  2   1668
+    outside            7B  2048   32 A100-40G   18  1  yes   no  200  2   3725
+    outside            7B  2048    8 A100-40G   12  4  yes   no  200  2   3679
+    outside     LLaMA2-7B  4096  128 A100-80G    2  1   no   no   50  2   3760
+    outside    LLaMA2-13B  4096  128 A100-80G    1  1   no   no   50  2   1700
 """
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
 # each of 8 H100 with slower memory and less power than ours; eager, and with torch.compile. Half of the
 # matrix products are computed again (selective checkpointing): the truth lies between all of them and none.
 H100_HBM2E = ACCELERATORS["H100-80G"]._replace(bandwidth_tb=2.4)
-SELECTIVE = {False: 5762, True: 6667}  # compiled: tokens/s/GPU
+EAGER, COMPILED = 5762, 6667  # tokens/s/GPU
 
 # Peak memory of LLaMA-7B under DeepSpeed 0.14.2, 8 A800, rows of 4,096 tokens (gist d4cd6a20 of chenyaofo):
 # stage, checkpointing, rows per pass, passes, GiB. Whole logits are held there, and no cost or gradient of a
@@ -143,16 +155,17 @@ class Run(NamedTuple):
     kind: str
     sizes: Sizes
     setup: Setup
+    network: float  # GB/s of a node
     speed: float  # tokens/s/GPU
 
     def ratio(self) -> float:
         """Predicted speed / published speed."""
-        return predicted(self.sizes, self.setup, ACCELERATORS[self.kind]) / self.speed
+        return predicted(self.sizes, self.setup, ACCELERATORS[self.kind], self.network) / self.speed
 
 
-def predicted(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
-    """Tokens/s/GPU that the footprint predicts, on the networks above."""
-    seconds = footprint.step_time(sizes, setup, gpu, 400.0 if gpu.tflops > 900 else 200.0).total
+def predicted(sizes: Sizes, setup: Setup, gpu: Accelerator, network: float) -> float:
+    """Tokens/s/GPU that the footprint predicts."""
+    seconds = footprint.step_time(sizes, setup, gpu, network).total
     return setup.tokens * setup.accumulation / seconds
 
 
@@ -175,18 +188,19 @@ def runs() -> list[Run]:
     """All published runs."""
     found = []
     for line in TABLE.strip().splitlines():
-        mark, model, *numbers, checkpointing, speed = line.split()
-        block, gpus, kind, micro, passes = numbers
+        mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed = line.split()
         setup = Setup(
             ranks=int(gpus),
             stage=3,
             micro=int(micro),
             block=int(block),
             accumulation=int(passes),
-            checkpointing=checkpointing == "yes",
+            checkpointing=how[0] == "yes",
+            compiled=how[1] == "yes",
             cost=False,
-            reduced=4 if model in MPT and kind != "A100-40G" else 2,
+            reduced=int(reduced),
         )
-        name = f"{model} {block} {gpus}x{kind}"
-        found.append(Run(mark, name, kind, sizes_of(model, int(block)), setup, float(speed)))
+        name = f"{model} {block} {gpus}x{kind} {micro}"
+        sizes = sizes_of(model, int(block))
+        found.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))
     return found

@@ -42,6 +42,12 @@ def _every(config: RunConfig, gpus: str) -> list[Choice]:
     return list(choices(config, sizes_of(ready.model, ready.hf_config), ready.objective, cluster))
 
 
+def _rows(printed: str) -> dict[str, list[str]]:
+    """Cells of the printed table by the name of their row."""
+    lines = [line.strip("│").split("│") for line in printed.splitlines() if line.startswith("│")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
 def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFixture[str]) -> None:
     found = _best("llama-7b-wikitext103", "8xA100-40G")
     every = _every(load_config(LLAMA, []), "8xA100-40G")
@@ -53,9 +59,9 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
     assert files == {"zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"}
     assert {choice.setup.micro for choice in every} == {1, 2}  # 16 rows on 8 GPUs
     assert {c.setup.stage for c in every if c.setup.compiled} == {1, 2}  # the trainer refuses others
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
-    assert [line.split()[1] for line in lines] == ["1", "2", "3", "recipe"]
-    speeds = [int(re.search(r"(\d+,\d+) │ +\d+%", line)[1].replace(",", "")) for line in lines]  # type: ignore[index]
+    rows = _rows(capsys.readouterr().out)
+    assert list(rows) == ["1", "2", "3", "recipe"]
+    speeds = [int(rows[name][5].replace(",", "")) for name in "123"]
     assert speeds[0] >= speeds[1] >= speeds[2] and speeds[0] == pytest.approx(found.speed, abs=1)
 
 
@@ -81,7 +87,7 @@ def test_a_second_copy_of_weights_is_for_several_nodes() -> None:
     for gpus, offered in (("8xA100-80G", False), ("12xA100-80G", False), ("16xA100-80G", True)):
         files = {choice.file.name for choice in _every(config, gpus)}
         assert ("zero3_hpz.json" in files) == offered, gpus
-    slow = _best("llama-13b-alpaca-gpt4", "16xA100-40G", "train.batch=256", network=400.0)
+    slow = _best("llama-13b-alpaca-gpt4", "16xA100-40G", network=200.0)  # where nothing hides the gathers
     assert slow.file.name == "zero3_hpz.json"
 
 
@@ -127,18 +133,17 @@ def test_what_is_written_is_a_recipe_with_the_same_prediction(
     assert main(argv) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert f"written: {file}" in printed
-    best = next(line for line in printed.splitlines() if line.startswith("│ 1"))
-    cells = [cell.strip() for cell in best.strip("│ ").split("│")]
+    cells = _rows(printed)["1"]
     config = load_config(file, [])
     assert (config.train.batch, config.objective.name) == (64, "mle")
-    assert str(config.deepspeed) == cells[1]
-    assert str(config.model.activation_checkpointing).lower() == cells[2]
-    assert str(config.model.compile).lower() == cells[3]
-    assert config.train.micro_batch == int(cells[4])
+    assert str(config.deepspeed) == f"ds_configs/{cells[0]}"
+    assert str(config.model.activation_checkpointing).lower() == cells[1]
+    assert str(config.model.compile).lower() == cells[2]
+    assert config.train.micro_batch == int(cells[3])
     assert config.data == load_config(LLAMA, []).data
     rows = _plan(str(file), "--gpus", "8xA100-80G", capsys=capsys)
-    assert rows["memory per GPU"].startswith(f"{cells[5]} GiB")
-    assert f"{cells[6]} per GPU" in rows["speed"]
+    assert rows["memory per GPU"].startswith(f"{cells[4]} GiB")
+    assert f"{cells[5]} per GPU" in rows["speed"]
     assert rows["fits"].startswith("yes")
     assert yaml.safe_load(file.read_text())["extends"].endswith("launch/recipes/llama-7b-wikitext103.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["fast.yaml"]
