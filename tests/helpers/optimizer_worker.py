@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Batch, RunConfig, load_config, lr_at
-from pipeline.engine import Engine, start_world
+from pipeline.engine import Engine, start_world, to_universal
 from pipeline.loss import fuse_model, get_objective
 from pipeline.planning.ds_file import deepspeed_config
-from pipeline.ranks import World, end_world
+from pipeline.ranks import World, end_world, on_main
 from tests.conftest import REPO
 from tests.helpers.families import tiny_llama
 
@@ -37,6 +37,9 @@ CASES = {
     },
     "adamw-hpz": [*ADAM, "deepspeed=HPZ"],  # last: its groups of ranks stay for the life of the process
 }
+
+
+RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-1-bf16", "muon-2-bf16", "muon-3")
 
 
 def recipe(overrides: list[str]) -> RunConfig:
@@ -65,28 +68,57 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def trained(config: RunConfig, world: World) -> dict[str, Any]:
-    """Losses and final weights under DeepSpeed, each rank taking its rows in two micro-batches."""
-    share = ROWS // world.ranks
-    ds_config = deepspeed_config(config, Batch(ROWS, share // 2, 2, world.ranks))
+def start(config: RunConfig, world: World, universal: bool = False) -> Engine:
+    """The engine of a recipe, each rank taking its rows in two micro-batches."""
+    ds_config = deepspeed_config(config, Batch(ROWS, ROWS // world.ranks // 2, 2, world.ranks))
     model = build()
     if config.model.dtype == "bfloat16":
         model.bfloat16()
-    engine = Engine(model, ds_config, world)
-    losses = []
-    for step in range(STEPS):
+    return Engine(model, ds_config | {"checkpoint": {"load_universal": universal}}, world)
+
+
+def train(engine: Engine, config: RunConfig, steps: range) -> Tensor:
+    """Losses of `steps`."""
+    rank, share, losses = engine.world.rank, ROWS // engine.world.ranks, []
+    for step in steps:
         whole = batch(step)
-        mine = {name: tensor[world.rank * share :][:share] for name, tensor in whole.items()}
+        mine = {name: tensor[rank * share :][:share] for name, tensor in whole.items()}
         micro = [{name: tensor[i : i + share // 2] for name, tensor in mine.items()} for i in (0, share // 2)]
         valid = int((whole["labels"] != -100).sum())
         sums = engine.train_step(micro, valid, lr_at(config.train, step, STEPS), seed=0, stop=False)
         losses.append(sums.loss / valid)
-    state = {}
+    return torch.tensor(losses)
+
+
+def trained(config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
+    """Losses and final weights under DeepSpeed; also losses of runs that resume from `saved`, half way."""
+    engine = start(config, world)
+    first = train(engine, config, range(STEPS // 2))
+    if saved is not None:
+        engine.snapshot(saved)
+        engine.files.write()
+    found = {"losses": torch.cat((first, train(engine, config, range(STEPS // 2, STEPS))))}
+    found["groups"] = engine.groups
     for name, parameter in engine.model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            state[name] = parameter.detach().float().clone()
+            found[name] = parameter.detach().float().clone()
     engine.ds.destroy()
-    return {"losses": torch.tensor(losses), "groups": engine.groups, **state}
+    if saved is not None:
+        found["resumed"] = resumed(config, world, saved)
+    if saved is not None and saved.name == "adamw-3":
+        copy = saved.with_name("converted")
+        on_main(world, lambda: to_universal(saved / "state", copy / "state"))
+        found["converted"] = resumed(config, world, copy, universal=True)
+    return found
+
+
+def resumed(config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
+    """Losses of the second half."""
+    engine = start(config, world, universal)
+    engine.load(saved)
+    losses = train(engine, config, range(STEPS // 2, STEPS))
+    engine.ds.destroy()
+    return losses
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
@@ -152,7 +184,7 @@ def main() -> None:
     found = {}
     for name, overrides in CASES.items():
         given = [o.replace("HPZ", f"{directory}/hpz-{world.rank}.json") for o in overrides]
-        found[name] = trained(recipe(given), world)
+        found[name] = trained(recipe(given), world, directory / name if name in RESUMED else None)
     if world.is_main:
         torch.save(found, directory / "found.pt")
     dist.barrier()

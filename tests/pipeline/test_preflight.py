@@ -32,7 +32,18 @@ def preflight(ranks: int, *arguments: str, limit: str = "") -> subprocess.Comple
 def test_a_fit_host(recipe: Path, tmp_path: Path) -> None:
     done = preflight(2, str(recipe), f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stdout
-    for check in ("2 ranks", "/dev/shm", "open files", "run directory", "versions", "clock", "all-reduce"):
+    for check in (
+        "GPUs",
+        "C compiler",
+        "threads",
+        "2 ranks",
+        "/dev/shm",
+        "open files",
+        "run directory",
+        "versions",
+        "clock",
+        "all-reduce",
+    ):
         assert check in done.stdout, done.stdout
     assert not (tmp_path / "run").exists()  # nothing stays behind
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,7 @@ from pipeline import checkpoint, resume
 from pipeline.config import FREE, RunConfig, dump_config, load_config
 from pipeline.loss.cost import LiveCost
 from pipeline.loss.cost_source import load_cost
-from pipeline.ranks import end_world
+from pipeline.ranks import World, end_world
 from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
 from tests.conftest import REPO
 
@@ -142,6 +143,19 @@ def test_a_checkpoint_of_another_layout_is_one_line(tmp_path: Path) -> None:
         resume.check_groups(saved, [6])
     with pytest.raises(UserError, match="was written by another version of this program"):
         resume._read(written(tmp_path, {k: v for k, v in STATE_NOW.items() if k != "groups"}))
+
+
+def test_what_a_checkpoint_cannot_become(tmp_path: Path) -> None:
+    """Another ZeRO stage, and Muon's momentum on another number of ranks."""
+    saved = resume._read(written(tmp_path, STATE_NOW))
+    world = World(0, saved.ranks + 1, torch.device("cpu"))
+    other = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}
+    with pytest.raises(UserError, match="was saved at ZeRO stage 3, not 2"):
+        resume.loadable(saved, other, world)
+    muon = {"zero_optimization": {"stage": saved.zero_stage}, "optimizer": {"type": "Muon"}}
+    with pytest.raises(UserError, match=f"cannot convert the state of Muon for {world.ranks}; start"):
+        resume.loadable(saved, muon, world)
+    assert resume.loadable(saved, muon, world._replace(ranks=saved.ranks)) == (saved.directory, False)
 
 
 def test_a_replaced_base_model_is_refused(tmp_path: Path, shared_data: Path) -> None:
