@@ -45,7 +45,7 @@ from pipeline.loss import (
     probe_model,
     weighted_sum,
 )
-from pipeline.loss.documents import BY_SEGMENTS, refusal
+from pipeline.loss.documents import by_segments, refusal
 from pipeline.loss.health import TWIN_COST, twins
 from pipeline.planning.attention import usable_attention, without_segments
 from pipeline.ranks import gather_objects
@@ -323,7 +323,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     )
     found = probe()
     first = base.config._attn_implementation
-    if found == "refused" and first in BY_SEGMENTS and config.model.attn_implementation == "auto":
+    if found == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
         other = without_segments(base.config)
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)

@@ -14,9 +14,13 @@ from torch import Tensor
 from common.errors import UserError
 
 VARLEN = "varlen"  # the attention of varlen.py
-BY_SEGMENTS = (VARLEN, "flash_attention_2")  # kinds of attention that are told where documents begin
 BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # what transformers calls what `segments` says
 SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
+
+
+def by_segments(attention: str) -> bool:
+    """Whether attention of this name is told where documents begin, and needs no mask for that."""
+    return attention == VARLEN or "flash" in attention
 
 
 def segments(positions: Tensor) -> tuple[Tensor, int]:
@@ -49,7 +53,7 @@ def keep_apart(model: Any, positions: Tensor, inputs: dict[str, Any]) -> None:
         raise UserError(refusal(model))
     if model.packing == "mask":
         inputs["attention_mask"] = document_mask(positions, _mask_dtype(model))
-    elif model.packing == "positions" and attention in BY_SEGMENTS:
+    elif model.packing == "positions" and by_segments(attention):
         if bounds is None or longest is None:
             bounds, longest = segments(positions)
         inputs.update(zip(SEGMENTS, (bounds, bounds, longest, longest), strict=True))
@@ -65,7 +69,7 @@ def refusal(model: Any) -> str:
         f"{type(model).__name__} lets documents that share a row see each other, with "
         f"attn_implementation={attention}: "
     )
-    if attention in BY_SEGMENTS:
+    if by_segments(attention):
         return f"{found}it does not heed where documents begin; set attn_implementation=sdpa or eager"
     return (
         f"{found}it ignores restarting positions and cannot be given a mask that separates them; train it on "

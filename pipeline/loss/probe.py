@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import UserError, one_line
-from pipeline.loss.documents import BY_SEGMENTS, refusal
+from pipeline.loss.documents import by_segments, refusal
 from pipeline.loss.registry import get_objective
 
 log = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def probe_model(
         probe.check_head()
         model.packing = "positions"
         separate = probe.packs()
-        by_segments = model.config._attn_implementation in BY_SEGMENTS
-        if not separate and not probe.windowed and not by_segments:
+        told = by_segments(model.config._attn_implementation)
+        if not separate and not probe.windowed and not told:
             model.packing = "mask"
             separate = probe.packs()
     if not separate:

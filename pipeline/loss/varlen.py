@@ -97,12 +97,9 @@ def attend_in_turn(
         if 0 <= left < end - first - 1:
             ones = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device)
             mask = ones.tril().triu(-left)
+        one_q, one_k, one_v = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
         one = F.scaled_dot_product_attention(
-            *(x[first:end].transpose(0, 1)[None] for x in (q, k, v)),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
+            one_q, one_k, one_v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         parts.append(one[0].transpose(0, 1))
     return torch.cat(parts)

@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from common.errors import UserError, one_line
 from pipeline.config import ModelConfig
-from pipeline.loss.documents import BY_SEGMENTS, VARLEN
+from pipeline.loss.documents import VARLEN, by_segments
 from pipeline.loss.varlen import LARGEST_HEAD
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def without_segments(config: PretrainedConfig) -> str:
 
 def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
     """What keeps this host or the family from attention of this name, or None."""
-    if name in BY_SEGMENTS:
+    if by_segments(name):
         missing = _host_lacks(name, model)
         if missing is not None:
             return missing

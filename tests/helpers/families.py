@@ -99,6 +99,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_dim_factor": 1.0,
         "output_logit_soft_cap": 3.0,
     },
+    "openai-gpt": OLD,
+    "ctrl": OLD | {"dff": 48},
+    "gpt_bigcode": OLD | {"n_inner": 48},  # one head of keys for all
+    "persimmon": BASE,
+    "bart": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "max_position_embeddings": 64,
+    },
+    "bert-generation": BASE | {"is_decoder": True},
+    "cohere2": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "olmo3": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "olmoe": BASE | {"num_experts": 2, "num_experts_per_tok": 1},
+    "glm4": GROUPED | {"pad_token_id": 0},
+    "smollm3": BASE | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "exaone4": GROUPED | {"sliding_window": 4},
+    "lfm2": BASE | {"num_key_value_heads": 2, "full_attn_idxs": [1]},
+    "minimax": GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
+    "falcon_mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "gpt_oss": GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
     "bert": BASE,  # not causal
 }
 EAGER = ("gemma2",)  # soft-capped attention has no SDPA form
@@ -107,7 +132,7 @@ EAGER = ("gemma2",)  # soft-capped attention has no SDPA form
 def family(name: str, attn: str | None = None, **changes: Any) -> Any:
     """A tiny model of family `name` in evaluation mode; weights large enough for attention to matter."""
     settings = {"vocab_size": VOCAB} | FAMILIES[name] | changes
-    config = AutoConfig.for_model(name.split("-")[0], **settings)
+    config = AutoConfig.for_model(name.removesuffix("-alibi"), **settings)
     torch.manual_seed(0)
     attn = attn or ("eager" if name in EAGER else None)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()

@@ -102,6 +102,7 @@ def test_torchs_own_kernel_takes_what_it_is_given(left: int) -> None:
 # Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {"attn_pdrop": 0.0},
+    "gpt_bigcode": {"attn_pdrop": 0.0},
     "llama": {"num_key_value_heads": 1},
     "mistral": {"num_key_value_heads": 1},
     "gemma": {"num_key_value_heads": 1},
@@ -127,6 +128,7 @@ REFUSED = {  # their own attention, soft caps, recurrences, or dropout
         "gemma2",
     ),
     *("mamba", "mamba2", "rwkv", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "xlstm"),
+    *("openai-gpt", "bart", "bert-generation", "minimax", "falcon_mamba", "lfm2", "gpt_oss"),
 }
 
 
