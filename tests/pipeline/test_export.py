@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.errors import UserError
+from common.errors import FailureError, UserError
 from pipeline import export
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.export import ExportError, ShardWriter, exported_tensors
+from pipeline.export import ExportError, ShardWriter, check_aside, exported_tensors
 from pipeline.model import add_lora
 from pipeline.planning.checks import meta_model
 from pipeline.planning.rehearsal import rehearse
@@ -129,6 +129,15 @@ def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.Monkey
         *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)),
         "model.safetensors.index.json",
     ]
+
+
+def test_weights_that_cannot_be_read_again_are_no_mistake_of_the_model(tmp_path: Path) -> None:
+    """What is compared ends with exit code 2, what the disk does to the files with 1."""
+    plain, _ = model("llama")
+    plain.save_pretrained(tmp_path)  # type: ignore[operator]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FailureError, match=r"cannot be read again .*model.safetensors"):
+        check_aside(tmp_path, torch.arange(4)[None], torch.zeros(1, 4, 64))
 
 
 def test_a_host_without_git_can_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
