@@ -15,6 +15,7 @@ from torch import Tensor
 from common.errors import UserError
 from pipeline.loss.cost_cache import CostCache
 from pipeline.loss.gathering import whole
+from pipeline.loss.products import against_rows, widens
 
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 
@@ -104,8 +105,15 @@ class CostEmbedding:
         return self.rows.shape[1]
 
     def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
-        """Cosines [u, V] of the tokens `targets` [u] with all, in the rows' dtype; in `out` if given."""
-        return torch.mm(self.rows[targets], self.rows.t(), out=out)
+        """Cosines [u, V] of the tokens `targets` [u] with all, in the rows' dtype or in `out`, of any."""
+        rows = self.rows[targets]
+        if widens(rows):
+            out = self.rows.new_empty(len(targets), self.vocab_size) if out is None else out
+            against_rows(rows, self.rows, out)
+            return out
+        if out is None or out.dtype == rows.dtype:
+            return torch.mm(rows, self.rows.t(), out=out)
+        return out.copy_(torch.mm(rows, self.rows.t()))
 
     def costs(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
         """Cost rows [u, V] of the tokens `targets` [u], in `out` or float32 (float64 if the embedding is).
@@ -117,10 +125,7 @@ class CostEmbedding:
             out = self.rows.new_empty(len(targets), self.vocab_size, dtype=dtype)
         if out.dtype.itemsize < dtype.itemsize:  # the difference from 1 is taken before digits are given up
             return out.copy_(self.costs(targets))
-        if out.dtype == self.rows.dtype:
-            self.cosines(targets, out)
-        else:
-            out.copy_(self.cosines(targets))
+        self.cosines(targets, out)
         out.neg_().add_(1).clamp_(min=0)
         return out.scatter_(1, targets[:, None], 0)
 

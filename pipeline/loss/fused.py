@@ -23,6 +23,7 @@ from pipeline.loss.cost import CostEmbedding, LiveCost, unit_rows
 from pipeline.loss.dense import Teacher, process_dense_chunk
 from pipeline.loss.gradients import Accumulator, Gradients, Needs, scaled
 from pipeline.loss.padding import padded_rows
+from pipeline.loss.products import against_rows, widens
 from pipeline.loss.registry import Objective
 from pipeline.loss.rowwise import Chunk, Tokens, statistics_dtype
 from pipeline.loss.spec import LossSums, Spec, Totals, check_inputs, make_spec
@@ -47,8 +48,11 @@ def _logits(
     else:
         target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
         shift = target.to(h.dtype)
-        z.copy_((-shift)[:, None].expand_as(z))
-        z.addmm_(h, weight.t())
+        if widens(h):
+            against_rows(h, weight, z, less=shift)
+        else:
+            z.copy_((-shift)[:, None].expand_as(z))
+            z.addmm_(h, weight.t())
     if bias is not None:
         target = target + bias[y]
     return z, target, shift

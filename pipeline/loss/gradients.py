@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pipeline.loss.padding import padded_width
+from pipeline.loss.products import BLOCK, widens, with_rows
 from pipeline.loss.rowwise import statistics_dtype
 
-BLOCK = 1024  # rows of the head at a time in half precision on a CPU: the product stays in the cache
 BLOCKS = 8  # of the head on an accelerator
 
 Blocks = list[Tensor]  # consecutive rows of a gradient
@@ -37,7 +37,8 @@ class Accumulator:
         """Use up one chunk: G [n, V] in the model's dtype, its row factors [n], its positions [n]."""
         factor = (row * scale)[:, None]
         if self.d_hidden is not None:
-            self.d_hidden[order] = (torch.mm(G, self.weight) * factor).to(G.dtype)
+            product = with_rows(G, self.weight) if widens(G) else torch.mm(G, self.weight)
+            self.d_hidden[order] = (product * factor).to(G.dtype)
         if self.blocks is not None:
             self._add_weight(G, (self.hidden[order] * factor).to(G.dtype), self.blocks)
         if self.d_bias is not None:
@@ -51,13 +52,15 @@ class Accumulator:
         mixed = (
             G.is_cuda and G.dtype != stats
         )  # half-precision factors, float32 sum: only there a product can
-        first = not blocks
+        first, widened = not blocks, widens(G)
+        scaled = scaled.to(stats) if widened else scaled
         for place, start in enumerate(range(0, G.shape[1], self.rows)):
             part = G[:, start : start + self.rows].t()
+            part = part.to(stats) if widened else part
             if first:
                 made = torch.mm(part, scaled, out_dtype=stats) if mixed else torch.mm(part, scaled).to(stats)
                 blocks.append(made)
-            elif G.dtype == stats:
+            elif part.dtype == stats:
                 blocks[place].addmm_(part, scaled)
             elif mixed:
                 torch.addmm(blocks[place], part, scaled, out_dtype=stats, out=blocks[place])
