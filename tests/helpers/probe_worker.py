@@ -12,6 +12,7 @@ import torch
 from common.errors import UserError
 from pipeline.engine import start_world
 from pipeline.loss import fuse_model, get_objective, probe_model
+from pipeline.loss.varlen import VARLEN
 from tests.helpers.families import family
 from tests.helpers.zero_worker import OPTIMIZER
 
@@ -26,9 +27,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def outcome(name: str, scale: float | None = None) -> str:
+def outcome(name: str, scale: float | None = None, attn: str | None = None) -> str:
     """What the probe says of a family, and that a training step works afterwards."""
-    model = family(name)
+    model = family(name, attn)
     fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=list(model.parameters()))
     try:
@@ -50,6 +51,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     start_world()
     lines = [outcome("llama"), outcome("opt"), outcome("bloom"), outcome("granite", 0.3)]
+    lines.append(outcome("opt", attn=VARLEN))
     if torch.distributed.get_rank() == 0:
         with open(sys.argv[1], "w") as file:  # noqa: PTH123
             file.write("\n".join(lines))
