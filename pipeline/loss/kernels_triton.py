@@ -72,12 +72,8 @@ def statistics_kernel(
     y = tl.load(labels + row)
     shift = tl.load(shifts + row)
     low = -1.7e38  # weightless but finite: a row of nothing but the target stays defined
-    peak = low
-    mass = 0.0
-    transported = 0.0
-    plain_peak = low
-    plain_mass = 0.0
-    plain_transported = 0.0
+    peak, mass, transported = low, 0.0, 0.0
+    plain_peak, plain_mass, plain_transported = low, 0.0, 0.0
     summed = 0.0
     spread = 0.0  # sum of e (z - peak)
     squared = 0.0
