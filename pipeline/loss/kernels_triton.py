@@ -65,17 +65,15 @@ def statistics_kernel(
     HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, IS_SCALED: tl.constexpr,
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's L' (log-sum-exp over all but the target), D', the largest p'; where asked for, the sum of the
-    others, H', S'. IS_SCALED: of the logits times `logit_scale`; plain_* are L', D' of them as they are."""
+    """One row's L' (log-sum-exp over all but the target), D', the largest p', and what else is asked for:
+    the sum of the other logits, H', S'. With IS_SCALED they are those of the logits times `logit_scale`, and
+    L' and D' of the logits as they are go to `plain_lse` and `plain_d`."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(labels + row)
     shift = tl.load(shifts + row)
     low = -1.7e38  # weightless but finite: a row of nothing but the target stays defined
-    peak, plain_peak = low, low
-    mass = 0.0
-    transported = 0.0
-    plain_mass = 0.0
-    plain_transported = 0.0
+    peak, mass, transported = low, 0.0, 0.0
+    plain_peak, plain_mass, plain_transported = low, 0.0, 0.0
     summed = 0.0
     spread = 0.0  # sum of e (z - peak)
     squared = 0.0
@@ -97,7 +95,8 @@ def statistics_kernel(
                 plain_transported = plain_transported * shrink + tl.sum(e * c)
             z = z * logit_scale
         z = tl.where(other, z, low)
-        before, last = mass, peak
+        before = mass
+        last = peak
         peak, e, shrink, mass = _sum_exponentials(z, peak, mass)
         if HAS_ENTROPY:
             moved = tl.where(before > 0.0, shrink * before * (last - peak), 0.0)
