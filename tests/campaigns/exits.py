@@ -26,6 +26,7 @@ from tests.helpers import launching
 PYTHON = str(launching.BIN / "python")
 LONG = ["train.steps=100000", "train.schedule=constant", "train.save_every=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
+ABRT = signal.SIGABRT  # as NCCL's watchdog
 # Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the
 # user started. A `slow` step takes longer than launchers wait before they kill.
 COMMON = [
@@ -38,7 +39,14 @@ STARTING = [("command", (KILL,), "starting"), ("rank 1", (TERM, USR1), "starting
 SLOW = [("terminal", (INT,), "slow")]
 CELLS = {
     "deepspeed": [*COMMON, *BELOW, *SLOW, *STARTING],
-    "script": [*COMMON, ("deepspeed", (TERM, KILL), "training"), *BELOW, *SLOW, *STARTING],
+    "script": [
+        *COMMON,
+        ("rank 1", (ABRT,), "training"),
+        ("deepspeed", (TERM, KILL), "training"),
+        *BELOW,
+        *SLOW,
+        *STARTING,
+    ],
     "torchrun": [*COMMON, *SLOW],
     "python": [("command", (INT, TERM, USR1, KILL), "training"), ("command", (TERM, USR1), "starting")],
 }
@@ -138,7 +146,7 @@ def measure(name: str, home: Path, only: str, show: Campaign) -> None:
             end = disturb(name, home, victim, number, when)
             words = f"exit code {end.code} after {end.after:.0f} s, all ended after {end.quiet:.0f} s"
             words += ", saved" if end.saved else ""
-            lost = when != "starting" and number != KILL and not end.saved
+            lost = when != "starting" and number not in (KILL, ABRT) and not end.saved
             show(name, what, words, end.code != 0 and not lost)
 
 
