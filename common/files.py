@@ -29,6 +29,18 @@ class DiskFullError(OSError):
     """No space left to write to. It may pass, so it is no UserError: the same command resumes after it."""
 
 
+# Disks are cleared, networks and file servers come back.
+PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
+}
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same command may succeed at another time."""
+    return isinstance(error, DiskFullError) or error.errno in PASSING
+
+
 @contextlib.contextmanager
 def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` that becomes `path` when the block ends without an error.

@@ -6,7 +6,6 @@ Arguments, logging and exit codes. Whatever is heavy is imported after the argum
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import DiskFullError
+from common.files import may_pass
 from pipeline.stop import RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -153,13 +152,8 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     leave(code)  # the other ranks may be waiting for this one in a collective
 
 
-# Trying again does not cure these,
+# Trying again does not cure these.
 LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
-# and may cure these at any time: disks are cleared, networks and file servers come back.
-PASSING = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
-    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
-}
 
 
 def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
@@ -184,8 +178,8 @@ def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         what = "lost" if dist.is_initialized() else "did not reach"
         why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
         return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {what} another rank, {why}"
-    passing = isinstance(error, DiskFullError) or getattr(error, "errno", None) in PASSING
-    if isinstance(error, OSError | SafetensorError) and (advanced or passing or "os error" in line):
+    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
+    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
         return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
         return ExitCode.MISTAKE, (

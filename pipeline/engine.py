@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import fcntl
 import functools
-import importlib
 import logging
 import os
 import socket
@@ -31,12 +30,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
-from transformers.pytorch_utils import Conv1D
 
-from common.errors import UserError
+from common.errors import FailureError, UserError
 from pipeline.loss.health import BINS
 from pipeline.planning.ds_file import zero_stage
-from pipeline.planning.host import check_gpus, ranks_here, threads
+from pipeline.planning.host import check_gpus, threads
+from pipeline.planning.optimizer import import_muon, muon, parameter_groups
 from pipeline.ranks import PATIENCE, World, gather_objects
 from pipeline.stop import die_with_parent
 
@@ -87,7 +86,7 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
         verbose=False,
     )
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads(len(os.sched_getaffinity(0)), ranks_here()))
+        torch.set_num_threads(threads())
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
 
@@ -95,83 +94,6 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
     """While the returned object lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
-    """The optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
-
-    One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
-    `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
-
-    Raises UserError for a model whose matrices Muon would scale the wrong way round.
-    """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if use_muon:
-        if any(isinstance(module, Conv1D) for module in model.modules()):
-            raise UserError(
-                "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
-                "them transposed (Conv1D); set train.optimizer=adamw, or take another model"
-            )
-        tables = {id(p) for m in _tables(model) for p in m.parameters()}
-        body = [p for p in trainable if _dimensions(p) == 2 and id(p) not in tables]
-        taken = {id(p) for p in body}
-        first = {"params": body, "weight_decay": weight_decay, "use_muon": True}
-        return [first, *_adam_groups([p for p in trainable if id(p) not in taken], weight_decay)]
-    return _adam_groups(trainable, weight_decay)
-
-
-def _adam_groups(trainable: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    decaying = [p for p in trainable if _dimensions(p) > 1]
-    fixed = [p for p in trainable if _dimensions(p) <= 1]
-    if not weight_decay or not decaying or not fixed:
-        return [{"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
-    return [{"params": decaying, "weight_decay": weight_decay}, {"params": fixed, "weight_decay": 0.0}]
-
-
-def _dimensions(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _tables(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of tokens and positions, and the head."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), head]
-
-
-def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
-
-    params: of the DeepSpeed file's section `optimizer`. DeepSpeed itself would sort by name, and take the
-    embeddings of GPT-2 and MPT for matrices of the body.
-    """
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    settings = []
-    for group in groups:
-        use = group.get("use_muon", False)
-        own = ("momentum",) if use else ("betas", "eps")
-        rate = params["muon_lr" if use else "lr"]
-        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in own})
-        for parameter in group["params"]:
-            parameter.use_muon = use
-    fused = {"fused": True} if params.get("fused") else {}
-    return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=fused)
-
-
-def _import_muon() -> None:
-    """Import DeepSpeed's Muon, which it asks for whatever the optimizer, with its functions left uncompiled.
-
-    Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
-    Muon they stay compiled.
-    """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        del os.environ["TORCHDYNAMO_DISABLE"]
-        if before is not None:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 # Of a group of parameters; no checkpoint decides them.
@@ -191,7 +113,7 @@ class Engine:
         # Part of a checkpoint's layout; DeepSpeed then replaces the parameters in the groups by its own.
         self.groups = [len(group["params"]) for group in groups]
         if not with_muon or get_accelerator().device_name() == "cpu":
-            _import_muon()
+            import_muon()
         self.ds, *_ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
@@ -346,7 +268,7 @@ def _detached(sums: Any) -> Tensor:
 def to_universal(state: Path, target: Path) -> None:
     """Rewrite a saved state so that any number of ranks can load it; one process, no process group.
 
-    Raises UserError with the converter's last line when it fails.
+    Raises UserError with the converter's last line when it fails, FailureError where another try may succeed.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -357,8 +279,10 @@ def to_universal(state: Path, target: Path) -> None:
         command, env=os.environ | alone, capture_output=True, text=True, preexec_fn=die_with_parent
     )
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{state} cannot be converted for another number of ranks: {last}")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        passing = done.returncode < 0 or "No space left" in last  # killed, or a full disk
+        kind = FailureError if passing else UserError
+        raise kind(f"{state} cannot be converted for another number of ranks: {last}")
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import UserError
-from common.files import write_text
+from common.errors import FailureError, UserError
+from common.files import may_pass, write_text
 from common.lease import Lease
 from pipeline.run_dir import HEARTBEAT, LOCK
 
@@ -41,7 +41,8 @@ class RunLock:
     def take(self) -> None:
         """Take the lock, waiting for a holder that has died without a word on another host.
 
-        Raises UserError when another launch holds it, or the directory cannot be written.
+        Raises UserError when another launch holds it, or the directory cannot be written, FailureError where
+        that may pass.
         """
         if self._lease is None:
             return
@@ -49,7 +50,8 @@ class RunLock:
             if not self._lease.acquire(self._beat):
                 self._outlast(self._lease)
         except OSError as error:
-            raise UserError(f"run_dir={self.run_dir} cannot be written ({error}); set another") from None
+            kind = FailureError if may_pass(error) else UserError
+            raise kind(f"run_dir={self.run_dir} cannot be written ({error}); set another") from None
         self._beat()
 
     def _outlast(self, lease: Lease) -> None:

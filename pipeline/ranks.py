@@ -69,11 +69,11 @@ def agreed(work: Callable[[], T]) -> T:
     try:
         result = work()
     except UserError as found:
-        error = str(found)
+        error = found
     errors = gather_objects((socket.gethostname(), error))
     host, first = next(((h, e) for h, e in errors if e is not None), ("", None))
     if first is not None:
-        raise UserError(first if all(e is not None for _, e in errors) else f"on {host}: {first}")
+        raise type(first)(str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}")
     return cast("T", result)
 
 
@@ -84,10 +84,10 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         try:
             work()
         except UserError as found:
-            error = str(found)
+            error = found
     error = gather_objects(error)[0]
     if error is not None:
-        raise UserError(error)
+        raise error
 
 
 def host_group() -> Any:
@@ -110,15 +110,23 @@ def patience(minutes: float, spare: Any = None) -> Iterator[None]:
     wait_at_most(minutes, spare)
 
 
+# What gloo and NCCL say, in small letters, of a rank that is gone or was never reached. Their other errors
+# are about this host: two ranks on one GPU, too little shared memory.
+LOST = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "wait timeout"),
+    *("socket timeout", "connection refused", "no route to host", "network is unreachable"),
+    *("failed to recv, got 0 bytes", "connection was likely closed", "possible application crash on rank"),
+    *("ncclremoteerror", "exit of a remote peer", "communicator was aborted", "watchdog caught"),
+)
+
+
 def lost_a_peer(error: Exception) -> bool:
     """Whether another rank could not be reached, or a collective failed because it has died or hangs."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
-    gloo = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
-    # Other errors of NCCL are about this host: two ranks on one GPU, too little shared memory.
-    nccl = ("ncclRemoteError", "exit of a remote peer", "communicator was aborted", "Watchdog caught")
     several = dist.is_initialized() and dist.get_world_size() > 1
-    return isinstance(error, RuntimeError) and several and any(s in str(error) for s in gloo + nccl)
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and several and any(sign in text for sign in LOST)
 
 
 def end_world() -> None:

@@ -7,6 +7,7 @@ Ranks talk through a process group of their own, so that all learn when one of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -127,9 +128,10 @@ class Saver:
             lost = isinstance(found, RuntimeError) and lost_a_peer(found)
             problem = FailureError("another rank has not written its part" if lost else one_line(found))
         if problem is not None:
-            if self.engine.world.is_main:
-                checkpoint.remove(partial)
             self._problem = self._given_up(problem)
+            if self.engine.world.is_main:
+                with contextlib.suppress(OSError):  # the disk that failed may fail again
+                    checkpoint.remove(partial)
 
     def _write_part(
         self, partial: Path, state: dict[str, Any], copied: Copied | None

@@ -37,6 +37,7 @@ from pipeline.model import (
 )
 from pipeline.planning.checks import Ready, check
 from pipeline.planning.footprint import Setup, accelerator, utilisation
+from pipeline.planning.host import on_gpu
 from pipeline.planning.plan import sizes_of
 from pipeline.ranks import World, agreed, gather_objects, on_main, patience, wait_at_most
 from pipeline.run_dir import EXPORT
@@ -198,7 +199,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
 
 def _peak_share(config: RunConfig, ready: Ready) -> float | None:
     """Share of the GPUs' peak that one step per second would be; None on hardware that is not known."""
-    gpu = accelerator(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
     if gpu is None:
         return None
     batch = ready.batch

@@ -52,6 +52,14 @@ def process_groups_and_their_timeouts() -> None:
         dist.destroy_process_group()
 
 
+@needs("pipeline/loss/products.py", "_is_avx512_bf16_supported")
+@needs("pipeline/loss/products.py", "_is_amx_tile_supported")
+def what_the_processor_has() -> None:
+    assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
+    assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
+    assert isinstance(torch.backends.cpu.get_cpu_capability(), str)
+
+
 @needs("pipeline/engine.py", "_pytree")
 def trees_of_tensors() -> None:
     from torch.utils import _pytree
@@ -163,7 +171,7 @@ def checkpoints_are_written_through_an_engine_of_ours() -> None:
     assert "self.checkpoint_engine.makedirs(" in source
 
 
-@needs("pipeline/engine.py", "deepspeed.runtime.zero.muon.muon_optimizer")
+@needs("pipeline/planning/optimizer.py", "deepspeed.runtime.zero.muon.muon_optimizer")
 def muon_is_imported_whatever_the_optimizer() -> None:
     from deepspeed.runtime.zero import utils
 
@@ -171,8 +179,8 @@ def muon_is_imported_whatever_the_optimizer() -> None:
     assert wanted in inspect.getsource(utils.is_zero_supported_optimizer)
 
 
-@needs("pipeline/engine.py", "parameter.use_muon = use")
-@needs("pipeline/engine.py", "adam_optimizer_kwargs=fused")
+@needs("pipeline/planning/optimizer.py", "parameter.use_muon = use")
+@needs("pipeline/planning/optimizer.py", "adam_optimizer_kwargs=fused")
 def muon_is_built_by_a_function_of_ours() -> None:
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -205,7 +213,7 @@ def adam_may_be_pytorchs() -> None:
     assert adam is torch.optim.AdamW and adam([weight], **given, **more).param_groups[0]["fused"] is True
 
 
-@needs("pipeline/engine.py", "TORCHDYNAMO_DISABLE")
+@needs("pipeline/planning/optimizer.py", "TORCHDYNAMO_DISABLE")
 def compiling_can_be_left_out_of_an_import() -> None:
     done = subprocess.run(
         [

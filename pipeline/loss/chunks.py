@@ -66,7 +66,7 @@ def walk_over(
     Raises UserError for labels that do not fit the vocabulary or the batch.
     """
     dtype, device = like.dtype, like.device
-    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels)
+    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
     plan.check(vocab_size)
     order, total = plan.on(device), len(plan)
     size = min(chunk_rows(spec, dtype, vocab_size, device), max(total, 1))

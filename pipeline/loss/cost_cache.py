@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeline.loss.padding import padded_rows
+from pipeline.loss.padding import padded_rows, row_stride
 
 # Rows computed together; on an accelerator one request of the kernels must fit.
 WINDOW_CPU, WINDOW = 64, 1024
@@ -21,7 +21,7 @@ class CostCache:
     """
 
     def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
-        row_bytes = vocab_size * torch.float16.itemsize
+        row_bytes = row_stride(vocab_size, device) * torch.float16.itemsize
         self.window = min(vocab_size, WINDOW_CPU if device.type == "cpu" else WINDOW)
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets that found no place

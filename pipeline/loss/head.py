@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.labels import IGNORE
 from pipeline.loss.cost import CostEmbedding, LiveCost
 from pipeline.loss.dense import Teacher
-from pipeline.loss.documents import keep_apart
+from pipeline.loss.documents import SEGMENTS, by_segments, keep_apart
 from pipeline.loss.fused import apply_fused
 from pipeline.loss.registry import Objective
 from pipeline.loss.spec import LossSums, Spec, make_spec
@@ -149,7 +149,9 @@ class FusedCausalLM:
 
     def before_head(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
         """What goes into the head, [..., L, H] of so many `tokens`, in the order of the inputs."""
-        inputs = {k: v for k, v in inputs.items() if v is not None and k not in LOGITS_ONLY}
+        model: Any = self
+        unused = LOGITS_ONLY if by_segments(model.config._attn_implementation) else LOGITS_ONLY + SEGMENTS
+        inputs = {k: v for k, v in inputs.items() if k not in unused and v is not None}
         positions = inputs.get("position_ids")
         if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel() == tokens:
             keep_apart(self, positions, inputs)
@@ -157,7 +159,6 @@ class FusedCausalLM:
             inputs.pop("position_ids", None)
         if self.takes is not None:
             inputs = {k: v for k, v in inputs.items() if k in self.takes}
-        model: Any = self
         hidden = model.base_model(**{"use_cache": False, **inputs})[0]
         head = model.get_output_embeddings()
         if not torch.is_autocast_enabled(hidden.device.type):

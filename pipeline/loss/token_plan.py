@@ -27,7 +27,7 @@ class OnDevice(NamedTuple):
     targets: Tensor  # [U]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenPlan:
     """The valid tokens of a batch, sorted by label so that one row of costs serves all with the same target.
 

@@ -6,6 +6,7 @@ Importing this registers it with transformers. It is used where a call says wher
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -65,6 +66,11 @@ def varlen_attention(
     attend = attend_at_once if q.is_cuda else attend_in_turn
     found = attend(q, k, v, cu_seq_lens_q, max_length_q, scale, left)
     return found[..., : value.shape[-1]].unflatten(0, (b, length)), None
+
+
+def kernel_is_new_enough() -> bool:
+    """Whether this torch's kernel takes all that `attend_at_once` asks for."""
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -10,7 +10,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from common.errors import UserError, one_line
 from pipeline.config import ModelConfig
 from pipeline.loss.documents import VARLEN, by_segments
-from pipeline.loss.varlen import LARGEST_HEAD
+from pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
+from pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
     passed_over = []
     for name in PREFERENCE:
         missing = _lacking(name, model, config)
-        if missing is None and name == VARLEN and not torch.cuda.is_available():
+        if missing is None and name == VARLEN and not on_gpu():
             missing = "no GPU"
         if missing is None:
             break
@@ -68,8 +69,7 @@ def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | N
 
 def _host_lacks(name: str, model: ModelConfig) -> str | None:
     """What this host, with weights of this kind, lacks for attention by segments."""
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
+    if not on_gpu():
         return "no GPU" if name == "flash_attention_2" else None
     if model.dtype == "float32":
         return "it computes in half precision only, and model.dtype is float32"
@@ -78,7 +78,7 @@ def _host_lacks(name: str, model: ModelConfig) -> str | None:
             import flash_attn  # noqa: F401
         except ImportError as error:
             return f"flash-attn cannot be imported: {one_line(error)}"
-    elif not torch.backends.cuda.is_flash_attention_available():
+    elif not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
         return "this build of torch lacks its kernel"
     elif torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 or newer"

@@ -17,7 +17,6 @@ from common.errors import UserError, one_line
 from data_prep.shards import TokenDataset, is_prepared, open_prepared
 from pipeline import resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
-from pipeline.engine import parameter_groups
 from pipeline.export import unwrap
 from pipeline.loss.cost_source import FILES, load_cost
 from pipeline.loss.registry import Objective
@@ -29,6 +28,7 @@ from pipeline.model import (
 )
 from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
+from pipeline.planning.optimizer import parameter_groups
 from pipeline.planning.rehearsal import rehearse
 
 

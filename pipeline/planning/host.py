@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from common.errors import UserError
 
+BINDING = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of launchers that may bind ranks to cores
 CPU = "or set DS_ACCELERATOR=cpu to train on the CPU"
 
 
@@ -114,6 +115,18 @@ def check_compiler(on_gpu: bool) -> None:
         raise UserError("Triton needs a C compiler for its kernels, and this host has none; install gcc")
 
 
-def threads(cores: int, ranks: int) -> int:
-    """Threads of a rank on a host's cores: CPU ranks compute on them, GPU ranks step offloaded optimizers."""
-    return max(1, cores // max(1, ranks))
+def threads() -> int:
+    """Threads of a rank: CPU ranks compute on the host's cores, GPU ranks step offloaded optimizers on them.
+
+    The cores that it may use are shared with the host's other ranks, unless srun or mpirun has bound each to
+    its own.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), ranks_here()
+    if any(name in os.environ for name in BINDING) and cores * ranks <= (os.cpu_count() or 1):
+        return cores
+    return max(1, cores // ranks)
+
+
+def on_gpu() -> bool:
+    """Whether this run computes on a GPU."""
+    return get_accelerator().device_name() == "cuda"

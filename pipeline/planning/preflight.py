@@ -109,11 +109,10 @@ def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
     found = compiler()
     advice = "install gcc: Triton compiles with it" if on_gpu and found is None else ""
     yield Finding(host, "C compiler", found or "none", advice)
-    cores, ranks, own = len(os.sched_getaffinity(0)), ranks_here(), torch.get_num_threads()
-    share = threads(cores, ranks)
-    wrong = own * ranks > max(cores, ranks) or (offloaded and own < share)  # torchrun gives ranks one thread
+    ranks, own, share = ranks_here(), torch.get_num_threads(), threads()
+    wrong = own > share or (offloaded and own < share)  # torchrun gives ranks one thread
     advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
-    yield Finding(host, "threads", f"{own} for each of {ranks} ranks on {cores} cores", advice)
+    yield Finding(host, "threads", f"{own} for each of {ranks} ranks, with {share} cores each", advice)
 
 
 def _interface(host: str) -> Finding:

@@ -26,7 +26,7 @@ from pipeline.loss import fuse_model, get_objective, probe_model
 from pipeline.loss.fused import token_nll
 from pipeline.model import check_fits, load_pretrained, model_config
 from pipeline.planning.attention import usable_attention
-from pipeline.planning.host import check_gpus
+from pipeline.planning.host import check_gpus, on_gpu
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _load(config: RunConfig, attn: str) -> Any:
     """The model, ready to compute likelihoods of packed rows."""
     model: Any = load_pretrained(config, attn)
     model.eval().requires_grad_(False)
-    if torch.cuda.is_available():
+    if on_gpu():
         model.cuda()
     fuse_model(model, get_objective("mle"))
     probe_model(model)

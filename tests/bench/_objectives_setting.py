@@ -119,7 +119,7 @@ class Setting:
 
     def planned(self, i: int) -> Tensor | TokenPlan:
         """Batch `i` as the trainer hands it to the head."""
-        return self.plans.get(i) or self.labels(i)
+        return self.plans[i] if i in self.plans else self.labels(i)
 
     def labels(self, i: int) -> Tensor:
         """Batch `i` of the second half of the text; warm-up rounds have negative numbers."""

@@ -1,8 +1,6 @@
 """One rank of a run whose saving is disturbed: python -m ... WHAT RECIPE [key=value ...], run_dir among them
 
 late      a checkpoint's export is not written before a later step was taken
-damaged   the first export holds other weights than the model
-killed    rank 0 is killed when it is about to write the last export; nothing is reloaded
 hung      a write of rank 1 never ends
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -56,23 +53,6 @@ def late(run_dir: Path) -> None:
     on_export(run_dir, wait)
 
 
-def damaged(run_dir: Path) -> None:
-    def change(step: int, tensors: Any) -> None:
-        tensors.update({name: -tensor for name, tensor in tensors.items()})
-
-    on_export(run_dir, change)
-
-
-def killed(run_dir: Path) -> None:
-    saving.check_aside = lambda *given: None
-
-    def die(step: int, tensors: Any) -> None:
-        if step == LAST:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    on_export(run_dir, die)
-
-
 def hung(run_dir: Path) -> None:
     saving.PATIENCE = 0.05  # minutes
     if os.environ["RANK"] == "1":
@@ -82,5 +62,5 @@ def hung(run_dir: Path) -> None:
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir="))
-    {"late": late, "damaged": damaged, "killed": killed, "hung": hung}[what](Path(run_dir))
+    {"late": late, "hung": hung}[what](Path(run_dir))
     leave(run_recipe("text", Watch(), arguments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -93,28 +92,23 @@ def test_a_gpu_that_cannot_be_used_is_refused(recipe: Path, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_muon_with_copies_of_weights_in_each_host_resumes(recipe: Path, tmp_path: Path) -> None:
-    """hpZ: the copies must become the checkpoint's weights too."""
+def test_muon_with_copies_of_weights_in_each_host(recipe: Path, tmp_path: Path) -> None:
+    """Muon and hpZ by recipe; `test_distributed_optimizers.py` compares them with others and resumes them."""
     run_dir, file = tmp_path / "run", tmp_path / "hpz.json"
     tree = json.loads((launching.REPO / "ds_configs/zero3_hpz.json").read_text())
     # as in a model of real size, no parameter is small enough to stay whole
     tree["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     file.write_text(json.dumps(tree))
-    options = [str(recipe), f"run_dir={run_dir}", f"deepspeed={file}", "train.save_every=4"]
-    options += ["train.optimizer=muon", "train.muon_lr=0.02", "train.clip=0", "train.weight_decay=0.1"]
+    options = [str(recipe), f"run_dir={run_dir}", f"deepspeed={file}", "train.optimizer=muon"]
+    options += ["train.muon_lr=0.02", "train.clip=0", "train.weight_decay=0.1"]
     done = launching.run_ranks(2, *options)
     assert done.returncode == 0, done.stdout
-    whole = losses(run_dir)
-    for name in ("step-000008", "export"):
-        shutil.rmtree(run_dir / name)
-    again = launching.run_ranks(2, *options)
-    assert again.returncode == 0, again.stdout
-    assert losses(run_dir) == whole
+    nll = [found for _, found, _ in losses(run_dir)]
+    assert nll[-1] < nll[0] - 0.1
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_have_the_dtype_of_their_model(recipe: Path, tmp_path: Path, stage: int) -> None:
-    """They were float32 under ZeRO-3 and bfloat16 under ZeRO-2."""
+def test_adapters_have_the_dtype_of_their_model(recipe: Path, tmp_path: Path) -> None:
+    """Under ZeRO-3, too, which builds them partitioned."""
     run_dir = tmp_path / "run"
     options = [
         "model.dtype=bfloat16",
@@ -123,7 +117,6 @@ def test_adapters_have_the_dtype_of_their_model(recipe: Path, tmp_path: Path, st
         "train.lr=0.05",
         "objective.name=mle",
     ]
-    options += [f"deepspeed=ds_configs/zero{stage}.json"]
     done = launching.run_ranks(2, str(recipe), f"run_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     dtypes = set()

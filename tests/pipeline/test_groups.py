@@ -10,8 +10,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from common.errors import UserError
 from pipeline.config import LoraConfig, ModelConfig
-from pipeline.engine import parameter_groups
 from pipeline.model import add_lora
+from pipeline.planning.optimizer import parameter_groups
 from tests.pipeline.test_export import FAMILIES
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UserError
 from pipeline.planning import host
-from pipeline.planning.host import Gpus, check_compiler, refusal, threads
+from pipeline.planning.host import BINDING, Gpus, check_compiler, refusal, threads
 from tests.conftest import REPO
 
 OLD = (
@@ -69,9 +69,29 @@ def test_a_kernel_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     check_compiler(on_gpu=True)
 
 
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(64, 8, 8), (2, 4, 1), (6, 4, 1), (8, 1, 8)])
-def test_ranks_share_the_cores(cores: int, ranks: int, expected: int) -> None:
-    assert threads(cores, ranks) == expected
+@pytest.mark.parametrize(
+    ("mine", "of", "ranks", "launcher", "expected"),
+    [
+        (64, 64, 8, "RANK", 8),
+        (2, 2, 4, "RANK", 1),
+        (6, 6, 4, "RANK", 1),
+        (8, 8, 1, "RANK", 8),
+        (4, 64, 4, "RANK", 1),  # a container with four cores
+        (8, 64, 8, "SLURM_PROCID", 8),  # bound: they are its own already
+        (32, 64, 8, "SLURM_PROCID", 4),  # a job on half of a host, its ranks not bound
+        (1, 1, 1, "OMPI_COMM_WORLD_RANK", 1),
+    ],
+)
+def test_ranks_share_the_cores(
+    mine: int, of: int, ranks: int, launcher: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in BINDING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(launcher, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(mine)))
+    monkeypatch.setattr("os.cpu_count", lambda: of)
+    assert threads() == expected
 
 
 def test_a_rank_takes_its_share_of_the_cores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import lease
-from common.errors import UserError
+from common.errors import FailureError, UserError
 from common.lease import Lease
 from pipeline import lock
 from pipeline.lock import RunLock
@@ -134,6 +135,19 @@ def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         RunLock(tmp_path / "file" / "run", active=True).take()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, FailureError), (errno.EROFS, UserError)])
+def test_a_disk_that_is_full_for_now_is_no_mistake(
+    number: int, kind: type[UserError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Lease, "acquire", refuse)
+    with pytest.raises(UserError) as caught:
+        RunLock(tmp_path / "run", active=True).take()
+    assert type(caught.value) is kind
 
 
 def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
