@@ -60,7 +60,7 @@ PARTS = {
     9: Part("compiled", 110, "gpu_runs", needs_gpu=True),
 }
 POLL = 0.2  # seconds between looks at what a part has found
-LOG_BYTES = 256 * 1024  # of a part's output that are kept, its end
+LOG_BYTES = 128 * 1024  # of a part's output that are kept, its end
 RUNS = common.REPO / "runs"
 
 

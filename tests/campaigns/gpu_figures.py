@@ -115,7 +115,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def begin(directory: Path, parts: list[str], **about: Any) -> None:
-    """Forget the records of parts that are about to run again; those of others stay. `about`: this session."""
+    """Forget the records of parts that are about to run again; those of others stay; `about` this session."""
     known = read(directory)
     known["about"] = known.get("about", {}) | dict.fromkeys(parts, about)
     known["records"] = [record for record in known["records"] if record["part"] not in parts]

@@ -18,7 +18,7 @@ MILLI = 1e3
 BLOCK = 1024  # tokens a row
 RUN_SECONDS = 40  # that a measured run takes, as far as one can tell
 TRACE_STEP = 6  # the one that is recorded: a trace is large
-TRACE_MIB = 2  # of a packed trace that is kept beside the figures
+TRACE_MIB = 2.8  # of a packed trace that is kept beside the figures
 SHARED = {"/bin", "/usr/bin"}  # where Triton's C compiler is, too
 ALIKE = 2e-2  # relative difference of losses of the same steps, computed in another order in bfloat16
 
