@@ -203,6 +203,7 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    dtype = torch.bfloat16 if GPU else torch.float32
     size = (64, 2, 128) if quick else ((2048, 8, 2048) if GPU else (512, 8, 512))
     hidden, layers, length = size
     config = LlamaConfig(
@@ -216,10 +217,10 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     )
     tokens, source = text_tokens(32000)
     models, runs = {}, {}
-    first = LlamaForCausalLM(config).to(DEVICE)
+    first = LlamaForCausalLM(config).to(DEVICE, dtype)
     cost = CostEmbedding.from_weight(first.lm_head.weight, cache_mb=CACHE_MB)
     for name in ("mle", "emo"):
-        model = LlamaForCausalLM(config).to(DEVICE)
+        model = LlamaForCausalLM(config).to(DEVICE, dtype)
         model.load_state_dict(first.state_dict())
         fuse_head(model.lm_head, get_objective(name), cost if name == "emo" else None)
         models[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-5))
@@ -240,7 +241,7 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
         fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
     runs = {name: functools.partial(step, name) for name in models}
     times = common.race(runs, rounds)
-    what = f"LLaMA {hidden} x {layers}, {length} tokens a row"
+    what = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
     for name in runs:
         report.row(
             shape=f"whole step, {what}",

@@ -1,6 +1,6 @@
 """What a GPU has to show, in under 25 minutes on one: correctness, speed and memory beside their targets.
 
-    python -m tests.campaigns.gpu [--parts 1 2 3] [--out runs/gpu] [--quick]
+    python -m tests.campaigns.gpu [--parts 1 2 3] [--out DIR] [--quick]
 
 1 kernels     Triton kernels beside PyTorch's and float64
 2 speed       the fused loss beside its peers and beside bare matrix products; a whole step
@@ -14,8 +14,10 @@
 
 Needs no network, no pytest and no installation of the project: what the trainer imports is enough, and what
 else is missing is left out with a line. Every part runs in a process of its own that is killed when its time
-is over. Figures go to OUT/results.json as they come, output to OUT/PART.log; parts that are run again replace
-their figures, so that several commands can share the work. Exits 1 when a target is missed or a part failed.
+is over. Figures go to DIR/results.json as they come (without --out: runs/gpu), traces and the end of the
+output beside it: a few MB. Weights, data and runs are in runs/gpu/work whatever DIR is. Parts that are run
+again replace their figures, so that several commands can share the work. Exits 1 when a target is missed or a
+part failed.
 `--quick` tries all of it in small on a CPU, where no target holds.
 """
 
@@ -47,37 +49,40 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    1: Part("kernels", 120, "gpu_loss"),
+    1: Part("kernels", 180, "gpu_loss"),
     2: Part("speed", 300, "gpu_loss"),
     3: Part("waits", 135, "gpu_runs"),
     4: Part("compiler", 150, "gpu_runs", needs_gpu=True),
-    5: Part("plan", 300, "gpu_runs"),
+    5: Part("plan", 240, "gpu_runs"),
     6: Part("attention", 120, "gpu_attention"),
     7: Part("stops", 180, "gpu_stops"),
     8: Part("lora", 75, "gpu_runs"),
     9: Part("compiled", 110, "gpu_runs", needs_gpu=True),
 }
 POLL = 0.2  # seconds between looks at what a part has found
+LOG_BYTES = 128 * 1024  # of a part's output that are kept, its end
+RUNS = common.REPO / "runs"
 
 
-def run_part(number: int, out: Path, quick: bool) -> None:
-    """One part, in this process."""
+def run_part(number: int, until: float, work: Path, out: Path, quick: bool) -> None:
+    """One part, in this process; it has to be done by `until` on the clock of time.monotonic()."""
     part = PARTS[number]
-    show = Figures(out, part.name, quick, time.monotonic() + part.seconds)
-    work: Callable[[Figures], None] = getattr(
-        importlib.import_module(f"tests.campaigns.{part.module}"), part.name
-    )
-    work(show)
+    show = Figures(out, part.name, quick, until, work)
+    with show.attempt("the whole part"):
+        module = importlib.import_module(f"tests.campaigns.{part.module}")
+        measure: Callable[[Figures], None] = getattr(module, part.name)
+        measure(show)
 
 
-def in_child(number: int, out: Path, quick: bool) -> None:
+def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
     """One part in a process of its own, for as long as it may take; says its figures as they come."""
     part = PARTS[number]
     log = out / f"{part.name}.log"
-    command = [sys.executable, "-m", "tests.campaigns.gpu", "--part", str(number), "--out", str(out)]
+    said, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
+    command = [sys.executable, "-m", "tests.campaigns.gpu", "--out", str(out)]
+    command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
     with log.open("w") as file:
-        process = _start([*command, *(["--quick"] if quick else [])], file)
-        said, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
+        process = _start(command, file)
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(POLL)
@@ -93,6 +98,14 @@ def in_child(number: int, out: Path, quick: bool) -> None:
         last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
         show.failed("the whole part", f"exit code {process.returncode}: {last.strip()[:200]}; see {log}")
     _say_new(out, said)
+    _keep_end(log)
+
+
+def _keep_end(log: Path) -> None:
+    """Cut a long log down to its last LOG_BYTES."""
+    content = log.read_bytes()
+    if len(content) > LOG_BYTES:
+        log.write_bytes(b"... cut: the end of %d bytes\n" % len(content) + content[-LOG_BYTES:])
 
 
 def _start(command: list[str], file: IO[str]) -> subprocess.Popen[bytes]:
@@ -123,13 +136,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The campaign; 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--out", type=Path, help="default: runs/gpu, or runs/gpu-quick")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/gpu, or runs/gpu-quick")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
-    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # the child's
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # the child's: number, end, work
     given = parser.parse_args(arguments)
-    out: Path = (given.out or common.REPO / "runs" / ("gpu-quick" if given.quick else "gpu")).resolve()
+    usual = RUNS / ("gpu-quick" if given.quick else "gpu")
+    out: Path = (given.out or usual).resolve()
     if given.part is not None:
-        run_part(given.part, out, given.quick)
+        number, until, work = given.part
+        run_part(int(number), float(until), Path(work), out, given.quick)
         return 0
     if not GPU and not given.quick:
         print("error: torch sees no GPU here; --quick tries the campaign on a CPU", file=sys.stderr)
@@ -141,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             Figures(out, PARTS[number].name).skip("all of it", "needs a GPU")
             _say_new(out, len(gpu_figures.read(out)["records"]) - 1)
         else:
-            in_child(number, out, given.quick)
+            in_child(number, usual / "work", out, given.quick)
     return gpu_figures.table(out)
 
 

@@ -17,6 +17,8 @@ from rich.table import Table
 from common.errors import one_line
 from common.files import write_text
 
+OWN = ("common", "data_prep", "pipeline", "eval", "tests")  # packages that are never just "not installed"
+CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off
 RESULTS = "results.json"
 MARKS = {True: "met", False: "MISSED", None: ""}
 
@@ -29,10 +31,11 @@ class MissingError(Exception):
 class Figures:
     """The records of one part; one process writes at a time."""
 
-    directory: Path
+    directory: Path  # for figures, logs and traces, which are small
     part: str
     quick: bool = False  # sizes that say whether it runs, not how well: no target holds
-    deadline: float = float("inf")  # of the part, by time.monotonic()
+    deadline: float = float("inf")  # of the part, by time.monotonic(), which processes share
+    work: Path = Path()  # for weights, data and runs, which are not
 
     def __call__(
         self,
@@ -73,6 +76,8 @@ class Figures:
             yield
         except MissingError as error:
             self.skip(what, error)
+        except ModuleNotFoundError as error:
+            self._not_found(what, error)
         except Exception as error:
             traceback.print_exc()
             self.failed(what, f"{type(error).__name__}: {one_line(error)}")
@@ -81,6 +86,18 @@ class Figures:
         """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
         if time.monotonic() + seconds > self.deadline:
             raise MissingError(f"the part has less than {seconds:g} s left for it")
+
+    def limit(self, seconds: float) -> float:
+        """As many seconds, or those that the part has left less CLOSING; at least one."""
+        return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
+
+    def _not_found(self, what: str, error: ModuleNotFoundError) -> None:
+        """A package that is not installed is left out; a module of the project that is gone is a fault."""
+        if error.name is None or error.name.partition(".")[0] in OWN:
+            traceback.print_exc()
+            self.failed(what, one_line(error))
+        else:
+            self.skip(what, f"{error.name} is not installed")
 
     def _keep(self, what: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
         known = read(self.directory)
@@ -92,14 +109,15 @@ class Figures:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What is kept so far: `machine`, `settings` and `records`."""
+    """What is kept so far: `records`, and `about` the sessions that the parts ran in."""
     path = directory / RESULTS
     return json.loads(path.read_text()) if path.is_file() else {"records": []}
 
 
 def begin(directory: Path, parts: list[str], **about: Any) -> None:
-    """Forget the records of parts that are about to run again; those of others stay."""
-    known = read(directory) | about
+    """Forget the records of parts that are about to run again; those of others stay; `about` this session."""
+    known = read(directory)
+    known["about"] = known.get("about", {}) | dict.fromkeys(parts, about)
     known["records"] = [record for record in known["records"] if record["part"] not in parts]
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / RESULTS, json.dumps(known, indent=1) + "\n")

@@ -101,6 +101,7 @@ def kernels(show: Figures) -> None:
         name = str(dtype).removeprefix("torch.")
         for V in vocabularies:
             with show.attempt(f"V={V} {name}"):
+                show.need_seconds(20)  # Triton compiles the kernels of a vocabulary anew
                 _compare(show, V, dtype, name)
 
 

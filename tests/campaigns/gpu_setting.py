@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,9 +22,11 @@ import psutil
 import torch
 import yaml
 
-from tests.bench import common
-from tests.campaigns.gpu_figures import Figures, MissingError
+from tests.campaigns.gpu_figures import OWN, Figures, MissingError
 
+# tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
+REPO = Path(__file__).resolve().parents[2]
+TRAINER = ("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
 GPU = torch.cuda.is_available()
 STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
@@ -68,11 +71,11 @@ def architecture(size: str) -> dict[str, Any]:
     return {"model_type": "llama", "max_position_embeddings": CONTEXT, **SIZES[size]}
 
 
-def model_directory(out: Path, size: str) -> Path:
+def model_directory(work: Path, size: str) -> Path:
     """Random weights of a LLaMA of that size in bfloat16, written once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    target = out / "models" / size
+    target = work / "models" / size
     if (target / "config.json").is_file():
         return target
     torch.manual_seed(0)
@@ -87,8 +90,12 @@ def model_directory(out: Path, size: str) -> Path:
 
 
 def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[str, Any]) -> Path:
-    """A recipe on prepared data: rows of `block` tokens, `micro` of them a step; `sections` complete it."""
-    out = show.directory
+    """A recipe on prepared data: rows of `block` tokens, `micro` of them a step; `sections` complete it.
+
+    Raises MissingError where a run of it could not start.
+    """
+    needs(*TRAINER)
+    out = show.work
     content: dict[str, Any] = {
         "run_dir": str(out / "runs" / "unnamed"),
         "data": {
@@ -120,7 +127,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
     path.write_text(yaml.safe_dump(content))
     prepared = out / f"data-{block}.prepared"
     if not prepared.exists():
-        run(["-m", "data_prep", "prepare", str(path)], seconds=60)
+        run(["-m", "data_prep", "prepare", str(path)], show.limit(60))
         prepared.touch()
     return path
 
@@ -128,7 +135,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
 def environment(**changes: Any) -> dict[str, str]:
     """What processes of the campaign inherit; None takes a variable away."""
     found = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if GPU:  # tests.bench.common sets it for the benches
+    if GPU:  # tests.bench.common has set it for the benches; the trainer chooses for itself
         found.pop("OMP_NUM_THREADS", None)
     else:
         found |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -140,11 +147,14 @@ def environment(**changes: Any) -> dict[str, str]:
 
 
 def run(arguments: list[str], seconds: float, **changes: Any) -> str:
-    """Output of a Python process. Raises RuntimeError with its last words where it fails or takes longer."""
+    """Output of a Python process. Raises RuntimeError with its last words where it fails or takes longer.
+
+    Raises MissingError where a package that it imports is not installed.
+    """
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
-            cwd=common.REPO,
+            cwd=REPO,
             env=environment(**changes),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -155,6 +165,9 @@ def run(arguments: list[str], seconds: float, **changes: Any) -> str:
         raise RuntimeError(f"{' '.join(arguments[:3])} was killed after {seconds:.0f} s") from None
     print(done.stdout, flush=True)
     if done.returncode:
+        absent = re.search(r"ModuleNotFoundError: No module named '([\w]+)", last_words(done.stdout))
+        if absent and absent[1] not in OWN:
+            raise MissingError(f"{absent[1]} is not installed")
         raise RuntimeError(f"exit code {done.returncode}: {last_words(done.stdout)}")
     return done.stdout
 
@@ -182,19 +195,21 @@ def last_words(output: str) -> str:
 def measure(
     show: Figures, name: str, path: Path, *options: str, seconds: float = 90, **changes: Any
 ) -> dict[str, Any]:
-    """What the worker finds in STEPS steps of the recipe at `path`, with `options` as overrides."""
-    needs("deepspeed")
+    """What the worker finds in STEPS steps of the recipe at `path`, with `options` as overrides.
+
+    The run may take `seconds`, and no longer than the part has left.
+    """
     run_dir = fresh(show, name)
     found = run_dir.with_suffix(".json")
     found.unlink(missing_ok=True)
     arguments = ["-m", WORKER, "--to", str(found), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"run_dir={run_dir}", *options], seconds, **changes)
+    run([*arguments, f"run_dir={run_dir}", *options], show.limit(seconds), **changes)
     return json.loads(found.read_text())
 
 
 def fresh(show: Figures, name: str) -> Path:
     """A run directory that nobody has used; what another campaign left there is removed."""
-    run_dir = show.directory / "runs" / f"{show.part}-{name}"
+    run_dir = show.work / "runs" / f"{show.part}-{name}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     return run_dir

@@ -14,16 +14,15 @@ import torch
 
 from common.exit_codes import ExitCode
 from pipeline.run_dir import EXPORT, read_metrics
-from tests.bench import common
-from tests.campaigns.gpu_figures import Figures
+from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_setting import (
     GPU,
+    REPO,
     environment,
     fresh,
     kill_family,
     last_words,
     measure,
-    needs,
     recipe,
 )
 
@@ -36,7 +35,7 @@ def stops(show: Figures) -> None:
     """Part 7: one run left alone, with its saves timed; the same one stopped by SIGTERM and resumed."""
     size, block, micro, steps = ("toy", 64, 2, 60) if show.quick else ("220M", 1024, 8, 200)
     options = [f"train.steps={steps}", f"train.save_every={steps // 2}", "train.schedule=constant"]
-    path = None
+    path, finished = None, False
     with show.attempt("a run left alone"):
         show.need_seconds(20)
         path = recipe(show, size, block, micro)
@@ -52,12 +51,15 @@ def stops(show: Figures) -> None:
             show(f"stall of a save every {steps // 2} steps / the steps", share, note="beside training")
     with show.attempt("SIGTERM and resume"):
         show.need_seconds(30)
-        assert path is not None, "the run left alone did not come about"
+        if path is None:
+            raise MissingError("the run left alone did not come about")
         run_dir = fresh(show, "stopped")
-        _stop_and_resume(show, path, run_dir, options)
+        finished = _stop_and_resume(show, path, run_dir, options)
         _compare(show, run_dir, run_dir.with_name(f"{show.part}-alone"))
     with show.attempt("export"):
-        _load(show, show.directory / "runs" / f"{show.part}-stopped" / EXPORT)
+        if not finished:
+            raise MissingError("the stopped run has not come to its end")
+        _load(show, show.work / "runs" / f"{show.part}-stopped" / EXPORT)
 
 
 def _command(show: Figures, path: Path, run_dir: Path, options: list[str]) -> list[str]:
@@ -65,7 +67,6 @@ def _command(show: Figures, path: Path, run_dir: Path, options: list[str]) -> li
 
     So it is, too, where it only has to be tried: the launchers take longer than all else.
     """
-    needs("deepspeed")
     arguments = [str(path), f"run_dir={run_dir}", *options]
     beside = Path(sys.executable).parent / "deepspeed"
     if show.quick or not (beside.exists() or shutil.which("deepspeed")):
@@ -73,19 +74,19 @@ def _command(show: Figures, path: Path, run_dir: Path, options: list[str]) -> li
     return [sys.executable, "launch/supervise.py", "launch/continual.sh", "--num_gpus=1", "--", *arguments]
 
 
-def _stop_and_resume(show: Figures, path: Path, run_dir: Path, options: list[str]) -> None:
-    """SIGTERM while it trains, then the same command again; what each life ends with."""
+def _stop_and_resume(show: Figures, path: Path, run_dir: Path, options: list[str]) -> bool:
+    """SIGTERM while it trains, then the same command again; what each life ends with. Whether all is done."""
     beside = f"{Path(sys.executable).parent}:{environment()['PATH']}"
-    start = {"cwd": common.REPO, "env": environment(PATH=beside), "stderr": subprocess.STDOUT}
+    start = {"cwd": REPO, "env": environment(PATH=beside), "stderr": subprocess.STDOUT}
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
         command = _command(show, path, run_dir, options)
         process: Any = subprocess.Popen(command, stdout=file, start_new_session=True, **start)  # type: ignore[call-overload]
         try:
-            _wait(lambda: process.poll() is not None or len(read_metrics(run_dir)) > 10)
+            _wait(show, lambda: process.poll() is not None or len(read_metrics(run_dir)) > 10)
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            code = process.wait(timeout=PATIENCE)
+            code = process.wait(timeout=show.limit(PATIENCE))
         finally:
             kill_family(process)
     note = f"{Path(command[1]).name}: {last_words(log.read_text()) if code != ExitCode.STOPPED else 'saved'}"
@@ -95,20 +96,22 @@ def _stop_and_resume(show: Figures, path: Path, run_dir: Path, options: list[str
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, start_new_session=True, **start)  # type: ignore[call-overload]
         try:
-            code = process.wait(timeout=PATIENCE)
+            code = process.wait(timeout=show.limit(PATIENCE))
         finally:
             kill_family(process)
     output = log.read_text()
     resumed = float(code == ExitCode.DONE and "resumed from" in output)
     note = "" if resumed else f"exit code {code}: {last_words(output)}"
     show("the same command goes on and finishes", resumed, at_least=1, always=True, note=note)
+    return bool(resumed)
 
 
-def _wait(condition: Any) -> None:
-    end = time.monotonic() + PATIENCE
+def _wait(show: Figures, condition: Any) -> None:
+    patience = show.limit(PATIENCE)
+    end = time.monotonic() + patience
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"the run has not trained after {PATIENCE:.0f} s")
+            raise TimeoutError(f"the run has not trained after {patience:.0f} s")
         time.sleep(0.02)
 
 

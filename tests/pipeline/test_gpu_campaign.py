@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import time
@@ -13,6 +14,7 @@ import pytest
 from tests.campaigns import gpu
 from tests.campaigns.gpu import Part
 from tests.campaigns.gpu_figures import RESULTS, Figures, MissingError
+from tests.campaigns.gpu_setting import run
 
 
 def records(directory: Path) -> dict[str, list[dict[str, Any]]]:
@@ -29,6 +31,7 @@ def test_parts_run_and_failures_are_told(
 ) -> None:
     """Real processes: two parts that do well, then one that crashes, one that hangs, one without room."""
     out = ["--out", str(tmp_path)]
+    monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
     assert gpu.main(["--quick", "--parts", "6", "9", *out]) == 0
     found = records(tmp_path)
     assert all(record["met"] is not False for part in found.values() for record in part)
@@ -40,7 +43,10 @@ def test_parts_run_and_failures_are_told(
 
     monkeypatch.setitem(gpu.PARTS, 98, Part("crashing", 30, "gpu_loss"))  # the child knows of no such part
     monkeypatch.setitem(gpu.PARTS, 1, gpu.PARTS[1]._replace(seconds=1))
-    (tmp_path / "recipes").touch()  # where a directory has to be
+    monkeypatch.setattr(gpu, "LOG_BYTES", 40)
+    work = tmp_path / "runs" / "gpu-quick" / "work"
+    work.mkdir(parents=True)
+    (work / "recipes").touch()  # where a directory has to be
     assert gpu.main(["--quick", "--parts", "98", "1", "5", *out]) == 1
     found = records(tmp_path)
     assert len(found["attention"]) > 3, "the figures of parts that did not run again stay"
@@ -51,6 +57,12 @@ def test_parts_run_and_failures_are_told(
     (full,) = (r for r in found["plan"] if r["met"] is False)
     assert "FileExistsError" in full["note"]
     assert "3 missed" in capsys.readouterr().out
+    log = (tmp_path / "crashing.log").read_text()
+    assert log.startswith("... cut") and log.endswith("KeyError: 98\n"), "the end of the output is kept"
+    kept = {path.name for path in tmp_path.iterdir()} - {"runs"}
+    assert kept == {RESULTS, *(f"{name}.log" for name in ("attention", "crashing", "kernels", "plan"))}
+    about = json.loads((tmp_path / RESULTS).read_text())["about"]
+    assert list(about) == ["attention", "compiled", "crashing", "kernels", "plan"] and about["plan"]["quick"]
 
 
 def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,8 +109,27 @@ def test_what_goes_wrong_in_an_attempt_is_kept(tmp_path: Path) -> None:
         show("never", 1.0)
     with show.attempt("fourth"):
         show("measured", 1.0)
-    first, second, third, fourth = records(tmp_path)["part"]
+    with show.attempt("fifth"):
+        importlib.import_module("package_that_nobody_has.part")
+    with show.attempt("sixth"):
+        importlib.import_module("pipeline.module_that_is_gone")
+    first, second, third, fourth, fifth, sixth = records(tmp_path)["part"]
     assert (first["met"], first["note"]) == (None, "left out: flash-attn is not installed")
     assert second["met"] is False and "illegal memory access" in second["note"]
     assert third["met"] is None and "less than 101 s left" in third["note"]
     assert fourth["value"] == 1.0
+    assert (fifth["met"], fifth["note"]) == (None, "left out: package_that_nobody_has is not installed")
+    assert sixth["met"] is False and "pipeline.module_that_is_gone" in sixth["note"]
+
+
+def test_a_run_takes_no_longer_than_its_part_has_left(tmp_path: Path) -> None:
+    assert Figures(tmp_path, "part").limit(90) == 90
+    assert 50 < Figures(tmp_path, "part", deadline=time.monotonic() + 60).limit(90) < 60
+    assert Figures(tmp_path, "part", deadline=time.monotonic() - 60).limit(90) == 1
+
+
+def test_a_process_that_lacks_a_package_is_left_out() -> None:
+    with pytest.raises(MissingError, match="package_that_nobody_has is not installed"):
+        run(["-c", "import package_that_nobody_has.part"], 60)
+    with pytest.raises(RuntimeError, match=r"exit code 1: .*pipeline\.module_that_is_gone"):
+        run(["-c", "import pipeline.module_that_is_gone"], 60)
