@@ -36,7 +36,7 @@ quickstart: setup
 	$(BIN)/python launch/quickstart.py
 
 test: setup lint
-	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs.
 test-fast: setup

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,14 +84,8 @@ def tiny_recipe(directory: Path, **train: object) -> Path:
     }
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    prepared = subprocess.run(
-        [str(BIN / "python"), "-m", "data_prep", "prepare", str(path)],
-        cwd=REPO,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert prepared.returncode == 0, prepared.stderr
+    prepared = run_forked([str(BIN / "python"), "-m", "data_prep", "prepare", str(path)], [{}])
+    assert prepared.returncode == 0, prepared.stdout
     return path
 
 
@@ -149,15 +147,7 @@ def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.Co
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The launch script as one process without the launcher: the quick way to its errors."""
-    return subprocess.run(
-        [str(BIN / "python"), "launch/continual.sh", *arguments],
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    return run_forked([str(BIN / "python"), "launch/continual.sh", *arguments], [{}])
 
 
 def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -172,34 +162,72 @@ def run_module(ranks: int, module: str, *arguments: str) -> None:
 
 
 def run_group(ranks: int, command: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run `command` as the ranks of one group; the code of the first that fails, the output of all.
-
-    Those that have not ended a while after one failed are killed.
-    """
+    """Run `python SCRIPT ...` or `python -m MODULE ...` as the ranks of one group; see `run_forked`."""
     group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with tempfile.TemporaryFile("w+") as output:
-        options: dict[str, Any] = {"cwd": REPO, "stdout": output, "stderr": subprocess.STDOUT}
-        processes = [
-            subprocess.Popen(
-                command, env=ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **options
-            )
-            for rank in range(ranks)
-        ]
+    own = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_forked(command, own, timeout)
+
+
+def run_forked(
+    command: list[str], environments: list[dict[str, str]], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python command once in each of `environments`, at the same time, each in a process of its own.
+
+    They are forked from one in which the libraries are imported already, which would take most of a short
+    run's time. The code of the first that fails, the output of all. Those that have not ended a while after
+    one failed are killed.
+    """
+    context = _imported()
+    with tempfile.NamedTemporaryFile("w+") as output:
+        processes = []
+        for environment in environments:
+            given = (command[1:], ENVIRONMENT | environment, output.name)
+            processes.append(context.Process(target=_become, args=given))
+            processes[-1].start()
         code, end = 0, time.monotonic() + timeout
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            failed = [process.returncode for process in processes if process.returncode]
+        while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            failed = [process.exitcode for process in processes if process.exitcode]
             if failed and not code:
                 code, end = failed[0], min(end, time.monotonic() + PATIENCE)
             time.sleep(0.05)
-        code = code or next((process.returncode for process in processes if process.returncode), 0)
+        code = code or next((process.exitcode for process in processes if process.exitcode), 0)
         for process in processes:
-            if process.poll() is None:
+            if process.is_alive():
                 code = code or -signal.SIGKILL
                 process.kill()
-                process.wait()
+            process.join()
         output.seek(0)
         return subprocess.CompletedProcess(command, code, output.read())
+
+
+@functools.cache
+def _imported() -> Any:
+    """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pipeline.train", "pipeline.cli", __name__])
+    before = os.environ.copy()
+    os.environ.update(ENVIRONMENT)
+    forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
+    return context
+
+
+def _become(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    """In a new process: become what `python ARGUMENTS` is, in this environment."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPO)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 Losses = list[tuple[float, float, float]]

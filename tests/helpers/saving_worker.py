@@ -1,6 +1,7 @@
 """One rank of a run whose saving is disturbed: python -m ... WHAT RECIPE [key=value ...], run_dir among them
 
 late      a checkpoint's export is not written before a later step was taken
+limited   no file may be larger than 120 KiB
 hung      a write of rank 1 never ends
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -53,6 +55,10 @@ def late(run_dir: Path) -> None:
     on_export(run_dir, wait)
 
 
+def limited(run_dir: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (120 * 1024, 120 * 1024))
+
+
 def hung(run_dir: Path) -> None:
     saving.PATIENCE = 0.05  # minutes
     if os.environ["RANK"] == "1":
@@ -62,5 +68,5 @@ def hung(run_dir: Path) -> None:
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir="))
-    {"late": late, "hung": hung}[what](Path(run_dir))
+    {"late": late, "limited": limited, "hung": hung}[what](Path(run_dir))
     leave(run_recipe("text", Watch(), arguments))

@@ -90,7 +90,8 @@ def test_attention_auto_says_sdpa_without_a_gpu(caplog: pytest.LogCaptureFixture
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("pipeline.planning.attention.on_gpu", lambda: True)
+    monkeypatch.setattr("pipeline.planning.attention.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

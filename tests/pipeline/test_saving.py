@@ -81,11 +81,8 @@ def test_an_export_that_cannot_be_written_ends_all_ranks_alike(
 ) -> None:
     """A limit on the size of files, which the adapters' state keeps and the merged model does not."""
     run_dir = tmp_path / "run"
-    arguments = [str(recipe), f"run_dir={run_dir}", *OPTIONS, "model.lora.r=1"]
-    arguments += ["model.architecture=null", f"model.path={whole / INITIAL}"]
-    limited = ["bash", "-c", 'ulimit -f 120; exec "$@"', "limited"]
-    command = [*limited, str(launching.BIN / "python"), "launch/continual.sh", *arguments]
-    done = launching.run_group(2, command)
+    given = ["model.lora.r=1", "model.architecture=null", f"model.path={whole / INITIAL}"]
+    done = run("limited", 2, recipe, run_dir, *given)
     assert done.returncode == ExitCode.FAILURE, done.stdout
     (line,) = errors(done.stdout)
     assert line.startswith("error: the checkpoint after step 2 cannot be written (rank 0: ")
