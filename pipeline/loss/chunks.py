@@ -15,7 +15,7 @@ from pipeline.loss.cost_rows import CostRows, open_rows
 from pipeline.loss.kernels_torch import TorchRows
 from pipeline.loss.rowwise import Chunk, RowPass, Terms, Tokens, solve, statistics_dtype
 from pipeline.loss.spec import Spec
-from pipeline.loss.token_plan import OnDevice, TokenPlan, plan_tokens
+from pipeline.loss.token_plan import Labels, OnDevice, TokenPlan, plan_tokens
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -58,9 +58,7 @@ class Walk(NamedTuple):
     rows: CostRows | None  # where a cost embedding is used with one target per token
 
 
-def walk_over(
-    spec: Spec, cost: CostEmbedding | None, labels: Tensor | TokenPlan, vocab_size: int, like: Tensor
-) -> Walk:
+def walk_over(spec: Spec, cost: CostEmbedding | None, labels: Labels, vocab_size: int, like: Tensor) -> Walk:
     """The walk over `labels`, whose logits will have the dtype and device of `like`.
 
     Raises UserError for labels that do not fit the vocabulary or the batch.

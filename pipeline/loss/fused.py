@@ -27,7 +27,7 @@ from pipeline.loss.products import against_rows, widens
 from pipeline.loss.registry import Objective
 from pipeline.loss.rowwise import Chunk, Tokens, statistics_dtype
 from pipeline.loss.spec import LossSums, Spec, Totals, check_inputs, make_spec
-from pipeline.loss.token_plan import TokenPlan, label_count
+from pipeline.loss.token_plan import Labels, label_count
 
 
 def _logits(
@@ -56,9 +56,6 @@ def _logits(
     if bias is not None:
         target = target + bias[y]
     return z, target, shift
-
-
-Labels = Tensor | TokenPlan
 
 
 class Pass(NamedTuple):

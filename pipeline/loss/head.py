@@ -23,7 +23,7 @@ from pipeline.loss.documents import SEGMENTS, by_segments, keep_apart
 from pipeline.loss.fused import apply_fused
 from pipeline.loss.registry import Objective
 from pipeline.loss.spec import LossSums, Spec, make_spec
-from pipeline.loss.token_plan import TokenPlan, label_count
+from pipeline.loss.token_plan import Labels, label_count
 
 # How configurations call what their model does to its logits. `probe.py` finds out where a name misleads.
 DIVISORS = ("logits_scaling",)
@@ -46,7 +46,7 @@ class FusedHead(nn.Linear):
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
-        labels: Tensor | TokenPlan | None = None,
+        labels: Labels | None = None,
         teacher: Teacher | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
@@ -135,9 +135,7 @@ class FusedCausalLM:
         """All arguments of a call of the model by name."""
         return dict(zip(self.order, args, strict=False)) | kwargs
 
-    def fused_sums(
-        self, labels: Tensor | TokenPlan, inputs: dict[str, Any], stored: Tensor | None = None
-    ) -> LossSums:
+    def fused_sums(self, labels: Labels, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
         """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
         inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which

@@ -58,7 +58,10 @@ class TokenPlan:
         return OnDevice(*self.packed.to(device, non_blocking=True).split([T, T, T, U]))
 
 
-def label_count(labels: Tensor | TokenPlan) -> int:
+Labels = Tensor | TokenPlan
+
+
+def label_count(labels: Labels) -> int:
     """Labels in the batch, valid or not."""
     return labels.size if isinstance(labels, TokenPlan) else labels.numel()
 

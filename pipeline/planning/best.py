@@ -71,7 +71,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     ready = check(with_one_row, cluster.gpus, here=False)
     sizes = sizes_of(ready.model, ready.hf_config)
     every = list(choices(config, sizes, ready.objective, cluster))
-    room = cluster.gpu.memory_gib * GIB * footprint.USABLE
+    room = cluster.room
     fitting = [c for c in every if c.memory.surely <= room]
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)

@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 from common.errors import UserError, nearest, one_line
 from common.provenance import REPOSITORY
 from pipeline.config import Batch, RunConfig, TrainConfig
-from pipeline.planning.host import check_compiler, ranks_here
+from pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
@@ -101,7 +101,7 @@ def check_host(ds_config: dict[str, Any]) -> None:
 
     Weights on NVMe need libaio and a place; secondary copies of weights (hpZ) need groups within a host.
     """
-    check_compiler(get_accelerator().device_name() == "cuda")
+    check_compiler(on_gpu())
     size, ranks = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1), ranks_here()
     if size > 1 and ranks % size:
         raise UserError(
@@ -111,8 +111,7 @@ def check_host(ds_config: dict[str, Any]) -> None:
     offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") != "nvme":
         return
-    on_gpu = get_accelerator().device_name() == "cuda"
-    if on_gpu and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
+    if on_gpu() and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
         raise UserError(
             "weights on NVMe need an operation that DeepSpeed compiles with nvcc, which is not here; install "
             "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json"

@@ -43,6 +43,11 @@ class Cluster(NamedTuple):
     def gpu(self) -> Accelerator:
         return ACCELERATORS[self.kind]
 
+    @property
+    def room(self) -> float:
+        """Bytes of each GPU that a run can use."""
+        return self.gpu.memory_gib * GIB * footprint.USABLE
+
 
 def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
     """`8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
@@ -224,7 +229,7 @@ def _offloads(setup: Setup) -> str:
 def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
     """Rows on memory and time on given GPUs; whether the run fits, if only just."""
     gpu = cluster.gpu
-    room = gpu.memory_gib * GIB * footprint.USABLE
+    room = cluster.room
     found = footprint.memory(sizes, setup)
     table.add_section()
     table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")

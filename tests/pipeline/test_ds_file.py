@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from pipeline.config import Batch, load_config
-from pipeline.planning import ds_file
+from pipeline.planning import ds_file, host
 from pipeline.planning.ds_file import check_host, deepspeed_config, zero_stage
 from tests.conftest import REPO
 
@@ -36,7 +36,7 @@ def test_weights_on_nvme_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_weights_on_nvme_need_nvcc_on_a_gpu_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ds_file, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(host, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     monkeypatch.setattr(ds_file.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _: True)
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}
