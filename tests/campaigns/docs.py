@@ -58,9 +58,8 @@ PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
     "torchrun": _PARSE.format("torch.distributed.run"),
     "eval": "import sys; from eval.cli import parser; parser().parse_args(sys.argv[1:])",
-    "data_prep": "import sys; from data_prep.config import load_data_config; "
-    "from data_prep.__main__ import _parser; args = _parser().parse_intermixed_args(sys.argv[1:]); "
-    "load_data_config(args.recipe, args.overrides)",
+    "data_prep": "import sys; from common.recipe import parse_arguments; import data_prep.__main__ as m; "
+    "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
 
 
@@ -84,6 +83,11 @@ class Scratch:
                 shutil.copy2(REPO / name, place / name)
         if not (place / ".venv").exists():
             (place / ".venv").symlink_to(sys.prefix)
+        # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
+        self.alone = ["unshare", "--map-root-user", "--net"]
+        self.first = "ip link set lo up; "
+        if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
+            self.alone, self.first = [], ""
         binaries = Path(sys.executable).parent
         self.environment = os.environ | {
             "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
@@ -92,7 +96,7 @@ class Scratch:
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "COLUMNS": "150",
+            "GLOO_SOCKET_IFNAME": "lo",
         }
 
     def furnish(self) -> None:
@@ -118,7 +122,7 @@ class Scratch:
     def run(self, command: str, how: str = "run") -> Done:
         """A shell command; code 124 when it takes too long."""
         process = subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", command],
+            [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"],
             cwd=self.place,
             env=self.environment,
             stdout=subprocess.PIPE,
