@@ -21,16 +21,32 @@ export DS_BUILD_OPS := 0
 
 setup: .venv/ready
 
-# torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may.
-# The lock is complete, so dependencies are not resolved again; openicl's own pins would contradict it.
+# torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may. Every build of a
+# version has hashes of its own, and those from TORCH_ARGS are not in the lock, so this step checks none; the lock then
+# finds torch installed. All else is checked against the lock, which has the hashes of every platform's files. It is
+# complete, so nothing is resolved again: OpenICL's own pins would contradict it. setuptools builds what comes as source.
 .venv/ready: requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet setuptools==84.2.1 wheel==0.48.0
-	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep '^torch==' requirements.lock)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements.lock
+	awk '/^[^ #]/ { on = /^setuptools==/ } on' requirements.lock > .venv/setuptools.lock
+	$(BIN)/pip install --quiet --require-hashes --no-deps -r .venv/setuptools.lock
+	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
+	$(BIN)/pip install --quiet --require-hashes --no-deps --no-build-isolation -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+# Their own environment: what they need is no part of the project's.
+build/tools/ready:
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet uv==0.13.9 pip-audit==2.10.1
+	touch $@
+
+# What is locked stays where it still fits; ARGS=--upgrade takes the newest.
+lock: build/tools/ready
+	echo openicl | build/tools/bin/uv pip compile --quiet --output-file requirements.lock $(ARGS) pyproject.toml -
+
+audit: setup build/tools/ready
+	$(BIN)/python -m tests.campaigns.audit build/tools/bin
 
 quickstart: setup
 	$(BIN)/python launch/quickstart.py

@@ -319,10 +319,21 @@ def test_mistakes_are_told_before_anything_heavy_is_imported() -> None:  # defec
 @pytest.mark.slow
 def test_openicl_is_imported_without_what_it_seldom_needs() -> None:  # defects C2
     code = (
-        "import sys, eval.icl.job\nprint(*({'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)))"
+        "import sys, eval.icl.job\n"
+        "print(*({'evaluate', 'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+def test_without_openicl_one_line_says_how_to_install_it() -> None:
+    """No installation of this project's package can bring it: its pins contradict the rest."""
+    code = (
+        "import sys\nsys.modules['openicl'] = None\nfrom common.errors import UserError\n"
+        "try:\n    import eval.icl.openicl_compat\nexcept UserError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.endswith("pip install --no-deps openicl\n") and done.stdout.count("\n") == 1, done.stderr
 
 
 def test_missing_data_names_what_is_expected(tmp_path: Path) -> None:
