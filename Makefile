@@ -4,6 +4,8 @@
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
+# make lock         versions and hashes anew             make audit        what is known against them
+# make coverage     which lines the tests run            make data         real files for them, from the hub
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
@@ -17,7 +19,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup lock audit quickstart test test-fast data coverage lint format bench soak cluster-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -57,6 +59,17 @@ test: setup lint
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs.
 test-fast: setup
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile --no-loadscope-reorder -m "not launch and not slow"
+
+# What tests and benches read and the hub has, for a checkout without real data beside it.
+data: setup
+	$(BIN)/python -m tests.helpers.public_data data
+
+coverage: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report --skip-covered
 
 lint: setup
 	$(BIN)/ruff check .
