@@ -158,6 +158,13 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 
 
+def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_path: Path) -> None:
+    code = "from launch import quickstart as q; print(q.REPOSITORY); "
+    code += "print(*{word for _, several in q.steps() for one in several for word in one if '.sh' in word})"
+    place, script = built.run(code, tmp_path).splitlines()
+    assert (place, script) == (str(tmp_path), str(built.site / "launch" / "continual.sh"))
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
