@@ -20,8 +20,9 @@ USER emo
 WORKDIR /emo
 
 # The environment first: it changes less often than the code.
-COPY --chown=emo Makefile pyproject.toml requirements.lock README.md ./
-RUN mkdir -p common data_prep/world pipeline/loss pipeline/planning eval/icl eval/report \
+COPY --chown=emo Makefile pyproject.toml requirements.lock README.md LICENSE ./
+COPY --chown=emo common/__init__.py common/
+RUN mkdir -p data_prep pipeline eval experiments launch ds_configs \
     && make setup TORCH_ARGS="${TORCH_ARGS}" \
     && rm -rf ~/.cache/pip
 # flash-attn, torch and CUDA must match, so the wheel is built here and imported before the image is done.

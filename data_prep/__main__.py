@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
+from common.commands import offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.recipe import parse_arguments
@@ -32,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
-    args = parse_arguments(_parser(), argv)
+    parser = _parser()
+    offer_completion(parser)
+    args = parse_arguments(parser, argv)
     try:
         commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
         commands[args.command](args)
@@ -50,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
+    parser = argparse.ArgumentParser(
+        prog=program("emo-prep", "python -m data_prep"), description="Text to token shards."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.commands import offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.text import printable
@@ -42,7 +43,9 @@ PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
-        prog="python -m eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("emo-eval", "python -m eval"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -254,7 +257,9 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
-    args = parser().parse_args()
+    commands_and_options = parser()
+    offer_completion(commands_and_options)
+    args = commands_and_options.parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}

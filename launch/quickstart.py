@@ -16,8 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.exit_codes import ExitCode
+from common.provenance import REPOSITORY as SHIPPED
+from common.provenance import shipped
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel is no place for runs
 RUN = Path("runs/quickstart")
 RECIPES = Path("launch/recipes")
 BIN = Path(sys.executable).parent
@@ -31,7 +33,7 @@ NOTICE = (
 def steps() -> list[tuple[str, list[list[str]]]]:
     """Title and commands of every step, in order; the commands of a step run side by side."""
     python = str(BIN / "python")
-    train = ["launch/continual.sh", "--num_gpus", str(RANKS), "--"]
+    train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
     models = {"base": RUN / "pretrain/export"} | {o: RUN / o / "export" for o in ("mle", "emo")}
     results = ["--out", str(RUN / "results")]
