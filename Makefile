@@ -1,6 +1,7 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make image-test   the image built without Docker, and run without rights; needs root on Debian
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
@@ -11,24 +12,28 @@ TORCH_ARGS ?=
 DATA ?= ../shared/data
 # Training runs beside each other.
 JOBS ?= 2
-# Options of gpu-test, for example --parts 1 2 3.
+# Options of a campaign, for example --parts 1 2 3.
 ARGS ?=
 BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup quickstart test test-fast lint format bench soak cluster-test image-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
 # torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may.
 # The lock is complete, so dependencies are not resolved again; openicl's own pins would contradict it.
-.venv/ready: requirements.lock pyproject.toml
+# The packages and the project apart: an image keeps them in layers of their own.
+.venv/packages: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet setuptools==84.2.1 wheel==0.48.0
 	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep '^torch==' requirements.lock)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -r requirements.lock
+	touch $@
+
+.venv/ready: .venv/packages pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -59,6 +64,9 @@ soak: setup
 
 cluster-test: setup
 	$(BIN)/python -m tests.campaigns.cluster
+
+image-test: setup
+	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
 gpu-test: setup
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
