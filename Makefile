@@ -63,7 +63,7 @@ soak: setup
 	$(BIN)/python -m tests.campaigns.soak
 
 cluster-test: setup
-	$(BIN)/python -m tests.campaigns.cluster
+	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
 
 image-test: setup
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
