@@ -41,7 +41,8 @@ class Source(Section):
     # Path or glob under data.root: txt, jsonl, json (each also .zst, .gz), parquet, directories that
     # `save_to_disk` of the datasets library wrote.
     files: str | None = Field(None, min_length=1)
-    embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
+    # A corpus that data_prep generates itself: text of a small world, of one of its parts, or instructions.
+    embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
     # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists

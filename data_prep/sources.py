@@ -271,7 +271,6 @@ def _world(source: Source, name: str, spec: RowSpec) -> Input:
     def rows(start: int) -> Iterator[Any]:
         from data_prep.world import corpora as world
 
-        make = {"world": world.documents, "world-instruct": world.instructions}[name]
-        return islice(make(source.seed, count), start, None)
+        return islice(world.CORPORA[name](source.seed, count), start, None)
 
     return TableInput(source, name, spec, rows, lambda: {"seed": source.seed, "rows": count})

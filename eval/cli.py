@@ -75,7 +75,13 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--seeds", action="append", default=[], metavar="LABEL=NAME,NAME", help="aggregate models"
     )
-    report.add_argument("--baseline", help="model that the others are compared with (the first)")
+    report.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model that the others are compared with (the first); again: another one, in a table of its own",
+    )
     report.add_argument("--title", default="")
     report.add_argument("--notice", default="", help="a sentence shown at the top")
 
