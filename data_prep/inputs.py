@@ -98,7 +98,9 @@ class TextInput(Input):
         open_text(self.path).close()
 
     def position(self) -> int:
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+        if self._raw is None:
+            return 0
+        return self.size if self._raw.closed else self._raw.tell()
 
     def pieces(self) -> Iterator[Piece]:
         self._raw = open_raw(self.path)

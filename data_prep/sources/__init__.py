@@ -136,7 +136,7 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
     if suffix == ".parquet":
         return _parquet(source, name, spec, path, packed, size)
     if suffix in DELIMITERS:
-        table = TextTable(path, name, suffix, spec.max_chars)
+        table = TextTable(path, name, suffix, spec.max_chars, size)
         pinned = partial(file_identity, path, name)
         return TableInput(source, name, spec, table.rows, pinned, size, table.position)
     if suffix == ".json" and _is_one_value(path):

@@ -142,6 +142,8 @@ def _explained(address: str) -> Iterator[None]:
         what = next((text for kind, text in why.items() if isinstance(error, kind)), "this is a directory:")
         raise UserError(f"{what} {address}; check the address and who may read it") from None
     except Exception as error:
+        if isinstance(error, ValueError) and "range requests" in str(error):
+            raise UserError(f"{address}: this server sends no parts of files; download it first") from None
         raise FailureError(
             f"{address} cannot be read ({one_line(error, 200)}); when it can be reached, run the same again"
         ) from None

@@ -101,7 +101,7 @@ def _taken(files: str, template: str | None) -> Taken:
         try:
             looks.append(_look(files, kind, {}, template))
         except UserError as error:
-            refused = refused or error
+            refused = error  # of text, after that of instructions
     if not looks:
         raise refused or UserError(f"{files} cannot be read")
     for look in looks[:2]:

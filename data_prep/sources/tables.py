@@ -20,36 +20,36 @@ LIMIT = 4
 class TextTable:
     """A csv or tsv file, plain or packed: rows in order, from any number on."""
 
-    def __init__(self, path: File, name: str, suffix: str, max_chars: int) -> None:
-        self.path, self.name, self.delimiters = path, name, DELIMITERS[suffix]
+    def __init__(self, path: File, name: str, suffix: str, max_chars: int, size: int) -> None:
+        self.path, self.name, self.delimiters, self.size = path, name, DELIMITERS[suffix], size
         self.limit = LIMIT * max_chars
         self._raw: IO[bytes] | None = None
 
     def position(self) -> int:
         """How many of the stored bytes were read."""
-        return self._raw.tell() if self._raw is not None and not self._raw.closed else 0
+        if self._raw is None:
+            return 0
+        return self.size if self._raw.closed else self._raw.tell()
 
     def rows(self, start: int) -> Iterator[Any]:
         """Rows from number `start` on: {column: text}, or what is wrong with one. Raises UserError."""
-        self._raw = open_raw(self.path)
+        self._raw, line = open_raw(self.path), 1
         with self._raw, unpacked_stream(self._raw, self.path) as stream:
-            lines = self._lines(stream)
-            header = next((line for line in lines if line.strip()), "")
-            if not header:
-                raise UserError(f"{self.name} has no rows")
-            delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
-            csv.field_size_limit(self.limit)  # of this process: its own default is far below a document
-            reader = csv.reader(_again(header, lines), delimiter=delimiter)
             try:
-                names = self._names(next(reader))
-                full = (row for row in reader if row)
-                for number, row in enumerate(full):
+                lines = self._lines(stream)
+                header = next((one for one in lines if one.strip()), "")
+                delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
+                csv.field_size_limit(self.limit)  # its own is far below a document
+                reader = csv.reader(_again(header, lines), delimiter=delimiter)
+                names = self._names(next(reader, []))
+                for number, row in enumerate(filter(None, reader)):
                     if number >= start:
                         yield _row(row, names)
+                    line = reader.line_num
             except csv.Error as error:
                 raise UserError(
-                    f"{self.name} line {reader.line_num}: not a row of a table ({one_line(error)}); is a "
-                    "quote not closed?"
+                    f"{self.name}, after line {line}: not a row of a table ({one_line(error)}); is a quote "
+                    "not closed?"
                 ) from None
             except OSError as error:
                 why = one_line(error)

@@ -126,7 +126,7 @@ SAID = st.lists(
 ).map("".join).filter(str.strip)  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
 def test_what_people_say_never_ends_a_turn(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[str, str]], template: str
