@@ -1,4 +1,4 @@
-"""python -m eval run | watch | compare | report | generate | quality: evaluation of language models.
+"""python -m eval run | watch | compare | report | generate | quality | answer | judge: evaluating models.
 
 Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
 mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
@@ -25,6 +25,7 @@ from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
 from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
+from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
 from eval.store import StoreConflictError
 
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _evaluation_arguments(watch)
 
     generation.add_arguments(commands)
+    judging.add_arguments(commands)
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
@@ -183,6 +185,11 @@ def _generation(args: argparse.Namespace) -> int:
         return generation.run(args, say)
 
 
+def _judging(args: argparse.Namespace) -> int:
+    with _libraries(args.command) if judging.loads_a_model(args) else contextlib.nullcontext():
+        return judging.run(args, say)
+
+
 @contextlib.contextmanager
 def _libraries(what: str) -> Iterator[None]:
     """Says that libraries are loaded, which takes seconds, and keeps them quiet: commands report progress."""
@@ -258,7 +265,7 @@ def main() -> int:
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
-    commands |= {"generate": _generation, "quality": _generation}
+    commands |= {"generate": _generation, "quality": _generation, "answer": _judging, "judge": _judging}
     try:
         return commands[args.command](args)
     except KeyboardInterrupt:
