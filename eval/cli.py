@@ -220,7 +220,11 @@ def _report(args: argparse.Namespace) -> int:
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
     target = args.out or args.results[0]
     write(report, target)
-    say(f"report of {len(report.models)} models on {len(report.tasks)} tasks: {target / 'report.html'}")
+    judged = f", {len(report.judgements)} comparisons by judges" if report.judgements else ""
+    say(
+        f"report of {len(report.models)} models on {len(report.tasks)} tasks{judged}: "
+        f"{target / 'report.html'}"
+    )
     return ExitCode.DONE
 
 

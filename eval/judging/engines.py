@@ -91,7 +91,7 @@ class Transformers:
         )
         prompt = torch.tensor([list(request.prompt)], device=model.device)
         with torch.inference_mode():
-            whole = model.generate(prompt, torch.ones_like(prompt), generation_config=settings)
+            whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
         ids = whole[0, prompt.shape[1] :].tolist()
         progress(1)
         ended = bool(ids) and ids[-1] in ends

@@ -39,14 +39,9 @@ def default_title(judged: Judged) -> str:
 
 
 def summary(judged: Judged, name: str) -> dict[str, Any]:
-    """All numbers of a judgement. UserError where not one verdict can be read."""
+    """All numbers of a judgement; shares and win rate are null where not one verdict can be read."""
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
-    if not read:
-        raise UserError(
-            f"{judged.by}: none of the verdicts on {len(rows)} pairs can be read; nothing is reported"
-        )
-    rates = _rates(read)
     return {
         "version": VERSION,
         "name": name,
@@ -59,7 +54,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "pairs": len(rows),
         "read": len(read),
         "counts": _counts(rows),
-        **rates,
+        **_rates(read),
         "length_controlled": length_controlled(
             [row["score"] for row in read],
             [len(row["a"]) for row in read],
@@ -92,6 +87,8 @@ def _counts(rows: list[Row]) -> dict[str, int]:
 
 def _rates(read: list[Row]) -> dict[str, Any]:
     """Shares of wins, ties and losses of B and its win rate, each with its interval over questions."""
+    if not read:
+        return dict.fromkeys((*SHARES, "win_rate"))
     scores = np.array([row["score"] for row in read])
     columns = np.stack([scores > 0.5, scores == 0.5, scores < 0.5, scores], axis=1).astype(float)
     found = [
@@ -161,7 +158,7 @@ class Judgement:
         return str(self.found["name"])
 
     def interval(self, share: str) -> Interval:
-        """The interval of a share or of the win rate."""
+        """The interval of a share or of the win rate, of which there must be one."""
         return Interval(self.found[share]["low"], self.found[share]["high"])
 
     @cached_property
@@ -181,7 +178,7 @@ class Judgement:
 NEEDED: dict[str, type] = {
     **dict.fromkeys(("name", "judge", "by", "a", "b", "rows_digest"), str),
     **dict.fromkeys(("pairs", "read", "orders"), int),
-    **dict.fromkeys((*SHARES, "win_rate", "counts", "lengths", "facts"), dict),
+    **dict.fromkeys(("counts", "lengths", "facts"), dict),
     "shown": list,
 }
 
@@ -194,8 +191,19 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
             value = store.read_json(path)
             if not isinstance(value, dict) or value.get("version") != VERSION:
                 say(f"skipped {path}: damaged, or a judgement of another version; judge again")
-            elif not all(isinstance(value.get(name), kind) for name, kind in NEEDED.items()):
+            elif not _is_whole(value):
                 say(f"skipped {path}: damaged; judge again")
             else:
                 found.append(Judgement(value, path))
     return found
+
+
+def _is_whole(value: dict[str, Any]) -> bool:
+    shares = [value.get(name) for name in (*SHARES, "win_rate")]
+    ends = ("value", "low", "high")
+    return all(isinstance(value.get(name), kind) for name, kind in NEEDED.items()) and all(
+        isinstance(share, dict) and all(isinstance(share.get(end), float) for end in ends)
+        if value["read"]
+        else share is None
+        for share in shares
+    )

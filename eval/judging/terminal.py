@@ -19,22 +19,30 @@ REMARKS = {
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """The numbers of `results.summary`, the most important first."""
-    shares = ", ".join(f"{name} {_percent(found[name])}" for name in ("win", "tie", "loss"))
-    yield f"{found['b']} against {found['a']}, judged by {found['by']} ({found['judge']}): {shares}"
-    controlled = found["length_controlled"]
-    at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
-    rate, lengths = found["win_rate"], found["lengths"]
-    yield (
-        f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
-        f"{found['read']} of {found['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
-        f"{lengths['a']:.0f}"
-    )
+    who = f"{found['b']} against {found['a']}, judged by {found['by']} ({found['judge']})"
+    if not found["read"]:
+        yield f"{who}: none of the verdicts on {found['pairs']} pairs can be read"
+    else:
+        shares = ", ".join(f"{name} {_percent(found[name])}" for name in ("win", "tie", "loss"))
+        yield f"{who}: {shares}"
+        yield _rate(found)
     for name, text in remarks(found):
         yield f"  {found['counts'][name]} {text}"
     if found["consistency"] is not None:
         yield f"  the same verdict in both orders: {100 * found['consistency']:.2f} %"
     if found["human"] is not None:
         yield f"  {_human(found['human'])}"
+
+
+def _rate(found: dict[str, Any]) -> str:
+    controlled = found["length_controlled"]
+    at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
+    rate, lengths = found["win_rate"], found["lengths"]
+    return (
+        f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
+        f"{found['read']} of {found['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
+        f"{lengths['a']:.0f}"
+    )
 
 
 def remarks(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

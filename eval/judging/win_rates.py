@@ -15,7 +15,7 @@ import numpy as np
 
 from eval.stats import LEVEL, Interval
 
-DRAWS = 10_000
+DRAWS = 5_000
 BATCH = 500  # draws at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
