@@ -62,6 +62,8 @@ class Judging:
         from tqdm import tqdm
 
         pairs = self.pairs.rows
+        if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
+            return [{"row": i, "unasked": IDENTICAL, "cut": None, "replies": []} for i in range(len(pairs))]
         entry = store.Entry(self.out / store.STORE, self.identity)
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
         with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
