@@ -1,5 +1,6 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
+# make quickstart-test  the quickstart's promises, undisturbed and killed over and over, in half an hour
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
@@ -17,7 +18,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup quickstart quickstart-test test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -34,6 +35,9 @@ setup: .venv/ready
 
 quickstart: setup
 	$(BIN)/python launch/quickstart.py
+
+quickstart-test: setup
+	$(BIN)/python -m tests.campaigns.quickstart
 
 test: setup lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
