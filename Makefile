@@ -1,5 +1,6 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
+# make quickstart-test  the quickstart's promises, undisturbed and killed over and over, in half an hour
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 # make docs-test    every command of README.md and docs/, run or checked
 # make image-test   the image built without Docker, and run without rights; needs root on Debian
@@ -21,7 +22,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart test test-fast data coverage lint format bench soak cluster-test docs-test image-test gpu-test evidence evidence-full clean
+.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak cluster-test docs-test image-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -58,6 +59,9 @@ audit: setup build/tools/ready
 
 quickstart: setup
 	$(BIN)/python launch/quickstart.py
+
+quickstart-test: setup
+	$(BIN)/python -m tests.campaigns.quickstart
 
 test: setup lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
