@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     # A parser for each command: argparse does not let options and overrides mix in a subparser.
     command = chosen.parse_args(given[:1]).command
     _quieten()
+    if _is_first_of_host():
+        print(f"{command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
     try:
         return commands[command](given[1:])
     except UserError as error:
