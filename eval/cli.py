@@ -221,6 +221,7 @@ def quiet_libraries() -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    print("report: loading libraries", file=sys.stderr, flush=True)
     from eval.report.gather import gather
     from eval.report.write import write
 
@@ -238,6 +239,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    print("compare: loading libraries", file=sys.stderr, flush=True)
     from eval.compare import regression, table
     from eval.results import pick, read_models
 
