@@ -36,13 +36,19 @@ from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
 
-PACKAGES = ["debootstrap", "buildah", "podman", "crun"]
+PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
 SUITE, NEEDED = "bookworm", 15  # of Debian, as in the Dockerfile; GiB of disk
 PARTS = ["verbs", "stops", "evaluation", "quickstart"]
 UNKNOWN = 4321  # a user without an entry in the image
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
     *("--cap-drop", "all", "--security-opt", "no-new-privileges", "--health-interval", "disable"),
+    *(
+        "--ulimit",
+        "nofile=4096:4096",
+        "--ulimit",
+        "nproc=4096:4096",
+    ),  # podman's own are above what may be set
 ]
 
 
@@ -57,10 +63,12 @@ class Image:
         self.volume.chmod(0o777)
         self.storage = ["--root", str(directory / "storage"), "--runroot", str(directory / "run")]
         self.storage += ["--storage-driver", "overlay"]
+        # It logs as an error that no systemd runs health checks; runc works with cgroups of either version.
+        self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
 
-    def tool(self, name: str, *arguments: str | Path) -> str:
-        """What a command of buildah or podman prints; its errors go to the terminal."""
-        command = [name, *self.storage, *map(str, arguments)]
+    def ask(self, *arguments: str) -> str:
+        """What a command of podman prints; its errors go to the terminal."""
+        command = [*self.podman, *arguments]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
     def build(self, torch_args: str) -> None:
@@ -70,7 +78,7 @@ class Image:
             ["debootstrap", "--variant=minbase", SUITE, str(base)], check=True, stdout=subprocess.DEVNULL
         )
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
-        command = ["podman", *self.storage, "import", "--quiet", "-", "emo-base"]
+        command = [*self.podman, "import", "--quiet", "-", "emo-base"]
         subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
         shutil.rmtree(base)
         mounts = pip_configuration(self.directory / "pip")
@@ -84,7 +92,7 @@ class Image:
     def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
         """The command that runs the image with `arguments`."""
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
-        return ["podman", *self.storage, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
+        return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
     def run(self, *arguments: str, **more: object) -> tuple[int, str]:
         """Exit code and all output of a container."""
@@ -95,7 +103,7 @@ class Image:
     def remove(self) -> None:
         """Containers, images, mounts."""
         for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
-            subprocess.run(["podman", *self.storage, *arguments], capture_output=True)
+            subprocess.run([*self.podman, *arguments], capture_output=True)
 
 
 def pip_configuration(directory: Path) -> list[Path]:
@@ -127,11 +135,11 @@ def pip_configuration(directory: Path) -> list[Path]:
 
 def verbs(image: Image, show: Campaign) -> None:
     """The image's configuration, what is in it and what is not, its verbs."""
-    found = json.loads(image.tool("podman", "image", "inspect", image.NAME))[0]
+    found = json.loads(image.ask("image", "inspect", image.NAME))[0]
     said = found["Config"]
     labels = {key.rpartition(".")[2]: value for key, value in (said.get("Labels") or {}).items()}
     show("verbs", "size", f"{found['Size'] / 2**30:.2f} GiB", True)
-    health = (said.get("Healthcheck") or found.get("HealthCheck") or {}).get("Test")
+    health = (said.get("Healthcheck") or found.get("Healthcheck") or {}).get("Test")
     show(
         "verbs",
         "user, stop signal",
@@ -141,7 +149,7 @@ def verbs(image: Image, show: Campaign) -> None:
     show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
     show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
     configured = (image.directory / "pip" / "pip.conf").read_text().splitlines()[1:]
-    told = image.tool("podman", "history", "--no-trunc", image.NAME) + json.dumps(found)
+    told = image.ask("history", "--no-trunc", image.NAME) + json.dumps(found)
     values = [line.partition(" = ")[2] for line in configured if "/" in line]
     _, inside = image.run("-c", "cat /etc/pip.conf; true", options=("--entrypoint", "sh"))
     kept = [value for value in values if value in told or value in inside]
@@ -184,22 +192,22 @@ class Running:
 
     def stop(self) -> int:
         """What `docker stop` and a drained node do."""
-        self.image.tool("podman", "stop", "--time", "120", self.name)
+        self.image.ask("stop", "--time", "120", self.name)
         return self.end()
 
     def kill(self) -> int:
         """The whole container at once, as the kernel does when memory is full."""
-        self.image.tool("podman", "kill", "--signal", "KILL", self.name)
+        self.image.ask("kill", "--signal", "KILL", self.name)
         return self.end()
 
     def healthy(self) -> bool:
         """What its health check says."""
-        command = ["podman", *self.image.storage, "healthcheck", "run", self.name]
+        command = [*self.image.podman, "healthcheck", "run", self.name]
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def ranks(self) -> list[int]:
         """Process ids, on this machine, of the ranks."""
-        listed = self.image.tool("podman", "top", self.name, "hpid", "args").splitlines()[1:]
+        listed = self.image.ask("top", self.name, "hpid", "args").splitlines()[1:]
         return [
             int(line.split()[0]) for line in listed if "--local_rank=" in line and "launch.py" not in line
         ]
@@ -286,10 +294,10 @@ def evaluation(image: Image, show: Campaign) -> None:
     (image.volume / "empty").mkdir()
     (image.volume / "empty").chmod(0o777)
     waiting = subprocess.Popen(image.command("watch", "/emo/runs/empty", *on, user=UNKNOWN, options=options))
-    wait_for(lambda: "emo-test-watch" in image.tool("podman", "ps", "--format", "{{.Names}}"), "container")
+    wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
     time.sleep(5)
     began = time.monotonic()
-    image.tool("podman", "stop", "--time", "60", "emo-test-watch")
+    image.ask("stop", "--time", "60", "emo-test-watch")
     took, code = time.monotonic() - began, waiting.wait(60)
     show("evaluation", "stop of a watcher", f"exit code {code} after {took:.0f} s", took < 30 and code != 137)
 

@@ -225,28 +225,33 @@ def after_training(environment: dict[str, str], recipe: Path, data: Path, show: 
     """The export of a run is evaluated when the run is finished; after a mistake nothing waits for ever."""
     directory = recipe.parent
     longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
-    for name, more, wanted in (("good", longer, "COMPLETED"), ("bad", "train.lr=-1", "CANCELLED")):
-        run_dir = directory / name
+    for name, more, wanted, words in (
+        ("good", longer, "COMPLETED", "waited, then evaluated the export"),
+        ("bad", "train.lr=-1", "CANCELLED", "cancelled when the training had failed"),
+    ):
+        run_dir, log = directory / name, directory / f"{name}.evaluation"
         training = Job(environment, recipe, run_dir, more)
-        command = [
-            "sbatch",
-            "--parsable",
-            f"--dependency=afterok:{training.id}",
-            "--mem=2000",
-            "--cpus-per-task=1",
-        ]
-        command += [f"--output={directory / name}.evaluation", "launch/slurm/evaluate.sbatch", str(run_dir)]
-        waiting = ask(environment, *command, str(data), "--tasks", "sst2")
-        state = ask(environment, "scontrol", "show", "job", waiting)
-        waits = "Reason=Dependency" in state
+        waiting = subprocess.run(
+            [
+                *("sbatch", "--parsable", f"--dependency=afterok:{training.id}", f"--output={log}"),
+                *("--cpus-per-task=1", "--mem-per-cpu=1000", "launch/slurm/evaluate.sbatch"),
+                *(str(run_dir), str(data), "--tasks", "sst2"),
+            ],
+            env=environment,
+            cwd=REPO,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout.strip()
+        waits = "Reason=Dependency" in ask(environment, "scontrol", "show", "job", waiting)
         training.wait(lambda _: False)
         state = ended(environment, waiting)
         done = run_dir / "eval" / "watch" / "done" / f"{name}.json"
         evaluated = done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
         good = waits and f"JobState={wanted}" in state and evaluated == (name == "good")
-        words = {"good": "waited, then evaluated the export", "bad": "cancelled"}[name]
-        what = {"good": "a job after a training", "bad": "after a mistake"}[name]
-        show("scheduled", what, words if good else f"{training.story()}\n{state}", good)
+        said = log.read_text()[-1500:] if log.is_file() else "no output"
+        found = words if good else f"{training.story()}\n{state}\n{said}"
+        show("scheduled", f"a job after a training: {name}", found, good)
 
 
 def ended(environment: dict[str, str], job: str, timeout: float = 300) -> str:
