@@ -1,6 +1,7 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make judge-test   20 kills of answering and judging
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
@@ -17,7 +18,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup quickstart test test-fast lint format bench soak judge-test cluster-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -56,6 +57,9 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m tests.campaigns.soak
+
+judge-test: setup
+	$(BIN)/python -m tests.campaigns.judging
 
 cluster-test: setup
 	$(BIN)/python -m tests.campaigns.cluster

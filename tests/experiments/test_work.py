@@ -112,7 +112,10 @@ def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
 
 def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
     measures = {
-        "gap": {"command": "python -c pass {baseline_run} {baseline} {export}", "read": {"gap": "{out}/x.json:x"}},
+        "gap": {
+            "command": "python -c pass {baseline_run} {baseline} {export}",
+            "read": {"gap": "{out}/x.json:x"},
+        },
     }
     work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
     tasks = {task.run.name: task for task in work.tasks()}

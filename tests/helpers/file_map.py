@@ -40,7 +40,7 @@ DESCRIBED = {
     "eval/icl/tasks/README.md": "how to add a task",
     "common/page/page.css": "the style of reports",
     "tests/bench/*.py": "side-by-side measurements",
-    "tests/campaigns/*.py": "soak, sweep, cluster and GPU: long tests, each a command of its own",
+    "tests/campaigns/*.py": "soak, sweep, judging, cluster and GPU: long tests, each a command of its own",
     "tests/helpers/*.py": "what tests share: corpora, launches, naive references",
     "tests/loss/golden*.json": "values of the objectives computed elsewhere",
     "tests/*/test_*.py": "one per module or promise, in folders that mirror the rooms",
