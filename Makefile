@@ -4,6 +4,7 @@
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 # make docs-test    every command of README.md and docs/, run or checked
 # make image-test   the image built without Docker, and run without rights; needs root on Debian
+# make judge-test   20 kills of answering and judging
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
@@ -22,7 +23,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak cluster-test docs-test image-test gpu-test evidence evidence-full clean
+.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -95,6 +96,9 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m tests.campaigns.soak
+
+judge-test: setup
+	$(BIN)/python -m tests.campaigns.judging
 
 cluster-test: setup
 	$(BIN)/python -m tests.campaigns.cluster $(ARGS)

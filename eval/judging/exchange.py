@@ -43,10 +43,8 @@ def write_prompts(
         if form == "openai":
             line = _request(judge, name, prompt, model, tokens)
         lines.append(json.dumps(line, ensure_ascii=False))
-    if not lines:
-        raise UserError("there is nothing to ask: the answers of every pair are the same")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "\n".join(lines) + "\n")
+    write_text(file, "".join(f"{line}\n" for line in lines))
     return len(lines)
 
 
@@ -72,9 +70,9 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     request that failed counts as an unreadable reply.
     """
-    rows = read_rows(file)
-    ids = [_id(row, f"{file} row {i}") for i, row in enumerate(rows, start=1)]
     asked = {name: (row, swapped) for name, row, swapped in _asked(judge, pairs)}
+    rows = read_rows(file) if asked else []  # nothing was asked where the answers of every pair are the same
+    ids = [_id(row, f"{file} row {i}") for i, row in enumerate(rows, start=1)]
     if twice := repeated(ids):
         raise UserError(f"{file}: replies that come more than once: {named(twice)}")
     if foreign := [one for one in ids if one not in asked]:

@@ -242,6 +242,16 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path, change: Any, w
     assert code == 2 and words in err and err.count("\n") == 1 and not (tmp_path / "judgements").exists()
 
 
+def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp_path: Path) -> None:
+    same = ["judge", "--judge", "auto-j", "--a", world / "a.json", "--b", world / "a.json", "--out", tmp_path]
+    code, out, _ = command(*same, "--export", tmp_path / "p.jsonl")
+    assert code == 0 and "0 prompts on 10 pairs" in out and (tmp_path / "p.jsonl").read_text() == ""
+    for how in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
+        assert command(*same, *how, "--tokens", 9, "--name", "v")[0] == 0
+        numbers, _ = read(tmp_path)
+        assert numbers["win_rate"]["value"] == 0.5 and numbers["counts"]["identical"] == 10
+
+
 def test_replies_to_another_judge_are_refused(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     (tmp_path / "r.jsonl").write_text("\n".join(json.dumps({"id": r["id"], "reply": "1"}) for r in rows))
