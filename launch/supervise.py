@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -158,20 +159,23 @@ def main(argv: list[str]) -> int:
         shutil.rmtree(reports, ignore_errors=True)
 
 
-def continual() -> int:
+def continual() -> NoReturn:
     """The command `emo-continual`."""
-    return _installed("continual.sh")
+    _installed("continual.sh")
 
 
-def instruct() -> int:
+def instruct() -> NoReturn:
     """The command `emo-instruct`."""
-    return _installed("instruct.sh")
+    _installed("instruct.sh")
 
 
-def _installed(script: str) -> int:
-    """Run a script beside this file by the `deepspeed` of this Python, be its environment active or not."""
+def _installed(script: str) -> NoReturn:
+    """Become what `script` beside this file becomes: ranks know their supervisor by this file's name.
+
+    The `deepspeed` of this Python is taken, be its environment active or not.
+    """
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return main([str(HERE / script), *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, __file__, str(HERE / script), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import common
+from common.exit_codes import ExitCode
 from tests.campaigns.audit import pins
 from tests.conftest import REPO
 from tests.helpers import file_map
@@ -147,14 +148,20 @@ def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     """The script beside the package, run by `deepspeed`: here one that tells what it was given."""
     (tmp_path / "bin").mkdir()
-    stand_in = tmp_path / "bin" / "deepspeed"
-    stand_in.write_text('#!/bin/sh\necho "$@"\nexit 2\n')
-    stand_in.chmod(0o755)
+    supervisor, script = (str(built.site / "launch" / name) for name in ("supervise.py", "instruct.sh"))
+    # It also tells by which file its parent runs: ranks look for that name (pipeline/stop.py).
+    tell = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
+    programs = {"deepspeed": f'{tell}\necho "$@"', "python": f'exec {sys.executable} "$@"'}
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
     code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
     code += "sys.argv = ['emo-instruct', '--num_gpus', '2', '--', 'mine.yaml', 'train.lr=1']; "
-    code += "from launch.supervise import instruct; print(instruct())"
-    script = built.site / "launch" / "instruct.sh"
-    assert built.run(code, tmp_path).splitlines() == [f"--num_gpus 2 {script} mine.yaml train.lr=1", "2"]
+    code += "from launch.supervise import instruct; instruct()"
+    environment = os.environ | {"PYTHONPATH": str(built.site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.stdout.decode().splitlines() == [supervisor, f"--num_gpus 2 {script} mine.yaml train.lr=1"]
+    assert done.returncode == ExitCode.FAILURE  # a launcher that says 0 without a rank that has ended well
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 
 
