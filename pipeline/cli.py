@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     _quieten()
     if _is_first_of_host():
-        print(f"{command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
+        print(f"{args.command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
     try:
         return commands[args.command](args)
     except UserError as error:

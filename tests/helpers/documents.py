@@ -29,7 +29,7 @@ from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "time"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 FOLDERS = [
     "common",
@@ -45,11 +45,24 @@ FOLDERS = [
 ]
 SECTIONS = ("data", "model", "objective", "train")
 FOREIGN = {  # options of commands that are not here to be asked
-    "sbatch": {"--array", "--nodes"},
-    "docker": {"--build-arg", "--gpus", "--shm-size"},
+    "sbatch": {"--array", "--dependency", "--nodes", "--parsable"},
+    "docker": {
+        *(
+            "--build-arg",
+            "--entrypoint",
+            "--gpus",
+            "--read-only",
+            "--secret",
+            "--shm-size",
+            "--tmpfs",
+            "--user",
+        ),
+        *("--always", "--dirty"),  # of git describe, in a build argument
+        "--index-url",  # pip's, in another
+    },
     "kubectl": {"--from-file"},
-    "pip": {"--no-build-isolation"},
-    "make": {"--index-url"},  # pip's, in a variable
+    "pip": {"--no-build-isolation", "--no-deps", "--require-hashes"},
+    "make": {"--index-url", "--parts"},  # pip's and a campaign's, in variables
 }
 LAUNCHERS = {  # whose options stand beside ours
     "launch": ("deepspeed", "launcher/runner.py"),
