@@ -29,6 +29,7 @@ USED: dict[str, Callable[[Any], bool]] = {
 
 
 SPLITS = ("train", "validation")
+MOST_TOKENS = 1 << 20  # in a row
 
 
 class Source(Section):
@@ -80,7 +81,7 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1)
     validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    block: int = Field(256, gt=1, le=1 << 20)  # tokens per row
+    block: int = Field(256, gt=1, le=MOST_TOKENS)  # tokens per row
     shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
     template: Literal["alpaca", "chat"] = mark("instruct", "alpaca")  # how examples are written as text
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")  # examples above block

@@ -82,7 +82,7 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
     """The model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             return model if config.model.lora is None else add_lora(model, config.model)
     except (ValueError, KeyError, TypeError) as error:
         where = "model.path" if config.model.path else "model.architecture"
