@@ -11,7 +11,7 @@ from common.text import on_one_line, printable, without_secrets
 class UserError(Exception):
     """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set.
 
-    The line may quote data and other programs: what could act on a terminal, and secrets, are taken out of it.
+    The line may quote data and other programs: secrets, and what could act on a terminal, are left out.
     """
 
     def __str__(self) -> str:

@@ -139,8 +139,8 @@ def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     within = (path.resolve().parent, REPOSITORY)
     if not any((path.parent / base).resolve().is_relative_to(folder) for folder in within):
         raise UserError(
-            f"recipe {path} extends {base}, which is neither in its folder nor a file of this program; copy it "
-            "beside the recipe"
+            f"recipe {path} extends {base}, which is neither in its folder nor part of this program; copy "
+            "it beside the recipe"
         )
     return _merge(_read_tree(path.parent / base, (*before, path.resolve())), tree)
 
@@ -301,8 +301,8 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
             raise UserError(f"{path}: {shown(value)} is far too large")
         if isinstance(value, str | Path) and without_secrets(str(value)) != str(value):
             raise UserError(
-                f"{path} holds a password or token, and would be copied into config.yaml, logs and reports; leave "
-                "it out and give it where its library looks for it: HF_TOKEN, AWS_PROFILE, ~/.netrc, ..."
+                f"{path} holds a password or token, and would be copied to config.yaml, logs and reports; "
+                "leave it out, and give it where its library looks for it (HF_TOKEN, AWS_PROFILE, ~/.netrc)"
             )
     return section
 

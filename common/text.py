@@ -9,7 +9,9 @@ _LINK = re.compile(r"(?<=\w):(?=//)|(?<=\bwww)\.", re.IGNORECASE)  # what GitHub
 # Control characters, line and paragraph separators, what changes the direction of writing, half characters.
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _SECRETS = (
-    re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,15}://)[^\s/@:]*:[^\s/@]*(?=@)", re.IGNORECASE),  # user:password@
+    re.compile(
+        r"(?P<kept>\b[a-z][a-z0-9+.-]{0,15}://)[^\s/@:]*:[^\s/@]*(?=@)", re.IGNORECASE
+    ),  # user:password@
     re.compile(
         r"(?P<kept>[?&;](?:[\w-]*(?:token|signature|credential|password|secret)|api_?key|key|sig)=)[^\s&#;'\"]+",
         re.IGNORECASE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def check_unpacked(path: Path) -> None:
+    """Raise ValueError for a zip file, such as .npz, that is packed: a small one may unpack to any size."""
+    with zipfile.ZipFile(path) as members:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+            raise ValueError("it is packed, as nothing here is written")
 
 
 def is_plain_name(name: object) -> bool:

@@ -88,7 +88,9 @@ def check_directory(source: str | Path) -> None:
         return
     led = next(links_outside(directory), None)
     if led is not None:
-        raise UserError(f"{led} is a link to {led.resolve()}, outside the model's directory; put the file there")
+        raise UserError(
+            f"{led} is a link to {led.resolve()}, outside the model's directory; put the file there"
+        )
     limits = SETTINGS | {path.name: JSON_BYTES for path in directory.glob("*.index.json")}
     for name, limit in limits.items():
         path = directory / name
@@ -122,8 +124,8 @@ def without_code(source: str | Path) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise UserError(
-            f"{source} needs Python code of its own (auto_map in config.json), which is never run here; use a "
-            "checkpoint of a family that transformers has"
+            f"{source} needs Python code of its own (auto_map in config.json), which is never run here; use "
+            "a checkpoint of a family that transformers has"
         ) from None
 
 

@@ -302,11 +302,11 @@ def _only_data(directory: Path) -> Iterator[None]:
 
 
 def _more_than_data(directory: Path, said: str) -> UserError:
-    """What becomes of torch's refusal to read a pickle, of which it `said` which class or function it names."""
+    """What becomes of torch's refusal to read a pickle: it `said` which class or function that names."""
     named = re.search(r"GLOBAL (\S+)", said)
     return UserError(
-        f"{directory} holds a state that is more than data ({named[1] if named else one_line(said, 120)}); the "
-        "trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
+        f"{directory} holds a state that is more than data ({named[1] if named else one_line(said, 120)}); "
+        "the trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
     )
 
 

@@ -130,7 +130,9 @@ def listed_files(directory: Path) -> dict[str, FileFacts] | None:
     if not isinstance(listed, dict):
         return None
     whole = (isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in listed.values())
-    inside = (not name.startswith("/") and ".." not in name.split("/") and "\0" not in name for name in listed)
+    inside = (
+        not name.startswith("/") and ".." not in name.split("/") and "\0" not in name for name in listed
+    )
     return listed if all(whole) and all(inside) else None
 
 
@@ -163,7 +165,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def _is_number(value: Any) -> bool:
     """Whether a record may hold it: null stands for a number that is not finite."""
-    return value is None or (type(value) in (int, float) and abs(value) <= COUNTABLE)
+    return value is None or type(value) is float or (type(value) is int and abs(value) <= COUNTABLE)
 
 
 def read_export_info(export: Path) -> dict[str, Any]:

@@ -255,7 +255,9 @@ def states_can_be_converted() -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     assert "--inject_missing_state" in inspect.getsource(ds_to_universal)
-    assert callable(ds_to_universal.main) and not inspect.signature(ds_to_universal.parse_arguments).parameters
+    assert (
+        callable(ds_to_universal.main) and not inspect.signature(ds_to_universal.parse_arguments).parameters
+    )
     from deepspeed.runtime import config
 
     assert config.LOAD_UNIVERSAL_CHECKPOINT == "load_universal"
