@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 JSON_BYTES = 32 << 20  # of a JSON file at most: the index of the largest published checkpoint has 9 MB
+LONGEST_NAME = 255  # bytes; file systems take no longer ones
 HUB_SNAPSHOTS = "snapshots"  # in the hub's cache files are links to ../../blobs
 
 
@@ -51,7 +52,9 @@ def check_unpacked(path: Path) -> None:
 
 def is_plain_name(name: object) -> bool:
     """Whether a name names something in its directory and nothing above or below it."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        return False
+    return len(name.encode("utf-8", "replace")) <= LONGEST_NAME
 
 
 def links_outside(directory: Path) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.errors import UserError, one_line
 from common.untrusted import JSON_BYTES, is_plain_name, links_outside, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
+MOST_LAYERS = 10_000
 # What transformers reads of a directory besides, and the bytes that it may have at most.
 SETTINGS = dict.fromkeys(
     (
@@ -45,12 +47,25 @@ class Loaded(NamedTuple):
 
 
 def load_config(source: str | Path, revision: str | None = None) -> Any:
-    """The configuration of the model in a directory or of the hub. Raises as `load_causal_lm` does."""
+    """The configuration of the model in a directory or of the hub.
+
+    Raises UserError for what `check_directory` refuses and for a model that needs code of its own, OSError
+    when it is not there, and ValueError for one that cannot be.
+    """
     from transformers import AutoConfig
 
     check_directory(source)
-    with without_code(source):
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    try:
+        with without_code(source):
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    except (UserError, OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
+        raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers is {one_line(repr(layers), 40)}")
+    return config
 
 
 def load_causal_lm(source: str | Path, revision: str | None = None, **options: Any) -> Loaded:
@@ -65,8 +80,16 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
     check_directory(source)
     load: Any = AutoModelForCausalLM.from_pretrained
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _without_report(), without_code(source):
-        model, report = load(source, revision=revision, trust_remote_code=False, **options)
+    try:
+        with _without_report(), without_code(source):
+            model, report = load(source, revision=revision, trust_remote_code=False, **options)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = named[1] if named else one_line(error, 80)
+        raise UserError(
+            f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; use "
+            "safetensors"
+        ) from None
     missing, mismatched, unexpected = (
         sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
         for kind in ("missing", "mismatched", "unexpected")

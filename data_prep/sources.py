@@ -201,7 +201,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: Path, packed: bool)
             for batch in file.iter_batches(PIECE_ROWS, row_groups=range(first, len(groups))):
                 yield from batch.slice(start).to_pylist()
                 start = max(0, start - batch.num_rows)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 

@@ -26,6 +26,7 @@ from tokenizers import (
 )
 
 from common.errors import UserError, one_line
+from common.untrusted import parse_json, read_bytes, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,6 +40,8 @@ FILES = [
     "vocab.json",
     "merges.txt",
 ]
+FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
+MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBES = (  # a converted tokenizer must give the ids of the original for these
@@ -109,7 +112,7 @@ class TokenizerFacts(NamedTuple):
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
     """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return _facts(*_read(place))
+    return _facts(*_sound(place))
 
 
 def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
@@ -181,13 +184,18 @@ def _find(path: str | Path, revision: str | None) -> tuple[Tokenizer, dict[str, 
     place = Path(path)
     if not place.exists():
         place = _download(str(path), revision)
+    return _sound(place)
+
+
+def _sound(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """`_read`, whose errors become one UserError."""
     try:
         return _read(place)
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
         reason = one_line(error)
-        raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
+        raise UserError(f"tokenizer {place} cannot be read: {reason}") from None
 
 
 def _download(hub: str, revision: str | None) -> Path:
@@ -219,7 +227,10 @@ def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     if place.is_file():
         return _from_sentencepiece(place)
     if (place / "tokenizer.json").is_file():
-        backend = Tokenizer.from_file(str(place / "tokenizer.json"))
+        content = read_bytes(place / "tokenizer.json", FILE_BYTES).decode()
+        tree = parse_json(content)
+        _check_ids([*_ids(tree["model"]["vocab"]), *(one["id"] for one in tree.get("added_tokens") or ())])
+        backend = Tokenizer.from_str(content)
         names = special_names(place)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
             names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
@@ -241,11 +252,13 @@ def special_names(place: Path) -> dict[str, str]:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (place / file).is_file():
             continue
-        tree: dict[str, Any] = json.loads((place / file).read_text())
+        tree: dict[str, Any] = read_json(place / file)
         for name in SPECIALS:
             value = tree.get(name)
             value = value.get("content") if isinstance(value, dict) else value
             if value:
+                if not isinstance(value, str):
+                    raise ValueError(f"{file}: {name} must be text, not {type(value).__name__}")
                 names[name] = value
     return names
 
@@ -324,8 +337,20 @@ def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in ranked]
 
 
+def _ids(vocab: Any) -> Iterable[Any]:
+    """The ids of a vocabulary; one that is a list numbers its pieces itself."""
+    return vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+
+
+def _check_ids(ids: Iterable[Any]) -> None:
+    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest."""
+    if not all(type(one) is int and 0 <= one < MOST_IDS for one in ids):
+        raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
+
+
 def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
+    _check_ids(_ids(read_json(place / "vocab.json", FILE_BYTES)))
     backend = Tokenizer(models.BPE.from_file(str(place / "vocab.json"), str(place / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

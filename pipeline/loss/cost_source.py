@@ -125,7 +125,9 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
         config = load_config(source, revision)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that is damaged or made up makes of transformers
         if not Path(source).exists():
             raise UserError(
                 f"cost embedding {source} is neither here nor a hub model that can be reached; give a "
