@@ -2,6 +2,7 @@
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
+# make fuzz         damaged files for every parser, ten minutes each; ARGS="--seconds 60 --only recipe" is shorter
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup quickstart test test-fast lint format bench soak cluster-test gpu-test fuzz evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -62,6 +63,9 @@ cluster-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
+
+fuzz: setup
+	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
 evidence evidence-full: setup
 	$(BIN)/python -m experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)

@@ -87,8 +87,8 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = named[1] if named else one_line(error, 80)
         raise UserError(
-            f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; use "
-            "safetensors"
+            f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; "
+            "use safetensors"
         ) from None
     missing, mismatched, unexpected = (
         sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
