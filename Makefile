@@ -6,6 +6,7 @@
 # make image-test   the image built without Docker, and run without rights; needs root on Debian
 # make judge-test   20 kills of answering and judging
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
+# make fuzz         damaged files for every parser, ten minutes each; ARGS="--seconds 60 --only recipe" is shorter
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
 # make lock         versions and hashes anew             make audit        what is known against them
@@ -23,7 +24,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test evidence evidence-full clean
+.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test fuzz evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -111,6 +112,9 @@ docs-test: setup
 
 gpu-test: setup
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
+
+fuzz: setup
+	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
 evidence evidence-full: setup
 	$(BIN)/python -m experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)

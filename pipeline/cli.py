@@ -21,6 +21,7 @@ from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
 from common.recipe import parse_arguments
+from common.text import printable, without_secrets
 from pipeline.stop import RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -241,6 +242,14 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class Printable(logging.Formatter):
+    """Log lines whose names come from recipes and files, and cannot act on the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's text."""
+        return without_secrets(printable(super().format(record)))
+
+
 class Survivor:
     """A text stream that a lost reader does not break: what is written from then on goes nowhere.
 
@@ -276,7 +285,7 @@ def _set_up_logging() -> None:
     """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
     sys.stdout, sys.stderr = cast("TextIO", Survivor(sys.stdout)), cast("TextIO", Survivor(sys.stderr))
     level = logging.INFO if _is_main() else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    _log_to_stdout(level)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
     logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
     _quieten()
@@ -284,6 +293,12 @@ def _set_up_logging() -> None:
 
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _log_to_stdout(level: int) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Printable())
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _quieten() -> None:
@@ -324,7 +339,7 @@ def _score(args: argparse.Namespace) -> int:
 
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    _log_to_stdout(logging.INFO)
     config = load_config(args.recipe, [*args.overrides, *given])
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")

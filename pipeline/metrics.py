@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common.errors import UserError, one_line
 from common.files import write_once, write_text
+from common.text import on_one_line
 from pipeline.config import RunConfig
 from pipeline.engine import Sums
 from pipeline.loss.health import summary
@@ -113,7 +114,7 @@ class Metrics:
             self._wandb = _wandb_run(config)
         self._profiler = Profiler(run_dir, *config.train.profile) if config.train.profile else None
         # disable=None: a bar on a terminal, only the lines of `say` elsewhere.
-        self._bar = tqdm(total=steps, initial=step, desc=run_dir.name, unit="step", disable=None)
+        self._bar = tqdm(total=steps, initial=step, desc=on_one_line(run_dir.name), unit="step", disable=None)
 
     def starts(self, step: int) -> None:
         """Step `step` (from 1) is about to be taken."""
