@@ -12,7 +12,7 @@ import torch
 from pipeline.config import RunConfig, load_config
 from pipeline.engine import Sums
 from pipeline.loss.health import histogram
-from pipeline.metrics import Metrics
+from pipeline.report.metrics import Metrics
 from pipeline.run_dir import METRICS, PROFILE, read_metrics
 from tests.conftest import REPO
 
@@ -87,7 +87,6 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     silent.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
     silent.log(1, 1, 1.0)
     assert silent.state() == {}
-    silent.say("nothing")
     silent.close()
     assert list(tmp_path.iterdir()) == []
 

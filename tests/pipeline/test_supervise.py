@@ -33,7 +33,7 @@ from pipeline.stop import StopRequest, Watch
 watch = Watch()
 watch.joined(); watch.trains()
 stop = StopRequest(Path("."), None, watch)
-print("ready", flush=True)
+print("ready", file=sys.stderr, flush=True)  # its standard output is the launcher's log
 while stop.reason is None:
     time.sleep(0.05)
 time.sleep(float(sys.argv[1]))  # a slow step
