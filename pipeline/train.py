@@ -149,7 +149,7 @@ def _train(
     hosts = len(set(gather_objects(socket.gethostname())))
     on_main(world, lambda: resume.claim(config, data.fingerprint))
     launch.begun(config, ready, step, tokens, hosts)
-    log.info("%s; steps %d to %d; objective %s", ready.batch, step, steps, losses.objective)
+    log.info("objective %s; %s", losses.objective, ready.batch)
     reporter = functools.partial(Metrics, config, step, steps, world.is_main, console=launch.console)
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)

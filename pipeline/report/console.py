@@ -69,6 +69,7 @@ class Console:
         self._colour, self._clock = colour, clock
         self._last = -math.inf  # when progress was last shown
         self._bar: tqdm[Any] | None = None
+        self._said: tuple[int, str] | None = None  # the last message that was no warning
 
     def progress(self, make: Callable[[], Progress]) -> None:
         """A step was taken. Drawn on a terminal, and only as often as an eye can follow."""
@@ -95,8 +96,10 @@ class Console:
 
     def message(self, text: str, level: int = logging.INFO) -> None:
         """A line of a library or of this program's log."""
-        if self.kind == "silent" and level < logging.ERROR:
-            return
+        if (self.kind == "silent" and level < logging.ERROR) or (level, text) == self._said:
+            return  # who checks before and after loading says the same twice
+        if level < WARNING:
+            self._said = level, text
         if self.kind == "json":
             self._object("message", {"level": logging.getLevelName(level).lower(), "text": text})
         elif level >= WARNING:

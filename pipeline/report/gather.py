@@ -25,6 +25,7 @@ from pipeline.run_dir import (
 )
 
 DASH = "\u2013"
+KILLED = "ended without a word"
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 EVALUATION = ("report.html", "results.json")  # what `python -m eval report` and `watch` leave
 
@@ -88,7 +89,7 @@ class Run:
         if self.launches and self.launches[-1].end is not None:
             end = self.launches[-1].end
             return f"{end.get('how')}: {end['reason']}" if end.get("reason") else str(end.get("how"))
-        return "ended without a word" if self.launches else "unknown"
+        return KILLED if self.launches else "unknown"
 
     def seconds(self) -> list[tuple[dict[str, Any], float, int]]:
         """(record, seconds of training, steps) of every record that says how fast it was."""

@@ -26,11 +26,12 @@ from common.page.parts import (
     table,
     tag,
 )
-from pipeline.report.gather import DASH, Launch, Run, clock, number, read_runs
+from pipeline.report.gather import DASH, KILLED, Launch, Run, clock, number, read_runs
 from pipeline.report.pace import duration
 
 MOST = 400  # points of a curve; of more, neighbours are averaged
 COLUMNS = 2  # of panels where the page is wide
+SAME = 1e-4  # relative difference of two values that a figure cannot tell apart
 
 
 class Quantity(NamedTuple):
@@ -74,9 +75,7 @@ def write_report(paths: Sequence[Path], out: Path | None, over: str) -> Path:
 def html(runs: Sequence[Run], over: str, place: Path) -> str:
     """The whole page; links are relative to `place`, where it is going to be."""
     names = ", ".join(run.name for run in runs)
-    lead = "What was trained, how it went, what it took. " + (
-        "Colours are the runs'." if len(runs) > 1 else str(runs[0].path)
-    )
+    lead = f"{len(runs)} runs, a colour each." if len(runs) > 1 else str(runs[0].path)
     sections = [
         _summary(runs),
         _curves(runs, over),
@@ -104,7 +103,8 @@ def _summary(runs: Sequence[Run]) -> Markup:
         skipped = sum(int(number(r.get("skipped")) or 0) for r in run.trained)
         cells: list[str] = [
             _name(i, run, runs),
-            str(run.value("model", "path") or "new"),
+            run.state(time.time()),
+            str(run.value("model", "path") or "a new model"),
             _objective(run),
             f"{last['step']:,}{of}" if last else DASH,
             _shown(last.get("tokens"), "{:,.0f}"),
@@ -112,18 +112,17 @@ def _summary(runs: Sequence[Run]) -> Markup:
             f"{held_out[-1]:.4g}" if held_out else DASH,
             str(skipped),
             duration(spent) if spent else DASH,
-            run.state(time.time()),
         ]
-        return row(cells, text=3)
+        return row(cells, text=4)
 
-    head = ["Run", "From", "Objective", "Steps", "Tokens", "NLL", "Held-out NLL", "Skipped", "Time", "State"]
+    head = ["Run", "State", "From", "Objective", "Steps", "Tokens", "NLL", "Held-out NLL", "Skipped", "Time"]
     caption = (
         "Tokens: supervised ones. NLL: the last record's, in nats per token; held-out: the last validation. "
         "Skipped: steps without a finite gradient, which changed no weight. Time: of training the steps that "
         "are kept, without saving, validation and loading."
     )
     rows = [line(i, run) for i, run in enumerate(runs)]
-    return section("Runs" if len(runs) > 1 else "Run", table(head, rows, caption, text=3))
+    return section("Runs" if len(runs) > 1 else "Run", table(head, rows, caption, text=4))
 
 
 def _objective(run: Run) -> str:
@@ -134,7 +133,7 @@ def _objective(run: Run) -> str:
 
 
 def _curves(runs: Sequence[Run], over: str) -> Markup:
-    drawn = [panel for quantity in QUANTITIES if (panel := _panel(quantity, runs, over)) is not None]
+    drawn = [panel for q in _distinct(runs) if (panel := _panel(q, runs, over)) is not None]
     unit = "steps" if over == "step" else "tokens"
     wide, narrow = (
         curves_figure(drawn, COLUMNS, unit, width, f"run-{kind}", "Curves of training")
@@ -150,6 +149,19 @@ def _curves(runs: Sequence[Run], over: str) -> Markup:
         caption += " MFU counts what the model needs; what checkpointing computes again does not count."
     names = [(css_colour(i), run.name) for i, run in enumerate(runs)] if len(runs) > 1 else []
     return section("Curves", figure(wide, narrow, caption, legend(names) if names else ""))
+
+
+def _distinct(runs: Sequence[Run]) -> list[Quantity]:
+    """The quantities without the loss where it is the NLL everywhere, as that of some objectives is."""
+    pairs = [(number(r.get("loss")), number(r.get("nll"))) for run in runs for r in run.records]
+    known = [(loss, nll) for loss, nll in pairs if loss is not None and nll is not None]
+    equal = known and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in known)
+    _, nll, *others = QUANTITIES
+    return (
+        [nll._replace(title="Loss, which is the NLL (nats per token)"), *others]
+        if equal
+        else list(QUANTITIES)
+    )
 
 
 def _panel(quantity: Quantity, runs: Sequence[Run], over: str) -> Panel | None:
@@ -185,40 +197,26 @@ def _launches(runs: Sequence[Run]) -> Markup:
     for i, run in enumerate(runs):
         for n, launch in enumerate(run.launches):
             name = _name(i, run, runs) if n == 0 else ""
-            rows.append(row([name, *_launch(run, n, launch)], kind="" if n or not i else "first", text=1))
-    head = [
-        "Run",
-        "Began",
-        "After step",
-        "Ranks",
-        "Hosts",
-        "Device",
-        "ZeRO",
-        "Rows per pass",
-        "Ended",
-        "At step",
-        "How",
-    ]
+            rows.append(row([name, *_launch(run, n, launch)], kind="" if n or not i else "first", text=3))
+    head = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step"]
+    head += ["Ranks", "Hosts", "ZeRO", "Rows per pass"]
     caption = (
-        "A launch that was killed could not say so: it has no end, or the next one begins at an earlier step."
+        "A launch that was killed has no end; the steps after its last save were taken again by the next one."
     )
-    return section("Launches", table(head, rows, caption)) if rows else Markup()
+    return section("Launches", table(head, rows, caption, text=3)) if rows else Markup()
 
 
 def _launch(run: Run, index: int, launch: Launch) -> list[str]:
     begin, end = launch.begin, launch.end
-    fields = [clock(begin.get("time")), f"{begin['step']:,}"]
-    fields += [_shown(begin.get(key), "{:,.0f}") for key in ("ranks", "hosts")]
-    fields.append(str(begin.get("device", DASH)))
-    fields += [_shown(begin.get(key), "{:.0f}") for key in ("zero_stage", "micro_batch")]
     if end is not None:
-        how = str(end.get("how"))
-        if end.get("reason"):
-            how += f": {end['reason']}"
-        return [*fields, clock(end.get("time")), f"{end['step']:,}", how]
-    last = index == len(run.launches) - 1
-    how = run.state(time.time()) if last else "ended without a word"
-    return [*fields, DASH, DASH, how]
+        how = f"{end.get('how')}: {end['reason']}" if end.get("reason") else str(end.get("how"))
+    else:
+        last = index == len(run.launches) - 1
+        how = run.state(time.time()) if last else KILLED
+    fields = [how, str(begin.get("device", DASH)), clock(begin.get("time")), f"{begin['step']:,}"]
+    fields += [clock(end.get("time")), f"{end['step']:,}"] if end is not None else [DASH, DASH]
+    keys = ("ranks", "hosts", "zero_stage", "micro_batch")
+    return fields + [_shown(begin.get(key), "{:,.0f}") for key in keys]
 
 
 def _plan(runs: Sequence[Run]) -> Markup:
@@ -248,8 +246,8 @@ def _plan(runs: Sequence[Run]) -> Markup:
         return Markup()
     caption = (
         "Of the last launch, measured without its first record, in which libraries compile and warm up. "
-        "Plans are made for GPUs whose figures are known; memory is rank 0's. MFU: model FLOPs, in both "
-        "columns."
+        "A dash: no plan is made for hardware whose figures are not known. Memory is rank 0's. MFU: model "
+        "FLOPs, in both columns."
     )
     head = ["Run", "What", "Planned", "Measured", "Measured / planned"]
     return section("The plan and what came of it", table(head, rows, caption, text=2))

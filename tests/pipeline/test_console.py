@@ -144,6 +144,15 @@ def test_other_ranks_show_errors_alone() -> None:
     assert stream.getvalue() == "error: broken\n"
 
 
+def test_what_is_said_twice_is_shown_once() -> None:
+    shown, stream = console("lines")
+    for text in ("attention: sdpa", "attention: sdpa", "resumed from x"):
+        shown.message(text)
+    for _ in range(2):
+        shown.message("late", logging.WARNING)
+    assert stream.getvalue().splitlines() == ["attention: sdpa", "resumed from x", *2 * ["warning: late"]]
+
+
 def test_a_log_record_may_be_an_event() -> None:
     shown, stream = console("json")
     logger = logging.Logger("of this test")

@@ -107,9 +107,25 @@ def test_a_run_is_one_page_without_anything_outside_it(tmp_path: Path) -> None:
     assert (summary["NLL"], summary["Held-out NLL"]) == ("2", "2.5")
     assert summary["Time"] == "1 min"  # 40 steps of 2 s are 80 s
     assert summary["State"] == "ended without a word"
-    for title in ("Loss", "NLL", "DEMD", "Gradient norm", "Learning rate", "Supervised tokens per second"):
+    for title in (
+        "Loss (what",
+        "NLL (nats",
+        "DEMD",
+        "Gradient norm",
+        "Learning rate",
+        "Supervised tokens per second",
+    ):
         assert title in text
     assert "MFU (share" not in text and "Skipped steps" not in text, "nothing is drawn that no record has"
+
+
+def test_a_loss_that_is_the_likelihood_is_drawn_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / METRICS).write_text("")
+    for step in (10, 20):
+        append(run / METRICS, train_record(step, loss=3.0, nll=3.0 + 1e-6))
+    text, _ = shown(run)
+    assert "Loss, which is the NLL" in text and "what the objective minimises" not in text
 
 
 def test_several_runs_share_the_figures(tmp_path: Path) -> None:
@@ -148,9 +164,9 @@ def test_launches_are_told_with_their_ends(tmp_path: Path) -> None:
         {"event": "end", "time": 1.7e9, "step": 40, "how": "stopped", "reason": "the file STOP"},
     )
     _, page = shown(run)
-    first, second = ([row[2], row[3], *row[9:]] for row in page.tables[1][1:])
-    assert first == ["0", "2", "\u2013", "ended without a word"]
-    assert second == ["30", "4", "40", "stopped: the file STOP"]
+    first, second = ([row[1], row[4], row[6], row[7]] for row in page.tables[1][1:])
+    assert first == ["ended without a word", "0", "\u2013", "2"]
+    assert second == ["stopped: the file STOP", "30", "40", "4"]
 
 
 def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
