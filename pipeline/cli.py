@@ -118,14 +118,16 @@ def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) 
         if _is_main():
             print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
         return ExitCode.DONE
-    from pipeline import engine, ranks
-    from pipeline.train import train
+    with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
+        from pipeline import engine, ranks
+        from pipeline.train import train
 
     started = time.perf_counter()
     world = engine.start_world()
     watch.joined()
     if asked := ranks.first_reason(watch.reason):
-        log.info("stopped before the run was opened (%s); %s", asked, RESUME)
+        told = {"event": "stopped", "reason": asked}
+        log.info("stopped before the run was opened (%s); %s", asked, RESUME, extra={"told": told})
         finished = False
     else:
         finished = train(config, world, watch, console)
@@ -229,6 +231,11 @@ def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     level = logging.INFO if _is_main() else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", handlers=[shown, hidden])
     _quieten()
+    # Its log is chatter, and a user sees its warnings as any other; that there is no GPU this program says.
+    of_deepspeed = Handler(console)
+    of_deepspeed.setLevel(logging.WARNING)
+    of_deepspeed.addFilter(lambda record: record.module != "real_accelerator")
+    logging.getLogger("DeepSpeed").addHandler(of_deepspeed)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -66,7 +66,8 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     """
     ready = agreed(lambda: check(config, world.ranks, here=True))
     if (config.run_dir / EXPORT).is_dir():
-        log.info("%s is finished: its export is in export/", config.run_dir)
+        told = {"event": "finished", "export": str(config.run_dir / EXPORT)}
+        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": told})
         return True
     lock = RunLock(config.run_dir, world.is_main)
     launch = Launch(config.run_dir, console, world.is_main)
@@ -142,14 +143,15 @@ def _train(
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
     if asked := first_reason(stop.reason):
-        log.info("stopped before step %d (%s), with nothing new to save; %s", step + 1, asked, RESUME)
+        told = {"event": "stopped", "step": step, "reason": asked}
+        line = f"stopped before step {step + 1} ({asked}), with nothing new to save; {RESUME}"
+        log.info(line, extra={"told": told})
         if world.is_main:
             stop.file.unlink(missing_ok=True)
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
     on_main(world, lambda: resume.claim(config, data.fingerprint))
     launch.begun(config, ready, step, tokens, hosts)
-    log.info("objective %s; %s", losses.objective, ready.batch)
     reporter = functools.partial(Metrics, config, step, steps, world.is_main, console=launch.console)
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from pipeline.report.console import GREEN, YELLOW, Console
 from pipeline.run_dir import EXPORT, LAUNCHES
 from pipeline.stop import RESUME
 
+log = logging.getLogger(__name__)
+
 
 class Launch:
     """This launch, as its user and launches.jsonl hear of it. On ranks other than 0 nothing is written."""
@@ -43,6 +46,7 @@ class Launch:
             return
         batch = ready.batch
         device = torch.cuda.get_device_name() if on_gpu() else "CPU"
+        log.info("objective %s on %s; %s", ready.objective, device, batch)
         record = {
             "event": "begin",
             "time": time.time(),
