@@ -26,6 +26,7 @@ from pipeline.run_dir import (
 
 DASH = "\u2013"
 KILLED = "ended without a word"
+ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 EVALUATION = ("report.html", "results.json")  # what `python -m eval report` and `watch` leave
 
@@ -84,7 +85,7 @@ class Run:
             return "finished"
         if now - (number(self.beat.get("time")) or -math.inf) < ALIVE and "doing" in self.beat:
             doing = str(self.beat["doing"])
-            if doing not in ("finished", "stopped", "failed"):
+            if doing not in ENDED:
                 return f"runs: {doing}"
         if self.launches and self.launches[-1].end is not None:
             end = self.launches[-1].end

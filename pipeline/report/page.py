@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import yaml
 
@@ -292,7 +293,7 @@ def _bad(runs: Sequence[Run]) -> Markup:
 
 def _evaluations(runs: Sequence[Run], place: Path) -> Markup:
     found = {path: None for run in runs for path in run.evaluations}
-    links = [tag("li", tag("a", str(path), href=os.path.relpath(path, place))) for path in found]
+    links = [tag("li", tag("a", str(path), href=quote(os.path.relpath(path, place)))) for path in found]
     return section("Evaluations", tag("ul", *links)) if links else Markup()
 
 

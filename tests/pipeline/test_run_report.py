@@ -8,6 +8,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -237,15 +238,15 @@ def test_a_run_without_records_is_a_remark_beside_others(tmp_path: Path) -> None
 
 
 def test_evaluations_beside_the_run_are_linked(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "all" / "run")
+    run = make_run(tmp_path / "all" / "a:run #1")
     for place in (run / "eval", tmp_path / "all"):
         place.mkdir(exist_ok=True)
         for name in ("report.html", "results.json"):
             (place / name).write_text("")
     elsewhere = tmp_path / "pages" / "one.html"
     page = Page(write_report([run], elsewhere, "step").read_text())
-    assert page.links == ["../all/run/eval/report.html", "../all/report.html"]
-    assert all((elsewhere.parent / link).is_file() for link in page.links)
+    assert page.links == ["../all/a%3Arun%20%231/eval/report.html", "../all/report.html"]
+    assert all((elsewhere.parent / unquote(link)).is_file() for link in page.links)
 
 
 def test_curves_of_many_records_are_means_of_neighbours() -> None:
