@@ -3,6 +3,9 @@
 config.yaml      the resolved configuration
 data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step
+launches.jsonl   a line when a launch begins to train, and one when it ends, with the reason
+samples.jsonl    how the model continued train.sample_prompts at each checkpoint
+log.txt          what the launcher, compilers and libraries printed
 heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
 lock.000001      which launch owns the directory (the highest number counts)
 initial/         the first weights of a new model
@@ -23,6 +26,9 @@ from typing import Any
 CONFIG = "config.yaml"
 DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
+LAUNCHES = "launches.jsonl"
+SAMPLES = "samples.jsonl"
+LOG = "log.txt"
 HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
 LOCK = "lock"
 WANDB_ID = "wandb-id"
@@ -152,15 +158,30 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The records of a run: numbers by name. Lines that are torn or damaged are left out."""
-    path = run_dir / METRICS
-    records = []
+    records, _ = read_records(run_dir / METRICS)
+    return [record for record in records if all(map(_is_number, record.values()))]
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects with a `step` in a file of JSON lines, and how many other lines it has; none if absent."""
+    records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
+        record = None
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                numbers = all(_is_number(value) for value in record.values())
-                records += [record] if numbers else []
-    return records
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        elif line.strip():
+            damaged += 1
+    return records, damaged
+
+
+def read_heartbeat(run_dir: Path) -> dict[str, Any]:
+    """What heartbeat.json says; empty where it says nothing."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        beat = json.loads((run_dir / HEARTBEAT).read_text())
+        return beat if isinstance(beat, dict) else {}
+    return {}
 
 
 def _is_number(value: Any) -> bool:

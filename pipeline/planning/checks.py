@@ -31,6 +31,7 @@ from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
 from pipeline.planning.optimizer import parameter_groups
 from pipeline.planning.rehearsal import rehearse
+from pipeline.report.samples import prompt_ids
 
 
 class Ready(NamedTuple):
@@ -77,6 +78,7 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, here)
     if data is not None:
+        prompt_ids(config)
         resume.compare(config, data.fingerprint)
     return Ready(batch, steps, ds_config, hf_config, model, objective, implementation, data, validation)
 
