@@ -1,6 +1,10 @@
 # make setup        .venv with exact versions        make test         lint, types, tests
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
+# make quickstart-test  the quickstart's promises, undisturbed and killed over and over, in half an hour
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make docs-test    every command of README.md and docs/, run or checked
+# make image-test   the image built without Docker, and run without rights; needs root on Debian
+# make judge-test   20 kills of answering and judging
 # make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 # make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
 # make evidence-full  the same without the limit of an hour
@@ -13,13 +17,13 @@ TORCH_ARGS ?=
 DATA ?= ../shared/data
 # Training runs beside each other.
 JOBS ?= 2
-# Options of gpu-test, for example --parts 1 2 3.
+# Options of a campaign, for example --parts 1 2 3.
 ARGS ?=
 BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart test test-fast data coverage lint format bench soak cluster-test gpu-test evidence evidence-full clean
+.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -27,13 +31,17 @@ setup: .venv/ready
 # version has hashes of its own, and those from TORCH_ARGS are not in the lock, so this step checks none; the lock then
 # finds torch installed. All else is checked against the lock, which has the hashes of every platform's files. It is
 # complete, so nothing is resolved again: OpenICL's own pins would contradict it. setuptools builds what comes as source.
-.venv/ready: requirements.lock pyproject.toml
+# The packages and the project apart: an image keeps them in layers of their own.
+.venv/packages: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	awk '/^[^ #]/ { on = /^setuptools==/ } on' requirements.lock > .venv/setuptools.lock
 	$(BIN)/pip install --quiet --require-hashes --no-deps -r .venv/setuptools.lock
 	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
 	$(BIN)/pip install --quiet --require-hashes --no-deps --no-build-isolation -r requirements.lock
+	touch $@
+
+.venv/ready: .venv/packages pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -52,6 +60,9 @@ audit: setup build/tools/ready
 
 quickstart: setup
 	$(BIN)/python launch/quickstart.py
+
+quickstart-test: setup
+	$(BIN)/python -m tests.campaigns.quickstart
 
 test: setup lint
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
@@ -87,8 +98,17 @@ bench: setup
 soak: setup
 	$(BIN)/python -m tests.campaigns.soak
 
+judge-test: setup
+	$(BIN)/python -m tests.campaigns.judging
+
 cluster-test: setup
-	$(BIN)/python -m tests.campaigns.cluster
+	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
+
+image-test: setup
+	$(BIN)/python -m tests.campaigns.image $(ARGS)
+
+docs-test: setup
+	$(BIN)/python -m tests.campaigns.docs
 
 gpu-test: setup
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)

@@ -34,19 +34,32 @@ spec:
   template:
     spec:
       restartPolicy: Never
-      securityContext: {{ runAsNonRoot: true, runAsUser: 1001, fsGroup: 1001 }}
+      automountServiceAccountToken: false
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: 1001
+        fsGroup: 1001
+        fsGroupChangePolicy: OnRootMismatch
+        seccompProfile: {{ type: RuntimeDefault }}
       containers:
         - name: work
           image: emo:latest
+          securityContext:
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities: {{ drop: [ALL] }}
           command: [sh, -c, {command}]
           resources:
             requests: {{ cpu: "8", memory: 64Gi, nvidia.com/gpu: {ranks} }}
             limits: {{ memory: 128Gi, nvidia.com/gpu: {ranks} }}
           volumeMounts:
             - {{ name: runs, mountPath: /emo/runs }}
+            - {{ name: tmp, mountPath: /tmp }}
       volumes:
         - name: runs
           persistentVolumeClaim: {{ claimName: emo-runs }}
+        - name: tmp
+          emptyDir: {{}}
 """
 
 

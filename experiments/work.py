@@ -292,7 +292,7 @@ class Work:
         directory = self.directory(run)
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
-            places["baseline"] = self.directory(baseline) / EXPORT
+            places |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
         return dict(run.labels) | places | self.experiment.places | dict(run.names)
 
 

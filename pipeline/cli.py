@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         "score": _score,
     }
     _quieten()
+    if _is_first_of_host():
+        print(f"{args.command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
     try:
         return commands[args.command](args)
     except UserError as error:

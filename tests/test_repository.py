@@ -26,6 +26,7 @@ COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
 OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
     "common/commands.py": {"argcomplete"},
     "common/page/figures.py": {"matplotlib"},
+    "common/progress.py": {"rich"},
     "common/weights.py": {"transformers"},
 }
 ENTRIES = {"pipeline": 21, "data_prep": 21, "eval": 14}
