@@ -519,6 +519,21 @@ def what_openicl_is_patched_at() -> None:
     assert AccEvaluator().score(["a", "b"], ["a", "a"])["accuracy"] == 0.5
 
 
+# --- scikit-learn -----------------------------------------------------------------------------------------
+
+
+@needs("eval/judging/win_rates.py", "l1_ratio=1.0")
+def a_ratio_of_one_is_an_l1_penalty() -> None:
+    """Before 1.8 it was ignored without penalty="elasticnet", and the penalty was L2."""
+    import numpy as np
+    from sklearn.linear_model import LogisticRegression
+
+    X, y = np.array([[1.0, 0.1], [1.0, -0.1], [-1.0, 0.1], [-1.0, 0.2]]), np.array([1, 1, 0, 0])
+    model = LogisticRegression(C=0.6, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=1)
+    ((first, second),) = model.fit(X, y).coef_
+    assert first > 0 and second == 0
+
+
 @pytest.mark.parametrize(("file", "mention", "check"), CHECKS, ids=[f"{f}:{m}" for f, m, _ in CHECKS])
 def test_an_interface_that_may_change(file: str, mention: str, check: Check) -> None:
     """`file` needs it: see the check."""
