@@ -1,9 +1,6 @@
 """What is fuzzed: every parser of files that others may have written, each with sound files of its kind.
 
-A further one is a function that reads a directory:
-
-    @target("judge replies", make_replies, "replies.jsonl")
-    def judge_replies(here: Path) -> None: ...
+A further one is a function of a directory: `@target("judge replies", make_replies, "replies.jsonl")`.
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.fuzzing import target
 from tests.helpers.results import write_model, write_result
-
-Files = dict[str, bytes | str]
 
 
 def files(**content: bytes | str) -> Callable[[Path], None]:
