@@ -15,6 +15,7 @@ from eval.results import read_models
 from eval.store import publish_sealed
 from tests.helpers.evaluating import command
 from tests.helpers.results import COMPARED, fabricated, write_model, write_result
+from tests.helpers.said import lines
 
 
 def test_a_clear_regression_is_one(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], reason: str
         assert reason in str(raised.value) and "\n" not in str(raised.value)
     for options in ([], ["--fail-on-regression"]):
         code, out, err = command("compare", "a", "b", "--results", tmp_path, *options)
-        assert code == 2 and not out and reason in err and err.count("\n") == 1
+        assert code == 2 and not out and reason in err and len(lines(err)) == 1
 
 
 def test_other_records_cannot_be_compared(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_damaged_records_are_told(tmp_path: Path) -> None:
     chunk = tmp_path / "store" / b.keys["sst2"] / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:-20])
     code, out, err = command("compare", "a", "b", "--results", tmp_path)
-    assert code == 2 and str(chunk) in err and err.count("\n") == 1 and not out
+    assert code == 2 and str(chunk) in err and len(lines(err)) == 1 and not out
 
 
 def test_every_condition_is_one_of_those_that_results_hold() -> None:

@@ -20,6 +20,7 @@ from eval.generation.records import Generation, Plan, read_records
 from eval.generation.tokens import split_ids
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model
+from tests.helpers.said import lines
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,7 @@ def mistakes(world: Path) -> dict[str, tuple[list[Any], str]]:
 def test_mistakes_are_one_line(world: Path, tmp_path: Path) -> None:
     for name, (arguments, line) in mistakes(world).items():
         code, _, err = command("generate", "--model", world / "small", "--out", tmp_path, *arguments)
-        assert code == 2 and line in err and err.count("\n") == 1, (name, err)
+        assert code == 2 and line in err and len(lines(err)) == 1, (name, err)
     assert not list(tmp_path.rglob("records.jsonl"))
 
 

@@ -24,6 +24,7 @@ from eval.judging.engines import Transformers, engine
 from eval.judging.questions import Question, read_questions
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
+from tests.helpers.said import lines
 
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 QUESTIONS = [
@@ -198,7 +199,7 @@ def test_killed_at_random_moments_the_same_answers(world: Path, tmp_path: Path) 
 def test_bad_questions_are_refused(world: Path, tmp_path: Path, rows: list[Any], words: str) -> None:
     path = write(tmp_path / "q.jsonl", rows)
     code, _, err = command("answer", "--model", world / "tuned", "--questions", path, "--out", tmp_path / "o")
-    assert code == 2 and words in err and err.count("\n") == 1
+    assert code == 2 and words in err and len(lines(err)) == 1
     assert not (tmp_path / "o").exists()
 
 
@@ -217,7 +218,7 @@ def test_bad_questions_are_refused(world: Path, tmp_path: Path, rows: list[Any],
 )
 def test_bad_options_are_refused(world: Path, tmp_path: Path, options: list[Any], words: str) -> None:
     code, _, err = answer(world, tmp_path / "o", *options)
-    assert code == 2 and words in err and err.count("\n") == 1
+    assert code == 2 and words in err and len(lines(err)) == 1
     assert not (tmp_path / "o").exists()
 
 

@@ -20,6 +20,7 @@ from eval.judging.pairs import Pair, of_answers
 from eval.judging.questions import Question
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_judge, tiny_model
+from tests.helpers.said import lines
 
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 NAMES = ["cat", "dog", "lamp", "town", "boat", "tree", "rain", "road", "bird", "hill"]
@@ -239,7 +240,7 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path, change: Any, w
     lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
     (tmp_path / "r.jsonl").write_text("\n".join(change(lines)))
     code, _, err = judge(world, tmp_path, "--replies", tmp_path / "r.jsonl")
-    assert code == 2 and words in err and err.count("\n") == 1 and not (tmp_path / "judgements").exists()
+    assert code == 2 and words in err and len(lines(err)) == 1 and not (tmp_path / "judgements").exists()
 
 
 def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_bad_answers_are_refused(tmp_path: Path, a: list[Any], b: list[Any], wor
         "judge", "--judge", "auto-j", "--a", both["a"], "--b", both["b"], "--export", tmp_path / "p"
     )
     assert (
-        code == 2 and words.format(**both) in err and err.count("\n") == 1 and not (tmp_path / "p").exists()
+        code == 2 and words.format(**both) in err and len(lines(err)) == 1 and not (tmp_path / "p").exists()
     )
 
 
@@ -313,7 +314,7 @@ def test_bad_options_are_refused(
 ) -> None:
     monkeypatch.chdir(world)
     code, _, err = command("judge", *options, "--out", "nothing")
-    assert code == 2 and words in err and err.count("\n") == 1
+    assert code == 2 and words in err and len(lines(err)) == 1
     assert not (world / "nothing").exists() and not (world / "p").exists()
 
 

@@ -20,6 +20,7 @@ from eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.html import Page
 from tests.helpers.results import results_json, write_model, write_result
+from tests.helpers.said import lines
 
 TASKS = "sst2,mmlu"
 
@@ -133,7 +134,7 @@ def test_seeds_are_aggregated(world: Path, tmp_path: Path) -> None:
 def test_mistakes_are_one_line(arguments: list[str], message: str, world: Path, tmp_path: Path) -> None:
     given = [str(world / "out") if a == "OUT" else a for a in arguments]
     code, _, err = command("report", *given, "--out", tmp_path / "r")
-    assert code == 2 and message in err and err.count("\n") == 1
+    assert code == 2 and message in err and len(lines(err)) == 1
     assert not (tmp_path / "r").exists()
 
 

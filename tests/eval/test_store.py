@@ -33,6 +33,7 @@ from eval.icl.tasks import select_tasks
 from eval.model import EvaluatedModel
 from eval.store import Entry, StoreConflictError, lease, publish
 from tests.helpers.evaluating import command, tiny_model, write_tasks
+from tests.helpers.said import lines
 
 KILLS = int(os.environ.get("EVAL_KILLS", "40"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -395,7 +396,7 @@ def test_exit_codes_tell_what_may_pass(
     found, _, err = command(
         "run", "--model", world / "model", "--data", world / "data", "--tasks", "sst2", "--out", tmp_path
     )
-    assert found == code and message in err and err.count("\n") == 1
+    assert found == code and message in err and len(lines(err)) == 1
 
 
 def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path) -> None:
