@@ -237,8 +237,8 @@ def test_openai_batches_go_out_and_come_back_without_a_key(
 )
 def test_bad_reply_files_are_refused(world: Path, tmp_path: Path, change: Any, words: str) -> None:
     rows = exported(world, tmp_path, "pandalm")
-    lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
-    (tmp_path / "r.jsonl").write_text("\n".join(change(lines)))
+    replies = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
+    (tmp_path / "r.jsonl").write_text("\n".join(change(replies)))
     code, _, err = judge(world, tmp_path, "--replies", tmp_path / "r.jsonl")
     assert code == 2 and words in err and len(lines(err)) == 1 and not (tmp_path / "judgements").exists()
 
