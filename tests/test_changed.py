@@ -18,7 +18,7 @@ from tests.helpers.changed import NEEDED, needed
         ("data_prep/world/quiz.py", ["tests/data_prep"]),
         ("tests/eval/test_stats.py", ["tests/eval/test_stats.py"]),
         ("tests/test_audit.py", ["tests/test_audit.py"]),
-        ("docs/paper.md", []),
+        ("tests/bench/data.py", []),
     ],
 )
 def test_a_file_needs_the_tests_of_its_folder(file: str, expected: list[str]) -> None:
@@ -26,7 +26,7 @@ def test_a_file_needs_the_tests_of_its_folder(file: str, expected: list[str]) ->
 
 
 def test_a_file_of_no_known_folder_needs_all() -> None:
-    assert needed(["docs/paper.md", "tests/helpers/launching.py"]) == ["tests"]
+    assert needed(["tests/bench/data.py", "tests/helpers/launching.py"]) == ["tests"]
 
 
 def test_every_folder_and_test_that_is_named_exists() -> None:
