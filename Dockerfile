@@ -6,8 +6,8 @@
 
 # Python 3.11, for which requirements.lock was tested. CUDA is not in the base: torch 2.13 from the package index
 # requires cuda-toolkit 13.0, cuDNN and NCCL as packages, and Triton brings its ptxas; of the host it takes a driver
-# (580 or newer). nvcc is needed for weights on NVMe (ds_configs/zero3_nvme.json) and for flash-attn, which is not
-# installed because attention in documents is PyTorch's own: for either, take a BASE with CUDA 13.0's toolkit.
+# (580 or newer). nvcc is needed for weights on NVMe (ds_configs/zero3_nvme.json) and to build flash-attn, which is left
+# out because attention in documents is PyTorch's own: for either, take a BASE with CUDA 13.0's toolkit.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
@@ -27,6 +27,13 @@ WORKDIR /emo
 ARG TORCH_ARGS=""
 COPY Makefile requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}"
+# For example 2.8.3: built against this torch and CUDA, about an hour, and imported before the image is done.
+ARG FLASH_ATTN=""
+ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf if [ -n "${FLASH_ATTN}" ]; then \
+        MAX_JOBS=8 .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation flash-attn==${FLASH_ATTN} \
+        && .venv/bin/python -c "import flash_attn"; \
+    fi
 COPY . .
 RUN touch .venv/packages && make setup
 
