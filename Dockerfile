@@ -27,13 +27,6 @@ WORKDIR /emo
 ARG TORCH_ARGS=""
 COPY Makefile requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}"
-# For example 2.8.3: built against this torch and CUDA, about an hour, and imported before the image is done.
-ARG FLASH_ATTN=""
-ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf if [ -n "${FLASH_ATTN}" ]; then \
-        MAX_JOBS=8 .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation flash-attn==${FLASH_ATTN} \
-        && .venv/bin/python -c "import flash_attn"; \
-    fi
 COPY . .
 RUN touch .venv/packages && make setup
 

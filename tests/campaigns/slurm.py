@@ -254,7 +254,7 @@ def after_training(environment: dict[str, str], recipe: Path, data: Path, show: 
         show("scheduled", f"a job after a training: {name}", found, good)
 
 
-def ended(environment: dict[str, str], job: str, timeout: float = 300) -> str:
+def ended(environment: dict[str, str], job: str, timeout: float = 900) -> str:
     """What the scheduler says of a job when it is over, or the time is up."""
     deadline = time.monotonic() + timeout
     while True:
@@ -295,11 +295,11 @@ def by_crontab(environment: dict[str, str], directory: Path, data: Path, show: C
         return [int(n) for n in re.findall(r"(\d+) evaluated", log.read_text())] if log.is_file() else []
 
     try:
-        launching.wait_for(lambda: passes() == [0], "first pass", 150)
+        launching.wait_for(lambda: passes() == [0], "first pass", 600)
         tiny_model(run / "export")
-        launching.wait_for(lambda: 1 in passes(), "evaluation", 240)
+        launching.wait_for(lambda: 1 in passes(), "evaluation", 600)
         found = passes()
-        launching.wait_for(lambda: len(passes()) > len(found), "pass after it", 150)
+        launching.wait_for(lambda: len(passes()) > len(found), "pass after it", 600)
         once = sum(passes()) == 1 and json.loads((run / "eval/watch/done/watched.json").read_text())
         good = bool(once) and once["state"] == "evaluated"
         words = f"evaluated {passes()} of one export" if good else log.read_text()[-1500:]

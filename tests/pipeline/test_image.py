@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common import __version__
 from pipeline.stop import REQUESTS
 from tests.conftest import REPO
 
@@ -95,7 +96,7 @@ def test_what_the_dockerfile_says_of_the_packages_is_what_is_locked() -> None:
     assert argument("BASE") == "debian:bookworm-slim"  # whose Python is 3.11, as the Dockerfile says
     assert project["requires-python"] == ">=3.11"
     assert f"torch {'.'.join(locked('torch').split('.')[:2])} " in DOCKERFILE
-    assert f'image.version="{project["version"]}"' in DOCKERFILE
+    assert f'image.version="{__version__}"' in DOCKERFILE
     assert f'image.licenses="{project["license"]}"' in DOCKERFILE
     assert "flash" not in (REPO / "requirements.lock").read_text()
 
