@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from common.errors import UserError, nearest, one_line
 from common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
 from common.recipe import Section
+from common.untrusted import read_json
 from data_prep.shards import TokenDataset
 
 SCORES, ABOUT, BEGUN, HASH = "scores", "scores.json", "begun.json", ".sha256"
@@ -104,7 +105,7 @@ def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
     whose = {"data": data.fingerprint, "model": model}
     write_once(where / BEGUN, json.dumps(whose, indent=1) + "\n")
     try:
-        found = json.loads((where / BEGUN).read_text())
+        found = read_json(where / BEGUN)
     except ValueError:
         found = None
     if found != whose:
@@ -179,7 +180,7 @@ def _read_about(where: Path, data: TokenDataset) -> About:
             f"{data.directory} has no scores called {where.name}{hint}; {AGAIN} --name {where.name}"
         )
     try:
-        about = About.model_validate(json.loads((where / ABOUT).read_text()))
+        about = About.model_validate(read_json(where / ABOUT))
     except (ValidationError, ValueError, OSError) as error:
         raise UserError(f"{where / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force") from None
     if about.format != FORMAT or len(about.shards) != len(data.manifest.shards):

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from common.errors import FailureError, UserError, one_line
 from common.files import Hashes, remove_abandoned, sha256
+from common.untrusted import read_json
 from data_prep.config import SPLITS, DataConfig, described, differences
 from data_prep.inputs import AGAIN, Input
 from data_prep.scan import Assignment
@@ -89,7 +90,7 @@ def check_settings(config: DataConfig) -> None:
     """Refuse to continue with other settings than what is there was prepared with."""
     file = config.dir / SETTINGS
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
         version = found.pop("format")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{file} is missing or damaged ({one_line(error)}); {AGAIN}") from None

@@ -1,8 +1,9 @@
 """An objective of one's own, in ten lines: likelihood that counts more where the model is unsure.
 
-As `objective.name: examples/my_objective.py:unsure` in a recipe, or wherever an objective is named. The names
-of the function's parameters say what it is given, per token: m, p, D, H, S, top, stored (docs/objectives.md);
-keyword-only ones are its options. Here it returns a weight: the loss is weight * m, the weight held fixed.
+Give a training command objective.name=examples/my_objective.py:unsure, or name it wherever an objective is.
+The names of the function's parameters say what it is given, per token: m, p, D, H, S, top, stored
+(docs/objectives.md); keyword-only ones are its options. Here it returns a weight: the loss is weight * m, the
+weight held fixed.
 """
 
 from torch import Tensor

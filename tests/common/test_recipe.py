@@ -93,6 +93,13 @@ FILES: dict[str, tuple[bytes | str, str]] = {
     "extends nothing": (GOOD + "extends: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
     "extends itself": (GOOD + "extends: recipe.yaml\n", "in a circle: recipe.yaml -> recipe.yaml"),
     "extends a directory": (GOOD + "extends: .\n", "is not a file"),
+    "extends another folder": (GOOD + "extends: ../../x.yaml\n", "neither in its folder nor part of this"),
+    "extends the system": (GOOD + "extends: /etc/hostname\n", "neither in its folder nor part of this"),
+    "an escape sequence": (GOOD + 'deepspeed: "\\e]0;x\\a"\n', r"text with the character '\\x1b', line 5"),
+    "a password": (
+        GOOD.replace("steps: 10", "steps: 10, copy_to: 'https://me:hunter2@host/x'"),
+        r"train\.copy_to holds a password or token",
+    ),
 }
 
 OVERRIDES = {

