@@ -19,8 +19,10 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.exit_codes import ExitCode
+from common.provenance import REPOSITORY as SHIPPED
+from common.provenance import shipped
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel is no place for runs
 RUN = Path("runs/quickstart")
 RECIPES = Path("launch/recipes")
 BIN = Path(sys.executable).parent
@@ -44,7 +46,7 @@ OWN = RECIPES / "quickstart-own.yaml"
 def steps() -> list[tuple[str, list[list[str]]]]:
     """Title and commands of every step, in order; the commands of a step run side by side."""
     python = str(BIN / "python")
-    train = ["launch/continual.sh", "--num_gpus", str(RANKS), "--"]
+    train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
     results = ["--out", str(RUN / "results")]
     runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}

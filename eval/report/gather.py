@@ -16,8 +16,11 @@ from common.provenance import code_version, library_versions
 from eval import stats
 from eval.compare import Comparison, compare_pair, in_order
 from eval.icl.scores import EXTRA_SCORES, SCORES
+from eval.judging.results import Judgement, read_judgements
+from eval.report.judged import Pairing, pairings
+from eval.report.judged import as_json as judged_as_json
 from eval.report.order import arrange
-from eval.results import Model, pick, read_models
+from eval.results import MODELS, Model, pick, read_models
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
@@ -37,6 +40,8 @@ class Report:
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, str]
     skipped: list[str] = field(default_factory=list)  # files that could not be read
+    judgements: list[Judgement] = field(default_factory=list)
+    pairings: list[Pairing] = field(default_factory=list)
 
     @property
     def models(self) -> list[Model]:
@@ -104,12 +109,14 @@ def gather(
     skipped and listed.
     """
     skipped: list[str] = []
-    models = read_models(outs, skipped.append)
+    judgements = read_judgements(outs, skipped.append)
+    judged_only = {j.path.parents[1] for j in judgements if not (j.path.parents[1] / MODELS).is_dir()}
+    models = read_models([out for out in outs if out not in judged_only], skipped.append)
     for name in [*runs, *baselines, *(n for ns in (seeds or {}).values() for n in ns)]:
         pick(models, name)
     tasks = in_order({task for m in models for task in m.results})
     models = [m for m in models if m.results or m.samples or m.unreadable.keys() & tasks]
-    if not models:
+    if not models and not judgements:
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
     overlaps = {}
     for model in models:
@@ -122,15 +129,17 @@ def gather(
     against = {first.name: _comparisons(first, models, tasks) for first in firsts}
     against = {name: found for name, found in against.items() if found}
     return Report(
-        title=title or "In-context evaluation",
+        title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
         groups=groups,
         tasks=tasks,
         rows=[_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results],
         against=against,
-        baseline=firsts[0].name if firsts[0].name in against else None,
+        baseline=firsts[0].name if firsts and firsts[0].name in against else None,
         seeds=seeds or {},
         metadata=metadata(),
+        judgements=judgements,
+        pairings=pairings(judgements, skipped),
         skipped=skipped,
     )
 
@@ -244,6 +253,7 @@ def as_json(report: Report) -> dict[str, Any]:
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds
         },
+        **judged_as_json(report.judgements, report.pairings),
         "skipped": report.skipped,
         "metadata": report.metadata,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.page.figures import NARROW, WIDE, css_colour
 from common.page.parts import Markup, chip, figure, join, legend, page, row, section, table, tag
 from eval.compare import ALPHA
-from eval.report import evidence, plots
+from eval.report import evidence, judged, plots
 from eval.report.gather import Report
 from eval.report.numbers import (
     DASH,
@@ -54,6 +54,7 @@ def html(report: Report) -> str:
         _scores(report),
         _training(report),
         _scaling(report),
+        *judged.html(report.judgements, report.pairings),
         evidence.samples(report),
         evidence.confusions(report),
         evidence.worst(report),
@@ -64,13 +65,17 @@ def html(report: Report) -> str:
 
 
 def _lead(report: Report) -> str:
+    judged = f"{count(len(report.judgements), 'comparison')} of answers by judges."
+    if not report.rows and report.judgements:
+        return judged
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
     how = "; ".join(f"{shots} demonstrations ({by})" for shots, by in kinds)
-    return (
+    lead = (
         f"{count(len(report.models), 'model')}, {count(len(report.tasks), 'task')}, "
         f"{rows:,} test rows per model. Demonstrations per prompt: {how or 'none'}. Scored through OpenICL."
     )
+    return f"{lead} {judged}" if report.judgements else lead
 
 
 def name(number: int, model: Model, base: str = "", baseline: str | None = None) -> Markup:

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from eval.report.gather import gather
 from eval.report.write import write
 from eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
+from tests.helpers.html import Page
 from tests.helpers.results import results_json, write_model, write_result
 
 TASKS = "sst2,mmlu"
@@ -54,40 +54,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (run / "config.yaml").write_text(f"data: {{dir: {prepared}}}\n")
     yield root
     del os.environ["EVAL_CACHE"]
-
-
-class Page(HTMLParser):
-    """Tags that are open, text, addresses."""
-
-    VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-        self.feed(text)
-        assert not self.open, f"unclosed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data"):
-                self.addresses.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag, f"</{tag}> closes something else"
 
 
 def test_the_page_stands_alone(world: Path, tmp_path: Path) -> None:
