@@ -84,7 +84,7 @@ def following(file: str) -> list[list[list[str]]]:
     report = ["--baseline", "base", "--run", "own=runs/own", "--out", "runs/own"]
     return [
         [[python, "-m", "data_prep", "prepare", *recipe]],
-        [["launch/continual.sh", "--num_gpus", str(RANKS), "--", *recipe]],
+        [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
         [
             [python, "-m", "eval", "run", *evaluate, "--out", results],
             [python, "-m", "eval", "report", results, *report],
