@@ -82,10 +82,9 @@ def following(file: str) -> list[list[list[str]]]:
     results = str(RUN / "results")
     evaluate = ["--model", "runs/own/export", "--name", "own", "--tasks", "all", "--data", str(RUN / "tasks")]
     report = ["--baseline", "base", "--run", "own=runs/own", "--out", "runs/own"]
-    train = str(shipped(Path("launch/continual.sh")))
     return [
         [[python, "-m", "data_prep", "prepare", *recipe]],
-        [[train, "--num_gpus", str(RANKS), "--", *recipe]],
+        [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
         [
             [python, "-m", "eval", "run", *evaluate, "--out", results],
             [python, "-m", "eval", "report", results, *report],

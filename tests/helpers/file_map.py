@@ -35,6 +35,7 @@ DESCRIBED = {
     "README.md": "what it is and how it is used",
     "SECURITY.md": "what may come from others, what it could do, and what is done against it",
     "docs/*.md": "one page each: README.md says which has what; architecture is this one",
+    "docs/report.png": "the quickstart's report, as the README shows it",
     "docs/objectives.svg": "how hard every objective pulls, over the probability of the target",
     "experiments/paper/dev/*.yaml": "the eight tasks on development rows, for what is chosen there",
     "experiments/paper/*.yaml": "the paper's tables and figures at full size; docs/paper.md lists them",
