@@ -29,7 +29,7 @@ from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "time"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "time", "real data", "a service"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 FOLDERS = [
     "common",
@@ -45,11 +45,14 @@ FOLDERS = [
 ]
 SECTIONS = ("data", "model", "objective", "train")
 FOREIGN = {  # options of commands that are not here to be asked
-    "sbatch": {"--array", "--nodes"},
-    "docker": {"--build-arg", "--gpus", "--shm-size"},
+    "sbatch": {"--array", "--dependency", "--nodes", "--parsable"},
+    "docker": {
+        *("--build-arg", "--secret", "--gpus", "--shm-size", "--user", "--entrypoint"),
+        *("--read-only", "--tmpfs", "--index-url"),  # the last is pip's, in a build argument
+    },
     "kubectl": {"--from-file"},
-    "pip": {"--no-build-isolation"},
-    "make": {"--index-url"},  # pip's, in a variable
+    "pip": {"--no-build-isolation", "--no-deps", "--require-hashes"},
+    "make": {"--index-url", "--parts"},  # in variables: of pip, of campaigns
 }
 LAUNCHERS = {  # whose options stand beside ours
     "launch": ("deepspeed", "launcher/runner.py"),
@@ -228,6 +231,8 @@ def _keys(tree: Any, above: str) -> Iterator[str]:
 def _owner(words: list[str]) -> str | None:
     """Who reads a command's options: a module, a program, or nobody that is known."""
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    if words and (kept := re.match(r"[a-z]+=\$\((.*)", words[0])):
+        words = [kept[1], *words[1:]]
     if words[:2] == ["python", "-m"] and len(words) > 2:
         return words[2]
     if words and (words[0] in FOREIGN or words[0] in LAUNCHERS):
@@ -236,8 +241,10 @@ def _owner(words: list[str]) -> str | None:
 
 
 def _flags(text: str, owner: str | None) -> Iterator[str]:
-    """Options that are named and not declared; those after a job's file are of what the job runs."""
-    own, _, passed = text.partition(".sbatch") if owner == "sbatch" else (text, "", "")
+    """Options that are named and not declared; after a job's file or an image they are of what it runs."""
+    text = re.sub(r"\$\([a-z][^)]*\)", "", text)  # commands of the system
+    cut = {"sbatch": ".sbatch", "docker": " emo "}.get(owner or "")
+    own, _, passed = text.partition(cut) if cut else (text, "", "")
     for known, part in ((options(owner) if owner else every_option(), own), (every_option(), passed)):
         for flag in _FLAG.findall(part):
             if flag not in known:
