@@ -29,7 +29,7 @@ from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "time", "real data", "a service"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 FOLDERS = [
     "common",
@@ -47,12 +47,13 @@ SECTIONS = ("data", "model", "objective", "train")
 FOREIGN = {  # options of commands that are not here to be asked
     "sbatch": {"--array", "--dependency", "--nodes", "--parsable"},
     "docker": {
-        *("--build-arg", "--secret", "--gpus", "--shm-size", "--user", "--entrypoint"),
-        *("--read-only", "--tmpfs", "--index-url"),  # the last is pip's, in a build argument
+        *("--build-arg", "--entrypoint", "--gpus", "--read-only"),
+        *("--secret", "--shm-size", "--tmpfs", "--user"),
+        "--index-url",  # pip's, in a build argument
     },
     "kubectl": {"--from-file"},
     "pip": {"--no-build-isolation", "--no-deps", "--require-hashes"},
-    "make": {"--index-url", "--parts"},  # in variables: of pip, of campaigns
+    "make": {"--index-url", "--parts"},  # pip's and a campaign's, in variables
 }
 LAUNCHERS = {  # whose options stand beside ours
     "launch": ("deepspeed", "launcher/runner.py"),
