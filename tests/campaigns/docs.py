@@ -110,6 +110,8 @@ class Scratch:
         write_jsonl(self.place / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
         (self.place / "notes.txt").write_text("\n".join(texts(60)))
         write_jsonl(self.place / "answers.jsonl", alpaca_rows(120))
+        rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
+        (self.place / "answers.csv").write_text("question,answer\n" + rows)
         (self.place / "hosts").write_text("localhost slots=8\n")
         data = self.place / "data"
         tiny_tokenizer(data / "tokenizers" / "llama")
@@ -157,7 +159,7 @@ class Scratch:
         module = words[2]
         if module == "experiments":
             of_runs = command.replace("experiments table ", "experiments run ")  # a table wants them done
-            return self.run(f"{of_runs} --dry-run", "dry run")
+            return self.run(f"{of_runs.removesuffix(' --dry-run')} --dry-run", "dry run")
         if module == "pipeline":
             return self.run(command)
         if module in PARSERS:
