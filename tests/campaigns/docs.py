@@ -110,6 +110,8 @@ class Scratch:
         write_jsonl(self.place / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
         (self.place / "notes.txt").write_text("\n".join(texts(60)))
         write_jsonl(self.place / "answers.jsonl", alpaca_rows(120))
+        rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
+        (self.place / "answers.csv").write_text("question,answer\n" + rows)
         (self.place / "hosts").write_text("localhost slots=8\n")
         data = self.place / "data"
         tiny_tokenizer(data / "tokenizers" / "llama")
@@ -142,6 +144,10 @@ class Scratch:
 
     def check(self, command: str) -> Done:
         """What can be known of a command that cannot be run here."""
+        command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
+        if "scrontab" in command:
+            missing = [n for n in re.findall(r"cat (\S+)", command) if not (self.place / n).is_file()]
+            return Done("job file", int(bool(missing)), f"{missing} are not there")
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
         if words[0] == "sbatch":
             return self._job(words[1:])
@@ -152,7 +158,8 @@ class Scratch:
             return self._launch(words, script)
         module = words[2]
         if module == "experiments":
-            return self.run(f"{command} --dry-run", "dry run")
+            of_runs = command.replace("experiments table ", "experiments run ")  # a table wants them done
+            return self.run(f"{of_runs.removesuffix(' --dry-run')} --dry-run", "dry run")
         if module == "pipeline":
             return self.run(command)
         if module in PARSERS:
@@ -209,6 +216,8 @@ class Scratch:
             missing = [name for name in given if f"ARG {name}" not in text]
             return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
         verb, *rest = words[words.index("emo") + 1 :]
+        if "--entrypoint" in words:
+            return self.check(shlex.join([words[words.index("--entrypoint") + 1], verb, *rest]))
         text = (self.place / "launch" / "entrypoint.sh").read_text()
         if not re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M):
             return Done("verb", 1, f"launch/entrypoint.sh has no {verb}")

@@ -29,7 +29,7 @@ from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "service", "time"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 FOLDERS = [
     "common",
@@ -47,18 +47,9 @@ SECTIONS = ("data", "model", "objective", "train")
 FOREIGN = {  # options of commands that are not here to be asked
     "sbatch": {"--array", "--dependency", "--nodes", "--parsable"},
     "docker": {
-        *(
-            "--build-arg",
-            "--entrypoint",
-            "--gpus",
-            "--read-only",
-            "--secret",
-            "--shm-size",
-            "--tmpfs",
-            "--user",
-        ),
-        *("--always", "--dirty"),  # of git describe, in a build argument
-        "--index-url",  # pip's, in another
+        *("--build-arg", "--entrypoint", "--gpus", "--read-only"),
+        *("--secret", "--shm-size", "--tmpfs", "--user"),
+        "--index-url",  # pip's, in a build argument
     },
     "kubectl": {"--from-file"},
     "pip": {"--no-build-isolation", "--no-deps", "--require-hashes"},
@@ -241,6 +232,8 @@ def _keys(tree: Any, above: str) -> Iterator[str]:
 def _owner(words: list[str]) -> str | None:
     """Who reads a command's options: a module, a program, or nobody that is known."""
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    if words and (kept := re.match(r"[a-z]+=\$\((.*)", words[0])):
+        words = [kept[1], *words[1:]]
     if words[:2] == ["python", "-m"] and len(words) > 2:
         return words[2]
     if words and (words[0] in FOREIGN or words[0] in LAUNCHERS):
@@ -249,8 +242,10 @@ def _owner(words: list[str]) -> str | None:
 
 
 def _flags(text: str, owner: str | None) -> Iterator[str]:
-    """Options that are named and not declared; those after a job's file are of what the job runs."""
-    own, _, passed = text.partition(".sbatch") if owner == "sbatch" else (text, "", "")
+    """Options that are named and not declared; after a job's file or an image they are of what it runs."""
+    text = re.sub(r"\$\([a-z][^)]*\)", "", text)  # commands of the system
+    cut = {"sbatch": ".sbatch", "docker": " emo "}.get(owner or "")
+    own, _, passed = text.partition(cut) if cut else (text, "", "")
     for known, part in ((options(owner) if owner else every_option(), own), (every_option(), passed)):
         for flag in _FLAG.findall(part):
             if flag not in known:
