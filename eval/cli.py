@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.commands import offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.text import printable
@@ -43,7 +44,9 @@ PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
-        prog="python -m eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("emo-eval", "python -m eval"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -74,7 +77,13 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--seeds", action="append", default=[], metavar="LABEL=NAME,NAME", help="aggregate models"
     )
-    report.add_argument("--baseline", help="model that the others are compared with (the first)")
+    report.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model that the others are compared with (the first); again: another one, in a table of its own",
+    )
     report.add_argument("--title", default="")
     report.add_argument("--notice", default="", help="a sentence shown at the top")
 
@@ -212,6 +221,7 @@ def quiet_libraries() -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    print("report: loading libraries", file=sys.stderr, flush=True)
     from eval.report.gather import gather
     from eval.report.write import write
 
@@ -229,6 +239,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    print("compare: loading libraries", file=sys.stderr, flush=True)
     from eval.compare import regression, table
     from eval.results import pick, read_models
 
@@ -265,7 +276,9 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
-    args = parser().parse_args()
+    commands_and_options = parser()
+    offer_completion(commands_and_options)
+    args = commands_and_options.parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}

@@ -179,7 +179,7 @@ class TrainConfig(Section):
     export_checkpoints: bool = mark(
         FREE, False
     )  # each checkpoint also holds an export, for scheduled evaluation
-    tensorboard: bool = mark(FREE, True)
+    tensorboard: bool = mark(FREE, False)
     wandb: str | None = mark(FREE, None)  # project of Weights & Biases that gets the metrics
     profile: tuple[int, int] | None = mark(FREE, None)  # first and last step that torch.profiler records
     timeout_minutes: float = mark(

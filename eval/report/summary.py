@@ -36,7 +36,9 @@ def markdown(report: Report) -> str:
     if report.notice:
         lines += [f"> {plain(report.notice)}", ""]
     if report.rows:
-        lines += [*_accuracy(report), *_differences(report), *_details(report)]
+        lines += _accuracy(report)
+        lines += [line for first in report.against for line in _differences(report, first)]
+        lines += _details(report)
     lines += judged.markdown(report.judgements, report.pairings)
     lines += ["", "## Made with", "", *(f"- {plain(k)}: {plain(v)}" for k, v in report.metadata.items())]
     lines += [f"- {plain(line)}" for line in report.skipped]
@@ -72,14 +74,12 @@ def _name(report: Report, base: str, name: str, title: str) -> str:
     return f"{shown}, baseline" if name == report.baseline else shown
 
 
-def _differences(report: Report) -> list[str]:
-    if not report.baseline:
-        return []
-    lines = ["", f"## Difference from {plain(report.baseline)}", ""]
+def _differences(report: Report, baseline: str) -> list[str]:
+    lines = ["", f"## Difference from {plain(baseline)}", ""]
     lines += markdown_head(
         ["model", "task", "points", "95 % interval", "only baseline", "only model", "p", "p Holm"]
     )
-    for c in report.comparisons.values():
+    for c in report.against[baseline].values():
         for task, x in c.tasks.items():
             shown = [points(x["difference"]), span(x["interval"]["low"], x["interval"]["high"], signed=True)]
             shown += [str(x["only_a"]), str(x["only_b"]), p_value(x["p_mcnemar"]), p_value(x["p_holm"])]
@@ -89,7 +89,7 @@ def _differences(report: Report) -> list[str]:
             lines.append(
                 markdown_row([c.model, report.of_task(task)["title"], f"not comparable: {reason}", *[""] * 5])
             )
-        mean = report.compared(c.model, None)
+        mean = report.compared(c.model, None, baseline)
         if mean is not None:
             interval = span(mean["interval"]["low"], mean["interval"]["high"], signed=True)
             p = f"{p_value(mean['p'])} {arrow(mean['direction'])}".strip()
