@@ -248,16 +248,37 @@ def the_engine_tells_of_its_step() -> None:
     assert re.search(r"def save_checkpoint\([^)]*exclude_frozen_parameters", source)
 
 
-@needs("pipeline/engine.py", "deepspeed.checkpoint.ds_to_universal")
+@needs("pipeline/engine.py", "ds_to_universal.main(ds_to_universal.parse_arguments())")
 @needs("pipeline/engine.py", "--inject_missing_state")
 @needs("pipeline/train.py", "load_universal")
 def states_can_be_converted() -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     assert "--inject_missing_state" in inspect.getsource(ds_to_universal)
+    assert (
+        callable(ds_to_universal.main) and not inspect.signature(ds_to_universal.parse_arguments).parameters
+    )
     from deepspeed.runtime import config
 
     assert config.LOAD_UNIVERSAL_CHECKPOINT == "load_universal"
+
+
+@needs("pipeline/engine.py", "STATE_CLASSES")
+def states_name_no_other_classes() -> None:
+    """What DeepSpeed pickles besides tensors: two plain classes and an enumeration."""
+    from pipeline.engine import STATE_CLASSES
+
+    for one in STATE_CLASSES:
+        assert one.__name__ in ("LossScaler", "ZeroStageEnum", "fragment_address")
+        assert not hasattr(one, "__setstate__")
+
+
+@needs("pipeline/engine.py", "TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+def pickles_can_be_read_as_data_whatever_their_reader_says() -> None:
+    from torch import serialization
+
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" in inspect.getsource(serialization.load)
+    assert "Weights only load failed" in inspect.getsource(serialization)
 
 
 @needs("pipeline/loss/gathering.py", "ds_id")
