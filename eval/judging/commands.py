@@ -199,10 +199,10 @@ def _by_model(asked: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
         asked, pairs, engine(args.engine, model, asked.decoding, args.batch), args.out, args.tokens
     )
     replies = judging.run()
-    facts: dict[str, Any] = {"tokens": judging.tokens, "chat_template": judging.chat}
+    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
     if any(row["replies"] for row in replies):
         facts |= judging.engine.identity
-    return of_replies(asked, path, pairs, replies, facts)
+    return of_replies(asked, model.name, pairs, replies, facts)
 
 
 def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from data_prep.templates import VERSIONS, Conversation, Exchange, render
+from data_prep.tokenizer import chat_template as tokenizer_template
 from eval.judging.questions import Question
 from eval.model import EvaluatedModel
 
-AUTO, OWN = "auto", "tokenizer"  # OWN: the chat template that comes with the tokenizer
-CHOICES = (AUTO, *VERSIONS, OWN)
+AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
+CHOICES = (AUTO, *VERSIONS)
 
 Say = Callable[[str], None]
 
@@ -49,17 +49,7 @@ def _found(model: EvaluatedModel, tuned: Any, own: str | None, say: Say) -> str:
 
 def chat_template(model: EvaluatedModel) -> str | None:
     """The chat template beside a model's tokenizer, if there is one."""
-    file = model.path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    try:
-        found = json.loads((model.path / "tokenizer_config.json").read_text()).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        return None
-    if isinstance(found, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) and found else None
+    return tokenizer_template(model.path)
 
 
 def ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
@@ -82,9 +72,9 @@ def plain_ids(model: EvaluatedModel, text: str) -> list[int]:
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of messages in the tokenizer's own chat template, up to where the reply begins."""
     try:
-        text = model.tokenizer.apply_chat_template(
-            messages, chat_template=chat_template(model), add_generation_prompt=True, tokenize=False
+        found = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # whatever the template's author wrote
-        raise UserError(f"{model.given}: its chat template refuses a prompt ({error})") from None
-    return list(model.tokenizer(text, add_special_tokens=False).input_ids)
+        raise UserError(f"{model.given}: its chat template refuses a prompt ({one_line(error)})") from None
+    return list(found)

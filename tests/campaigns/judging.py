@@ -106,7 +106,7 @@ def disturbed(command: list[object], length: float, left: int, rng: random.Rando
     killed = 0
     while True:
         process = child(*command)
-        process.join(rng.uniform(0, 1.5 * length) if killed < left else None)
+        process.join(rng.uniform(0, length) if killed < left else None)
         if not process.is_alive():
             assert process.exitcode == 0, command
             return killed

@@ -15,7 +15,8 @@ import torch
 
 from common.errors import UserError
 from data_prep.encode import EncodeSettings, RowEncoder
-from data_prep.templates import VERSIONS, Conversation, Exchange
+from data_prep.templates import Chat, Conversation, Exchange
+from data_prep.templates.chat import ChatEncoder, read_template
 from data_prep.tokenizer import save_tokenizer
 from eval.generation.decoding import Decoding
 from eval.judging import answers, templates
@@ -26,6 +27,10 @@ from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
 from tests.helpers.said import lines
 
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}A: {{ m.content }}{{ eos_token }}"
+    "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 QUESTIONS = [
     {"id": f"q{i}", "instruction": f"Say {'why ' * (i % 5)}the {name} is here.", "input": "It is." * (i % 2)}
@@ -98,7 +103,7 @@ def plain_prompt(question: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("template", VERSIONS)
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
 def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
     """The ids of a prompt are those before the loss begins in the prepared example."""
     facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
@@ -112,6 +117,20 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
         assert asked == found.ids[:begin].tolist()
 
 
+def test_a_question_is_put_as_in_training_by_the_tokenizers_own_template(world: Path, tmp_path: Path) -> None:
+    place = tiny_model(tmp_path / "chat", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
+    (place / "chat_template.jinja").write_text(CHAT)
+    (place / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "chat_template/1"}))
+    model, said = EvaluatedModel(str(place)), []  # type: tuple[EvaluatedModel, list[str]]
+    assert templates.choose(model, "auto", said.append) == "chat_template" and not said
+    encoder = ChatEncoder(place, read_template(place, "it"))
+    for q in QUESTIONS:
+        question = Question("", q["instruction"], q["input"])
+        messages = [{"role": "user", "content": question.text}, {"role": "assistant", "content": "It is."}]
+        found, spans = encoder.encode(Chat(json.dumps(messages)))
+        assert templates.ids(model, question, "chat_template") == found[: int(spans[0][0])]
+
+
 def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
     said: list[str] = []
     tuned = EvaluatedModel(str(world / "tuned"))
@@ -120,11 +139,12 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
     bare = EvaluatedModel(str(tiny_model(tmp_path / "bare", tokenizer=tuned.tokenizer)))
     assert templates.choose(bare, "auto", said.append) == "alpaca" and "nothing says" in said.pop()
     with pytest.raises(UserError, match="without a chat template"):
-        templates.choose(bare, "tokenizer", said.append)
+        templates.choose(bare, "chat_template", said.append)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}A:"
     (tmp_path / "bare" / "chat_template.jinja").write_text(template)
-    assert templates.choose(bare, "auto", said.append) == "tokenizer"
-    ids = templates.ids(bare, Question("", "do", "this"), "tokenizer")
+    bare = EvaluatedModel(str(tmp_path / "bare"))
+    assert templates.choose(bare, "auto", said.append) == "chat_template"
+    ids = templates.ids(bare, Question("", "do", "this"), "chat_template")
     assert bare.tokenizer.decode(ids).replace(" ", "") == "<user>do\n\nthis<s>A:" and ids.count(1) == 1
     assert templates.choose(bare, "alpaca", said.append) == "alpaca" and "chat template" in said.pop()
     (tmp_path / "bare" / "export.json").write_text(
