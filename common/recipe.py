@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import UserError, nearest, one_line
+from common.provenance import REPOSITORY, shipped
 
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most
@@ -105,7 +106,7 @@ def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS
     Raises UserError when a file cannot be read or understood, a key is given twice, a top-level key is
     unknown, recipes extend each other in a circle, or an override has no `=`.
     """
-    tree = _read_tree(path, ())
+    tree = _read_tree(shipped(path), ())
     for override in overrides:
         apply_override(tree, override)
     for key in tree:
@@ -136,7 +137,7 @@ def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
 def _text(path: Path) -> str:
     """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
     if not path.exists():
-        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for examples")
+        raise UserError(f"recipe {path} does not exist; see {REPOSITORY / 'launch/recipes'} for examples")
     if not path.is_file():
         raise UserError(f"recipe {path} is not a file")
     try:

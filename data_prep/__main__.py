@@ -1,4 +1,4 @@
-"""python -m data_prep prepare | inspect | verify | world"""
+"""python -m data_prep prepare | inspect | verify | sniff | world"""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from common.errors import UserError, one_line
+from common.commands import offer_completion, program
+from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.recipe import parse_arguments
 from data_prep.config import load_data_config
@@ -32,13 +33,14 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
-    args = parse_arguments(_parser(), argv)
+    parser = _parser()
+    offer_completion(parser)
+    args = parse_arguments(parser, argv)
     try:
-        commands = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "world": _world}
-        commands[args.command](args)
+        COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         again = "" if error.errno in MISTAKES else "; run the same command again to resume"
         print(f"error: {one_line(error)}{again}", file=sys.stderr)
@@ -50,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
+    parser = argparse.ArgumentParser(
+        prog=program("emo-prep", "python -m data_prep"), description="Text to token shards."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
@@ -67,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--seed", type=int, default=0, help="which rows")
     verify = commands.add_parser("verify", help="compute everything again and compare")
     verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
+    sniff = commands.add_parser("sniff", help="what a file is taken for, examples, and a recipe to paste")
+    sniff.add_argument("files", help="a file, pattern or address, as in data.sources.0.files")
+    sniff.add_argument("--tokenizer", help="hub id, directory or .model file: examples as its tokens")
     world = commands.add_parser("world", help="write the eight tasks of the embedded world")
     world.add_argument("directory", type=Path)
     world.add_argument("--train", type=_positive, default=400, help="rows of a train split (%(default)s)")
@@ -75,7 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _first_word(what: object) -> None:
+    """Libraries take seconds; what the command is about is said before, on stderr."""
+    print(f"{what}: loading libraries", file=sys.stderr, flush=True)
+
+
 def _prepare(args: argparse.Namespace) -> None:
+    _first_word(args.recipe)
     from data_prep.prepare import prepare
 
     config = load_data_config(args.recipe, args.overrides)
@@ -83,6 +96,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    _first_word(args.directory)
     from rich.console import Console
 
     from data_prep.inspect import inspect
@@ -92,7 +106,17 @@ def _inspect(args: argparse.Namespace) -> None:
         inspect(place, args.samples, args.seed, Console())
 
 
+def _sniff(args: argparse.Namespace) -> None:
+    _first_word(args.files)
+    from rich.console import Console
+
+    from data_prep.sources.sniff import sniff
+
+    sniff(args.files, args.tokenizer, Console())
+
+
 def _verify(args: argparse.Namespace) -> None:
+    _first_word(args.directory)
     from data_prep.verify import verify
 
     right, faults = verify(args.directory)
@@ -106,9 +130,19 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _world(args: argparse.Namespace) -> None:
+    _first_word(args.directory)
     from data_prep.world import corpora as world
 
     world.write_tasks(args.directory, args.train, args.test, args.seed)
+
+
+COMMANDS = {
+    "prepare": _prepare,
+    "inspect": _inspect,
+    "verify": _verify,
+    "sniff": _sniff,
+    "world": _world,
+}
 
 
 def _job(text: str) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 Fields say themselves what they change. Unmarked: the rows, that is the bytes of the shards. Marked `place`:
 nothing, only where things are. Marked with one of REPORTS: what is said about the rows, or refused. Marked
-with a key of USED: that, where the rest of the section makes use of the field.
+with a key of USED: that, where the rest of the section makes use of the field. Marked SET: that, where it is
+set.
 """
 
 from __future__ import annotations
@@ -26,9 +27,17 @@ USED: dict[str, Callable[[Any], bool]] = {
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
+SET = "if set"  # marks fields that came later: where they are not set, settings do not speak of them
 
 
 SPLITS = ("train", "validation")
+COLUMNS = {  # parts of a row whose columns can be named
+    "text": ("text",),
+    "instruct": (
+        *("instruction", "input", "output", "system", "history"),
+        *("messages", "role", "content", "tools"),
+    ),
+}
 
 
 class Source(Section):
@@ -38,10 +47,12 @@ class Source(Section):
     config: str | None = mark("hub", None)  # the hub data set's configuration
     revision: str | None = mark("hub", None)  # commit of the hub data set
     split: str = "train"  # split of the hub data set, slices allowed; or of a saved one
-    # Path or glob under data.root: txt, jsonl, json (each also .zst, .gz), parquet, directories that
-    # `save_to_disk` of the datasets library wrote.
+    # Path or glob under data.root: txt, jsonl, json, csv, tsv (each also .zst, .gz), parquet, directories
+    # that `save_to_disk` of the datasets library wrote. Or an address or glob that fsspec reads: s3://,
+    # gs://, https:// ...
     files: str | None = Field(None, min_length=1)
-    embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
+    # A corpus that data_prep generates itself: text of a small world, of one of its parts, or instructions.
+    embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
     # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists
@@ -54,6 +65,9 @@ class Source(Section):
     # in instructions of the messages (messages, conversations) or of the prompt (instruction, prompt,
     # question, query).
     column: str | None = Field(None, min_length=1)
+    # The columns by name, where they are called otherwise: {text: body}; of instructions instruction, input,
+    # output, system, history, or messages with the keys role and content of one; tools with a chat_template.
+    columns: dict[str, str] | None = mark(SET, None)
     clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
     # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times, spread over the shard.
     weight: float = Field(1.0, gt=0, le=10_000)
@@ -65,6 +79,8 @@ class Source(Section):
     def _one_origin(self) -> Source:
         if sum(origin is not None for origin in (self.hub, self.files, self.embedded)) != 1:
             raise ValueError("give exactly one of hub, files, embedded")
+        if self.column is not None and self.columns is not None:
+            raise ValueError("give column or columns, not both")
         return self
 
 
@@ -82,7 +98,8 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     block: int = Field(256, gt=1, le=1 << 20)  # tokens per row
     shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
-    template: Literal["alpaca", "chat"] = mark("instruct", "alpaca")  # how examples are written as text
+    # How examples are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's chat_template.
+    template: Literal["alpaca", "chat", "chat_template"] = mark("instruct", "alpaca")
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")  # examples above block
     limit_rows: int | None = Field(None, gt=0)  # training rows (documents, examples, copies), all sources
     limit_tokens: int | None = Field(None, gt=0)  # training tokens, all sources
@@ -102,6 +119,10 @@ class DataConfig(Section):
             raise ValueError("give exactly one of tokenizer and train_tokenizer")
         if self.validation and self.validation_fraction:
             raise ValueError("give validation or validation_fraction, not both")
+        if self.by_chat_template and self.train_tokenizer:
+            raise ValueError("template: chat_template is of a tokenizer that has one, not of train_tokenizer")
+        for source in (*self.sources, *self.validation):
+            _check_columns(source, self.kind)
         if any(source.format == "tokens" for source in (*self.sources, *self.validation)):
             if self.kind == "instruct":
                 raise ValueError("format: tokens is for kind: text; instructions need their text")
@@ -111,9 +132,25 @@ class DataConfig(Section):
         return self
 
     @property
+    def by_chat_template(self) -> bool:
+        """Whether the tokenizer's own template writes the examples."""
+        return self.kind == "instruct" and self.template == "chat_template"
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """The data sets that are prepared."""
         return SPLITS if self.validation or self.validation_fraction else SPLITS[:1]
+
+
+def _check_columns(source: Source, kind: str) -> None:
+    """Raise ValueError for `columns` that no row of this kind has."""
+    known = COLUMNS[kind]
+    for part in source.columns or ():
+        if part not in known:
+            raise ValueError(
+                f"columns: {part} is no part of a row of kind {kind}; write part: column, the parts are "
+                f"{', '.join(known)}"
+            )
 
 
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
@@ -137,7 +174,7 @@ def _decisive(section: Section, reports: bool) -> dict[str, Any]:
     tree = {}
     for key in type(section).model_fields:
         name, value = mark_of(type(section), key), getattr(section, key)
-        if name == "place" or (name in REPORTS and not reports):
+        if name == "place" or (name in REPORTS and not reports) or (name == SET and value is None):
             continue
         if name in USED and not USED[name](section):
             value = None

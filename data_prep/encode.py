@@ -18,12 +18,13 @@ from common.errors import UserError
 from common.parallel import Workers
 from data_prep.config import DataConfig
 from data_prep.contamination import Finder, load
-from data_prep.inputs import AGAIN, Input
+from data_prep.inputs import AGAIN, Input, TextInput
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from data_prep.scan import Assignment, Part
 from data_prep.selection import deal, in_turn
 from data_prep.shards import token_dtype
-from data_prep.templates import Conversation, render
+from data_prep.templates import Chat, Conversation, render
+from data_prep.templates.chat import ChatEncoder, ChatTemplate
 from data_prep.tokenizer import TokenizerFacts
 from data_prep.words import TextEncoder
 
@@ -44,6 +45,7 @@ class EncodeSettings(NamedTuple):
     overlong: str  # instruct: drop, truncate or split longer ones
     grams: Path | None  # test rows to look for, see contamination.py
     by_words: bool = True  # see words.py
+    chat: ChatTemplate | None = None  # instead of `template`
 
 
 class Encoded(NamedTuple):
@@ -68,6 +70,7 @@ class RowEncoder:
         self.text = TextEncoder(settings.place, self.dtype, settings.by_words)
         self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
+        self.chat = None if settings.chat is None else ChatEncoder(settings.place, settings.chat)
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
@@ -109,7 +112,7 @@ class RowEncoder:
             )
         return np.array(text.ids, self.dtype).tobytes()
 
-    def conversations(self, conversations: list[Conversation]) -> Encoded:
+    def conversations(self, conversations: list[Conversation | Chat]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
         sequences = [one for example in self._examples(conversations, counts) for one in example]
@@ -117,13 +120,16 @@ class RowEncoder:
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
         return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
 
-    def _examples(self, conversations: list[Conversation], counts: Counter[str]) -> list[Sequences]:
-        """The sequences of each conversation.
+    def _examples(self, rows: list[Conversation | Chat], counts: Counter[str]) -> list[Sequences]:
+        """The sequences of each conversation or chat, which are all one or the other.
 
         Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
         as the very ids that generation will give the model.
         """
-        examples = [render(c, self.settings.template) for c in conversations]
+        if self.chat is not None:
+            chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
+            return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
+        examples = [render(row, self.settings.template) for row in rows if isinstance(row, Conversation)]
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
@@ -180,11 +186,11 @@ def _rows(part: Part, copies: np.ndarray) -> list[Row]:
     return take(part.payload, part.spec, copies.tolist())
 
 
-def _of_kind(rows: list[Row]) -> tuple[list[str | TokenIds], list[Conversation]]:
+def _of_kind(rows: list[Row]) -> tuple[list[str | TokenIds], list[Conversation | Chat]]:
     """The texts and the conversations among some rows, which are all one or the other."""
     return (
-        [row for row in rows if not isinstance(row, Conversation)],
-        [row for row in rows if isinstance(row, Conversation)],
+        [row for row in rows if isinstance(row, str | TokenIds)],
+        [row for row in rows if isinstance(row, Conversation | Chat)],
     )
 
 
@@ -208,12 +214,22 @@ class PartStream:
         self._order: deque[int] = deque()  # shards of the parts that were taken and have not come back
         self._next: tuple[int, Encoded] | None = None
 
-    def parts(self) -> Iterator[Part]:
-        """All parts, shard after shard."""
+    def parts(self, at: Callable[[int], None]) -> Iterator[Part]:
+        """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
+        done, row = 0, _row_size(self.plan)
         for planned in self.planned:
             for part in self.plan.parts(self.inputs, planned):
                 self._order.append(planned)
                 yield part
+                done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
+                at(done)
+
+    def size(self) -> int:
+        """Bytes of text in all parts; of tables about as many as there are."""
+        texts = np.array([isinstance(one, TextInput) for one in self.inputs])
+        lengths = self.plan.pieces[:, 2]
+        sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
+        return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
 
     def of(self, planned: int) -> Iterator[Encoded]:
         """What is next in the stream, as long as it belongs to the shard."""
@@ -229,23 +245,9 @@ class PartStream:
             yield one
 
 
-def losses(counts: dict[str, int], documents: int, block: int) -> list[str]:
-    """Lines for the user: what of the rows of a split was cut or dropped while it was encoded and packed."""
-    lines = []
-    if overlong := counts.get("overlong"):
-        kinds = ("truncated", "split", "dropped", "without_response")
-        parts = [(counts.get(f"overlong_{kind}", 0), kind.replace("_", " ")) for kind in kinds]
-        what = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
-        lost = counts.get("overlong_tokens_lost", 0)
-        lines.append(
-            f"{overlong:,} of {documents:,} examples are longer than {block} tokens ({what}); "
-            f"{lost:,} tokens lost"
-        )
-    if rest := counts.get("remainder_tokens_dropped"):
-        lines.append(f"{rest:,} tokens at the ends of shards, less than a row each, dropped")
-    if beyond := counts.get("tokens_beyond_limit"):
-        lines.append(f"{beyond:,} tokens beyond data.limit_tokens dropped")
-    return lines
+def _row_size(plan: Assignment) -> int:
+    """Characters of a row, on average."""
+    return sum(plan.summary["chars"].values()) // max(1, int(plan.copies.sum()))
 
 
 def words_agree(settings: EncodeSettings, assignment: Assignment, inputs: list[Input]) -> bool:

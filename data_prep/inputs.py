@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, Protocol
 
 import pyarrow
 
@@ -44,13 +43,31 @@ class Piece(NamedTuple):
     payload: Payload | None
 
 
+class File(Protocol):
+    """What a local path and a file at an address have in common."""
+
+    @property
+    def suffix(self) -> str: ...
+
+    @property
+    def stem(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]:
+        """The file's bytes."""
+
+
 class Input:
     """One file, hub data set or embedded corpus of a source."""
 
     held_out = False  # of a validation source
 
-    def __init__(self, source: Source, name: str, spec: RowSpec) -> None:
+    def __init__(self, source: Source, name: str, spec: RowSpec, size: int = 0) -> None:
         self.source, self.name, self.spec = source, name, spec
+        self.size = size  # bytes as they are stored; 0: unknown
+
+    def position(self) -> int:
+        """How many of the stored bytes `pieces` has read."""
+        return 0
 
     def probe(self) -> None:
         """Raise UserError if the input cannot be opened at all."""
@@ -72,22 +89,25 @@ class Input:
 class TextInput(Input):
     """A .txt or .jsonl file, plain or packed."""
 
-    def __init__(self, source: Source, name: str, spec: RowSpec, path: Path) -> None:
-        super().__init__(source, name, spec)
+    def __init__(self, source: Source, name: str, spec: RowSpec, path: File, size: int) -> None:
+        super().__init__(source, name, spec, size)
         self.path = path
+        self._raw: IO[bytes] | None = None
 
     def probe(self) -> None:
         open_text(self.path).close()
 
+    def position(self) -> int:
+        if self._raw is None:
+            return 0
+        return self.size if self._raw.closed else self._raw.tell()
+
     def pieces(self) -> Iterator[Piece]:
-        with open_text(self.path) as stream:
+        self._raw = open_raw(self.path)
+        with self._raw, unpacked_stream(self._raw, self.path) as stream:
             unpacked = chunks(stream, self.name)
             first = next(unpacked, b"")
-            encoding = next((name for mark, name in MARKS.items() if first.startswith(mark)), None)
-            if encoding is not None:
-                raise UserError(
-                    f"{self.name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8"
-                )
+            refuse_other_encodings(first, self.name)
             yield from _cut(chain([first], unpacked), self.spec, 4 * self.spec.max_chars)
 
     def read(self, places: Iterable[Place]) -> Iterator[Payload]:
@@ -121,9 +141,14 @@ class TableInput(Input):
         spec: RowSpec,
         rows: Callable[[int], Iterator[Any]],  # rows from a number on
         pinned: Callable[[], dict[str, Any]],
+        size: int = 0,
+        position: Callable[[], int] = lambda: 0,
     ) -> None:
-        super().__init__(source, name, spec)
-        self._rows, self._pinned = rows, pinned
+        super().__init__(source, name, spec, size)
+        self._rows, self._pinned, self._position = rows, pinned, position
+
+    def position(self) -> int:
+        return self._position()
 
     def probe(self) -> None:
         self._rows(0)
@@ -180,21 +205,39 @@ class TableInput(Input):
         return row[column] if row[column].endswith("\n") else row[column] + "\n"
 
 
-def open_text(path: Path) -> Any:
+def open_text(path: File) -> Any:
     """A file's bytes as a stream, unpacked on the way; a file that ends too early raises OSError.
 
     Raises UserError when the file cannot be opened.
     """
-    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    return unpacked_stream(open_raw(path), path)
+
+
+def open_raw(path: File) -> IO[bytes]:
+    """A file's bytes as they are stored. Raises UserError when it cannot be opened."""
     try:
-        if packed is None:
-            return path.open("rb")
-        return pyarrow.input_stream(str(path), compression=packed, buffer_size=PIECE)
+        return path.open("rb")
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
+def unpacked_stream(raw: IO[bytes], path: File) -> Any:
+    """The same bytes unpacked, if the file's name says that they are packed."""
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    try:
+        return raw if packed is None else pyarrow.input_stream(raw, compression=packed, buffer_size=PIECE)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def refuse_other_encodings(beginning: bytes, name: str) -> None:
+    """Raise UserError for a file that is marked as UTF-16 or UTF-32."""
+    encoding = next((name for mark, name in MARKS.items() if beginning.startswith(mark)), None)
+    if encoding is not None:
+        raise UserError(f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8")
+
+
+def unreadable(path: File | str, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {error.strerror or one_line(error, 200)}")
 
 
@@ -207,11 +250,11 @@ def skip(stream: Any, count: int) -> None:
         count -= len(chunk)
 
 
-def file_identity(path: Path, name: str) -> dict[str, Any]:
+def file_identity(path: File, name: str) -> dict[str, Any]:
     """Name, size and hash of a file. Raises UserError when it cannot be read."""
     try:
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             return {"name": name, "bytes": file.tell(), "sha256": digest}
     except OSError as error:
         raise unreadable(path, error) from None

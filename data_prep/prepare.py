@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,8 +24,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.errors import UserError
 from common.files import (
@@ -41,6 +38,7 @@ from common.files import (
     write_text,
 )
 from common.parallel import Workers
+from common.progress import progress
 from data_prep import contamination
 from data_prep.config import DataConfig, settings
 from data_prep.encode import (
@@ -49,23 +47,20 @@ from data_prep.encode import (
     counting,
     encoding,
     limit_tokens,
-    losses,
     words_agree,
 )
 from data_prep.inputs import Input
 from data_prep.rows import plain_text, take
-from data_prep.scan import Assignment, describe, scan_inputs, scanner
+from data_prep.scan import Assignment, scan_inputs, scanner
 from data_prep.shards import (
     FORMAT,
     MANIFEST,
-    Manifest,
-    ShardInfo,
-    content_fingerprint,
     manifest_text,
     shard_name,
     token_dtype,
 )
 from data_prep.sources import is_saved
+from data_prep.templates.chat import ChatTemplate, check_template, read_template
 from data_prep.tokenizer import TokenizerFacts, require_end, save_tokenizer, train_sentencepiece
 from data_prep.verify import (
     Missing,
@@ -93,12 +88,15 @@ from data_prep.write import (
     SETTINGS,
     TOKENIZER,
     UNFINISHED,
+    describe,
+    left_out,
+    losses,
+    manifest_of,
     overlap_path,
     read_note,
     write_shard,
 )
 
-TOOL = f"data_prep {FORMAT}"
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
 Say = Callable[[str], None]
@@ -134,6 +132,7 @@ def prepare(
             _shards(config, plan, inputs, todo, workers, hashes, say)
             _finish(config, plan, finish, say)
         hashes.save()
+    say(_outcome(config, plan))
 
 
 def _refuse_in_use(config: DataConfig) -> None:
@@ -186,8 +185,12 @@ def _make_shared(config: DataConfig, place: Path, workers: int, say: Say) -> Has
     if config.contamination is not None and grams is not None:
         found = contamination.collect(config.root / config.contamination, config.contamination_ngram)
         contamination.save(found, grams)
-    with Workers(workers, scanner, config.dedup == "near") as pool:
-        plan = scan_inputs(config, inputs, pool)
+    chat = _chat_template(config, tokenizer, say)
+    near, size = config.dedup == "near", sum(one.size for one in inputs)
+    with Workers(workers, scanner, near, chat) as pool, progress("reading", size, say) as at:
+        plan = scan_inputs(config, inputs, pool, at)
+    if chat is not None:
+        plan.summary["chat_template"] = chat.digest
     say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
     facts = facts or _train_tokenizer(config, plan, inputs, tokenizer, say)
     if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
@@ -196,7 +199,7 @@ def _make_shared(config: DataConfig, place: Path, workers: int, say: Say) -> Has
     hashes = Hashes(config.dir / HASHES)
     for source in plan.summary["sources"]:
         name = source["name"]
-        if "bytes" in source:
+        if "bytes" in source and name in files:
             hashes.remember(files[name], seen[name], source["sha256"])
         elif name in files:
             source["content"] = content(files[name], hashes)
@@ -207,6 +210,16 @@ def _make_shared(config: DataConfig, place: Path, workers: int, say: Say) -> Has
     write_text(place / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
     plan.save(place / PLAN)
     return hashes
+
+
+def _chat_template(config: DataConfig, place: Path, say: Say) -> ChatTemplate | None:
+    """The tokenizer's template, where the recipe asks for it; tried before anything takes long."""
+    if not config.by_chat_template:
+        return None
+    chat = read_template(place, str(config.tokenizer))
+    for note in check_template(chat):
+        say(note)
+    return chat
 
 
 def _fit_tokens(
@@ -253,6 +266,7 @@ def _encode_settings(config: DataConfig, plan: Assignment, place: Path) -> Encod
         config.overlong,
         place / GRAMS if config.contamination is not None else None,
         plan.summary.get("by_words", True),
+        read_template(place / TOKENIZER, str(config.tokenizer)) if config.by_chat_template else None,
     )
 
 
@@ -281,12 +295,10 @@ def _shards(
         raise UserError(f"{len(todo)} shards must be made again, but {inputs}")
     settings = _encode_settings(config, plan, config.dir)
     dtype = token_dtype(settings.tokenizer.vocab_size)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-    with Workers(min(workers, len(plan.pieces)), encoding, settings) as pool, bar:
-        count = sum(plan.part_count(planned) for _, _, planned in todo)
-        stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
-        stream.encoded = pool.map(bar.track(stream.parts(), count, description="encoding"))
+    workers = min(workers, len(plan.pieces))
+    stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
+    with Workers(workers, encoding, settings) as pool, progress("tokenising", stream.size(), say) as at:
+        stream.encoded = pool.map(stream.parts(at))
         began, tokens = time.perf_counter(), 0
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, one, planned in todo:
@@ -315,7 +327,7 @@ def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> N
             continue
         if config.contamination is not None:
             _report_overlap(config, directory, say)
-        manifest = _manifest(config, plan, split, [i for i in infos if i is not None])
+        manifest = manifest_of(config, plan.summary, split, [i for i in infos if i is not None])
         file, text = directory / MANIFEST, manifest_text(manifest)
         if write_once(file, text):
             say(
@@ -329,6 +341,18 @@ def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> N
             say(f"{file} was not that of its shards; written again")
 
 
+def _outcome(config: DataConfig, plan: Assignment) -> str:
+    """The last line: what of the sources is not in the data, as far as shards are there."""
+    lost = left_out(plan.summary)
+    for split in config.splits:
+        infos = [read_note(config.dir / split, i, config.shards) for i in range(config.shards)]
+        there = [info for info in infos if info is not None]
+        counts = sum((Counter(info.counts) for info in there), Counter())
+        lines = losses(counts, sum(info.documents for info in there), config.block)
+        lost += [f"{split}: {line}" for line in lines]
+    return f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}"
+
+
 def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
     """Whether a split is complete and its manifest is what its shards' notes give."""
     directory = config.dir / split
@@ -337,7 +361,7 @@ def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
         return False
     if config.contamination is not None and not (directory / OVERLAP).is_file():
         return False
-    text = manifest_text(_manifest(config, plan, split, infos))
+    text = manifest_text(manifest_of(config, plan.summary, split, infos))
     return (directory / MANIFEST).read_bytes() == text.encode()
 
 
@@ -351,46 +375,3 @@ def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
     write_text(directory / OVERLAP, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     tasks = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in found["tasks"].items())
     say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {tasks}")
-
-
-def _manifest(config: DataConfig, plan: Assignment, split: str, infos: list[ShardInfo]) -> Manifest:
-    decisive, facts = settings(config), TokenizerFacts(**plan.summary["tokenizer"])
-    counts: Counter[str] = Counter()
-    for info in infos:
-        counts.update(info.counts)
-    total = {
-        key: sum(getattr(info, key) for info in infos)
-        for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
-    }
-    if not total["rows"]:
-        what = "training" if split == "train" else "validation"
-        if config.kind == "instruct":
-            raise UserError(
-                f"no {what} example has a response within data.block={config.block} tokens; set a larger one "
-                "and prepare with --force"
-            )
-        more = " or fewer data.shards" if config.shards > 1 else ""
-        raise UserError(
-            f"the {what} data are less than one block of {config.block} tokens in every shard; "
-            f"set a smaller data.block{more}, or add {what} data, and prepare with --force"
-        )
-    return Manifest(
-        format=FORMAT,
-        tool=TOOL,
-        kind=config.kind,
-        split=split,
-        block=config.block,
-        vocab_size=facts.vocab_size,
-        tokenizer_fingerprint=facts.fingerprint,
-        bos_id=facts.bos_id,
-        eos_id=facts.eos_id,
-        template=decisive["template_version"],
-        fingerprint=content_fingerprint(config.kind, config.block, facts.fingerprint, infos),
-        config=decisive,
-        sources=plan.summary["sources"],
-        rejected=plan.summary["rejected"],
-        counts=dict(sorted(counts.items())),
-        **total,
-        waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
-        shards=infos,
-    )

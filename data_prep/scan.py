@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from data_prep.rows import (
     UNREADABLE,
     Payload,
     Rejected,
+    Row,
     RowSpec,
     checksum,
     columns,
@@ -36,7 +38,8 @@ from data_prep.rows import (
     plain_text,
 )
 from data_prep.selection import CODE, PERMUTATIONS, ScannedRows, Selection, select, signature
-from data_prep.templates import Conversation
+from data_prep.templates import Chat, Conversation
+from data_prep.templates.chat import ChatTemplate, RefusedError, render
 
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 
@@ -115,12 +118,11 @@ class Assignment:
         _add_limit(summary["rejected"], len(left_out))
         return Assignment(self.pieces, shard, copies, summary)
 
-    def part_count(self, shard: int) -> int:
-        """How many parts `parts` yields."""
+    def part_sizes(self, shard: int, sizes: np.ndarray) -> int:
+        """The sum over what `parts` yields of the sizes of the pieces, int64 [pieces]."""
         ends = np.cumsum(self.pieces[:, 3])
-        return sum(
-            len(np.unique(np.searchsorted(ends, rows, side="right"))) for rows, _ in self._passes(shard)
-        )
+        found = (np.unique(np.searchsorted(ends, rows, side="right")) for rows, _ in self._passes(shard))
+        return sum(int(sizes[pieces].sum()) for pieces in found)
 
     def parts(self, inputs: list[Input], shard: int) -> Iterator[Part]:
         """What shard `shard` (counted through both splits) encodes, in order."""
@@ -159,14 +161,17 @@ class Assignment:
             yield rows[some], times[some]
 
 
-def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
-    """A function that parses and checks the rows of a piece, for a worker; `near`: with signatures."""
+def scanner(near: bool, chat: ChatTemplate | None) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
+    """A function that parses and checks the rows of a piece, for a worker.
+
+    near: with signatures; chat: the template that must be able to write them.
+    """
 
     def scan_piece(item: tuple[Piece, RowSpec]) -> ScannedPiece:
         (place, payload), spec = item
         hashes, chars, reasons, signatures, fault, messages = [], [], [], [], None, 0
         rows = [Rejected("too_long")] if payload is None else parse(payload, spec)
-        for at, row in enumerate(rows):
+        for at, row in enumerate(_written(row, chat) for row in rows):
             if isinstance(row, Rejected):
                 if fault is None and row.reason in STRUCTURE:
                     fault = at, row.detail
@@ -178,7 +183,7 @@ def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
             hashes.append(content_hash(row))
             chars.append(len(text))
             reasons.append(0)
-            messages += row.unused if isinstance(row, Conversation) else 0
+            messages += row.unused if isinstance(row, Conversation | Chat) else 0
             if near:
                 signatures.append(signature(text))
         return ScannedPiece(
@@ -196,16 +201,37 @@ def scanner(near: bool) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
     return scan_piece
 
 
-def scan_inputs(config: DataConfig, inputs: list[Input], workers: Workers) -> Assignment:
-    """Scan all rows of the inputs and assign them to shards. `workers` run a `scanner`."""
+def _written(row: Row | Rejected, chat: ChatTemplate | None) -> Row | Rejected:
+    """The row, unless it is a chat that the template does not write."""
+    if chat is not None and isinstance(row, Chat):
+        try:
+            render(row, chat)
+        except RefusedError as error:
+            return Rejected(error.reason, error.detail)
+    return row
+
+
+def scan_inputs(
+    config: DataConfig,
+    inputs: list[Input],
+    workers: Workers,
+    at: Callable[[int], None] = lambda done: None,
+) -> Assignment:
+    """Scan all rows of the inputs and assign them to shards.
+
+    `workers` run a `scanner`; `at` is told how many stored bytes of the inputs have been read.
+    """
     for one in inputs:  # first what may be misspelt or missing, then what takes long
         one.probe()
     table: list[tuple[int, ...]] = []
     scanned: list[ScannedPiece] = []
     facts: list[dict[str, Any]] = []
     left = {id(one.source): one.source.limit for one in inputs}
+    before = 0
     for number, one in enumerate(inputs):
-        found = _scan_input(config, one, workers, left)
+        found = _scan_input(config, one, workers, left, partial(_after, before, at))
+        before += one.size
+        at(before)
         facts.append(_facts(one, found))
         table += [(number, *piece.place, len(piece.reasons), piece.check) for piece in found]
         scanned += found
@@ -225,8 +251,16 @@ def scan_inputs(config: DataConfig, inputs: list[Input], workers: Workers) -> As
     return Assignment(pieces, *selection, _summary(config, facts, rows, selection, held_out))
 
 
+def _after(before: int, at: Callable[[int], None], done: int) -> None:
+    at(before + done)
+
+
 def _scan_input(
-    config: DataConfig, one: Input, workers: Workers, left: dict[int, int | None]
+    config: DataConfig,
+    one: Input,
+    workers: Workers,
+    left: dict[int, int | None],
+    at: Callable[[int], None],
 ) -> list[ScannedPiece]:
     """The pieces of an input, up to what is left of its source's limit."""
     scanned: list[ScannedPiece] = []
@@ -238,6 +272,7 @@ def _scan_input(
             found = _first(found, limit)
             left[id(one.source)] = limit = max(0, limit - len(found.reasons))
         scanned.append(found)
+        at(one.position())
         if limit == 0:
             break
     if not any(len(piece.reasons) for piece in scanned):
@@ -308,23 +343,6 @@ def _no_validation(config: DataConfig, rejected: dict[str, int]) -> UserError:
             f"its sources have no usable row of their own ({reasons}); give other data.validation sources"
         )
     return UserError(f"the validation set is empty: {reason}, or none")
-
-
-def describe(summary: dict[str, Any]) -> list[str]:
-    """Lines for the user: what was rejected, and what of the rows is not read."""
-    rejected = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in summary["rejected"].items())
-    lines = [f"rows rejected: {rejected or 'none'}"]
-    alike: dict[tuple[str, str], list[str]] = {}
-    for one in summary["sources"]:
-        if one["columns_not_read"]:
-            key = ", ".join(one["columns"]), ", ".join(one["columns_not_read"][:12])
-            alike.setdefault(key, []).append(one["name"])
-    for (read, unread), names in alike.items():
-        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-        lines.append(f"{names[0]}{more}: columns read: {read}; not read: {unread}")
-    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
-        lines.append(f"messages left out, before the first prompt or after the last response: {messages:,}")
-    return lines
 
 
 def _first(found: ScannedPiece, limit: int) -> ScannedPiece:

@@ -39,6 +39,7 @@ FILES = [
     "vocab.json",
     "merges.txt",
 ]
+CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBES = (  # a converted tokenizer must give the ids of the original for these
@@ -74,18 +75,28 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     """
     from transformers import PreTrainedTokenizerFast
 
-    backend, names = _find(path, revision)
+    place = _local(path, revision)
+    backend, names = _find(place)
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None  # it would give a text other ids every time
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template(place),
+        **names,
+    )
 
 
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
-    backend, names = _find(path, revision)
+    place = _local(path, revision)
+    backend, names = _find(place)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    config = names | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = names | own
+    if (template := chat_template(place)) is not None:
+        config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return _facts(backend, names)
 
@@ -176,18 +187,35 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             ) from None
 
 
-def _find(path: str | Path, revision: str | None) -> tuple[Tokenizer, dict[str, str]]:
-    """Backend and names of special tokens of a local or hub tokenizer."""
-    place = Path(path)
-    if not place.exists():
-        place = _download(str(path), revision)
+def chat_template(place: Path) -> str | None:
+    """The chat template of a directory's tokenizer, the default one of several. Raises UserError."""
+    file, config = place / CHAT_TEMPLATE, place / "tokenizer_config.json"
+    try:
+        if file.is_file():
+            return file.read_text("utf-8")
+        found = json.loads(config.read_text("utf-8")).get("chat_template") if config.is_file() else None
+        if isinstance(found, list):  # several: {name: ..., template: ...}
+            found = {one["name"]: one["template"] for one in found}.get("default")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = one_line(error)
+        raise UserError(f"the chat_template of tokenizer {place} cannot be read ({reason})") from None
+    return found if isinstance(found, str) else None
+
+
+def _local(path: str | Path, revision: str | None) -> Path:
+    """Where a local or hub tokenizer lies."""
+    return Path(path) if Path(path).exists() else _download(str(path), revision)
+
+
+def _find(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Backend and names of special tokens."""
     try:
         return _read(place)
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
         reason = one_line(error)
-        raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
+        raise UserError(f"tokenizer {place} cannot be read: {reason}") from None
 
 
 def _download(hub: str, revision: str | None) -> Path:
@@ -196,7 +224,7 @@ def _download(hub: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(hub, revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(hub, revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
     except HFValidationError:
         raise UserError(
             f"tokenizer {hub} does not exist{_beside(Path(hub))}; give a directory, a .model file or a hub id"

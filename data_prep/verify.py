@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.files import Hashes, remove_abandoned, sha256
 from data_prep.config import SPLITS, DataConfig, described, differences
 from data_prep.inputs import AGAIN, Input
@@ -36,6 +36,7 @@ from data_prep.shards import (
     shard_name,
 )
 from data_prep.sources import open_inputs
+from data_prep.templates.chat import read_template
 from data_prep.tokenizer import TokenizerFacts, tokenizer_facts
 from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note
 
@@ -62,8 +63,8 @@ def planned_inputs(config: DataConfig) -> list[Input]:
 
 
 def file_of(config: DataConfig, one: Input) -> Path | None:
-    """The file that an input reads, if it is one."""
-    return None if one.source.files is None else config.root / one.name
+    """The local file that an input reads, if it is one."""
+    return None if one.source.files is None or "://" in one.source.files else config.root / one.name
 
 
 def content(path: Path, hashes: Hashes) -> str:
@@ -106,7 +107,7 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
     try:
         inputs = planned_inputs(config)
     except UserError as error:
-        if complete and "no file matches" in str(error):
+        if complete and ("no file matches" in str(error) or isinstance(error, FailureError)):
             return str(error)
         raise
     names = [one.name for one in inputs]
@@ -115,7 +116,10 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
     gone = next(iter(Counter(planned) - Counter(names)), None)
     if gone is not None and not complete:
         raise UserError(f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}")
+    sizes = {one.name: one.size for one in inputs}
     for source in plan.summary["sources"]:
+        if "://" in source["name"] and sizes.get(source["name"], 0) not in (0, source["bytes"]):
+            raise UserError(f"{source['name']} changed since {config.dir} was prepared; {AGAIN}")
         path = config.root / source["name"]
         expected = source["sha256"] if "bytes" in source else source.get("content")
         if expected is None or not path.exists():
@@ -138,7 +142,9 @@ def check_tokenizer(config: DataConfig, plan: Assignment) -> None:
         places.append(config.root / config.tokenizer)
     for place in places:
         try:
-            same = tokenizer_facts(place) == planned
+            same = tokenizer_facts(place) == planned and (
+                not config.by_chat_template or _same_template(place, plan)
+            )
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
         if not same:
@@ -146,6 +152,10 @@ def check_tokenizer(config: DataConfig, plan: Assignment) -> None:
                 f"{place} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
                 f"{AGAIN}"
             )
+
+
+def _same_template(place: Path, plan: Assignment) -> bool:
+    return read_template(place, str(place)).digest == plan.summary["chat_template"]
 
 
 def missing_shards(

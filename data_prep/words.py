@@ -158,6 +158,27 @@ def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False)
     return backend
 
 
+def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
+    """The encoder of what a chat template writes: adds no special token, but finds those in the text.
+
+    With `continuing` the text continues earlier text: no space is put before it.
+    """
+    tree = json.loads((place / "tokenizer.json").read_text())
+    if continuing:
+        tree["normalizer"] = _without_prefix(tree["normalizer"])
+        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
+    backend = _bare(tree)
+    backend.encode_special_tokens = False
+    return backend
+
+
+def special_tokens(place: Path) -> tuple[str, ...]:
+    """All special tokens of a saved tokenizer, in order."""
+    tree = json.loads((place / "tokenizer.json").read_text())
+    added = {token["content"] for token in tree["added_tokens"] if token["special"]}
+    return tuple(sorted(added | set(special_names(place).values())))
+
+
 def _bare(tree: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `tree`, the content of a tokenizer.json, describes, as an encoder of plain text."""
     backend = Tokenizer.from_str(json.dumps(tree))

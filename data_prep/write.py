@@ -1,5 +1,6 @@
-"""The names in a prepared directory, and writing a shard: packed rows into an Arrow stream, and a note beside
-it that says it is whole.
+"""The names in a prepared directory, writing a shard and its manifest, and what is said of both.
+
+A shard is packed rows in an Arrow stream, and a note beside it that says it is whole.
 """
 
 from __future__ import annotations
@@ -9,19 +10,28 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
+from common.errors import UserError
 from common.files import PART, part_file, write_text
-from data_prep.config import SPLITS, DataConfig
+from data_prep.config import SPLITS, DataConfig, settings
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, PackedRows, packed_rows
 from data_prep.scores import ABOUT, BEGUN, HASH, SCORES
-from data_prep.shards import MANIFEST, ShardInfo, schema, shard_name
-from data_prep.tokenizer import FILES
+from data_prep.shards import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    ShardInfo,
+    content_fingerprint,
+    schema,
+    shard_name,
+)
+from data_prep.tokenizer import FILES, TokenizerFacts
 
 MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.npz", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
@@ -40,6 +50,7 @@ OF_SPLIT = (
 )
 MANIFESTS = tuple(f"{split}/{MANIFEST}" for split in SPLITS)
 CLEARED = (*SHARED, HASHES, f".*{PART}", *(f"{split}/{name}" for split in SPLITS for name in OF_SPLIT))
+TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 
 
@@ -177,6 +188,102 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     except (OSError, ValidationError):
         return None
     return info if whole else None
+
+
+def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: list[ShardInfo]) -> Manifest:
+    """The manifest of a split whose shards are all there. Raises UserError when they hold no row.
+
+    summary: of the plan.
+    """
+    decisive, facts = settings(config), TokenizerFacts(**summary["tokenizer"])
+    counts: Counter[str] = Counter()
+    for info in infos:
+        counts.update(info.counts)
+    total = {
+        key: sum(getattr(info, key) for info in infos)
+        for key in ("rows", "tokens", "valid_tokens", "documents", "segments")
+    }
+    if not total["rows"]:
+        what = "training" if split == "train" else "validation"
+        if config.kind == "instruct":
+            raise UserError(
+                f"no {what} example has a response within data.block={config.block} tokens; set a larger one "
+                "and prepare with --force"
+            )
+        more = " or fewer data.shards" if config.shards > 1 else ""
+        raise UserError(
+            f"the {what} data are less than one block of {config.block} tokens in every shard; "
+            f"set a smaller data.block{more}, or add {what} data, and prepare with --force"
+        )
+    return Manifest(
+        format=FORMAT,
+        tool=TOOL,
+        kind=config.kind,
+        split=split,
+        block=config.block,
+        vocab_size=facts.vocab_size,
+        tokenizer_fingerprint=facts.fingerprint,
+        bos_id=facts.bos_id,
+        eos_id=facts.eos_id,
+        template=decisive["template_version"],
+        fingerprint=content_fingerprint(config.kind, config.block, facts.fingerprint, infos),
+        config=decisive,
+        sources=summary["sources"],
+        rejected=summary["rejected"],
+        counts=dict(sorted(counts.items())),
+        **total,
+        waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
+        shards=infos,
+    )
+
+
+def left_out(summary: dict[str, Any]) -> list[str]:
+    """Phrases for the user: what of the sources no shard takes."""
+    lost = []
+    if rejected := summary["rejected"]:
+        lost.append(f"{sum(rejected.values()):,} rows ({_listed(rejected)})")
+    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
+        lost.append(f"{messages:,} messages before the first prompt or after the last response")
+    return lost
+
+
+def _listed(rejected: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in rejected.items())
+
+
+def describe(summary: dict[str, Any]) -> list[str]:
+    """Lines for the user: what was rejected, and what of the rows is not read."""
+    lines = [f"rows rejected: {_listed(summary['rejected']) or 'none'}"]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for one in summary["sources"]:
+        if one["columns_not_read"]:
+            key = ", ".join(one["columns"]), ", ".join(one["columns_not_read"][:12])
+            alike.setdefault(key, []).append(one["name"])
+    for (read, unread), names in alike.items():
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{more}: columns read: {read}; not read: {unread}")
+    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
+        lines.append(f"messages left out, before the first prompt or after the last response: {messages:,}")
+    return lines
+
+
+def losses(counts: dict[str, int], documents: int, block: int) -> list[str]:
+    """Lines for the user: what of the rows of a split was cut or dropped while it was encoded and packed."""
+    lines = []
+    if overlong := counts.get("overlong"):
+        kinds = ("truncated", "split", "dropped", "without_response")
+        parts = [(counts.get(f"overlong_{kind}", 0), kind.replace("_", " ")) for kind in kinds]
+        what = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
+        lost = counts.get("overlong_tokens_lost", 0)
+        lines.append(
+            f"{overlong:,} of {documents:,} examples are longer than {block} tokens ({what}); "
+            f"{lost:,} tokens lost"
+        )
+    if rest := counts.get("remainder_tokens_dropped"):
+        lines.append(f"{rest:,} tokens at the ends of shards, less than a row each, dropped")
+    if beyond := counts.get("tokens_beyond_limit"):
+        lines.append(f"{beyond:,} tokens beyond data.limit_tokens dropped")
+    return lines
 
 
 def _blocks(

@@ -48,7 +48,7 @@ Overrides = dict[str, Any]
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
-PLACES = ("run", "dir", "export", "out", "baseline")  # what a measure's command can refer to
+PLACES = ("run", "dir", "export", "out", "baseline", "baseline_run")  # what a measure's command can refer to
 
 
 class Measure(Section):
@@ -56,8 +56,8 @@ class Measure(Section):
 
     In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
     model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
-    may also name `{baseline}`, the exported model of the baseline with the same other labels; it is then done
-    after the choice.
+    may also name `{baseline}`, the exported model of the baseline with the same other labels, and
+    `{baseline_run}`, that run's name; it is then done after the choice.
     """
 
     command: str
@@ -67,8 +67,8 @@ class Measure(Section):
 
     @property
     def against_baseline(self) -> bool:
-        """Whether the baseline's model is needed, too."""
-        return "{baseline}" in self.command
+        """Whether what became of the baseline is needed, too."""
+        return "{baseline}" in self.command or "{baseline_run}" in self.command
 
 
 class Choose(Section):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from common.errors import UserError
 from common.files import write_text
 from common.lease import Lease, held
-from common.provenance import REPOSITORY
+from common.provenance import shipped
 from data_prep.config import load_data_config
 from eval import store
 from experiments.design import (
@@ -250,9 +250,7 @@ class Work:
         self.say(f"{owner}: {stage.name}")
         began = time.monotonic()
         with log.open("ab") as sink:
-            done = subprocess.run(
-                stage.command, cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT, env=_environment()
-            )
+            done = subprocess.run(stage.command, stdout=sink, stderr=subprocess.STDOUT, env=_environment())
         if done.returncode:
             reason = _reason(log.read_text(errors="replace"))
             raise UserError(f"{owner}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
@@ -267,7 +265,7 @@ class Work:
         recipe, place = str(self.experiment.recipe), f"data.dir={data}"
         prepare = [sys.executable, "-m", "data_prep", "prepare", recipe, *of_data, place]
         train = [_bin("deepspeed"), "--num_gpus", str(self.experiment.ranks)]
-        train += ["--master_port", str(_port(run)), f"launch/{self.script}.sh", recipe]
+        train += ["--master_port", str(_port(run)), str(shipped(Path(f"launch/{self.script}.sh"))), recipe]
         train += [*overrides, place, f"run_dir={self.directory(run)}"]
         return [
             Stage(PREPARE, prepare, self.notes / f"{data.name}.json"),
@@ -294,7 +292,7 @@ class Work:
         directory = self.directory(run)
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
-            places["baseline"] = self.directory(baseline) / EXPORT
+            places |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
         return dict(run.labels) | places | self.experiment.places | dict(run.names)
 
 

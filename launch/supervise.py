@@ -1,6 +1,7 @@
 """Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
 
     launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
+    emo-continual [options of deepspeed --] RECIPE.yaml [key=value ...]     where a wheel is installed
 
 By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
 their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.exit_codes import ExitCode
 from pipeline.stop import CONSOLE, REPORTS, REQUESTS
 
+HERE = Path(__file__).resolve().parent
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
 # Options under which other programs, which use their standard input, stand between launcher and ranks.
@@ -176,6 +179,25 @@ def main(argv: list[str]) -> int:
         return ExitCode.MISTAKE
     finally:
         shutil.rmtree(reports, ignore_errors=True)
+
+
+def continual() -> NoReturn:
+    """The command `emo-continual`."""
+    _installed("continual.sh")
+
+
+def instruct() -> NoReturn:
+    """The command `emo-instruct`."""
+    _installed("instruct.sh")
+
+
+def _installed(script: str) -> NoReturn:
+    """Become what `script` beside this file becomes: ranks know their supervisor by this file's name.
+
+    The `deepspeed` of this Python is taken, be its environment active or not.
+    """
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.execv(sys.executable, [sys.executable, __file__, str(HERE / script), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from pipeline.cli import leave, main
 
-if __name__ == "__main__":
+
+def run() -> NoReturn:
+    """The command as a process of its own."""
     leave(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from common.commands import offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
+from common.recipe import parse_arguments
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter, split
@@ -64,29 +66,81 @@ def main(argv: list[str] | None = None) -> int:
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input.
     """
     given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
-    commands: dict[str, Callable[[list[str]], int]] = {
+    parser = _parser()
+    offer_completion(parser)
+    args = parse_arguments(parser, given)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "plan": _plan,
         "preflight": _preflight,
         "score": _score,
         "report": _report,
     }
-    chosen = argparse.ArgumentParser(
-        prog="python -m pipeline",
-        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
-        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
-        "log-probability of every token beside the data, for objectives that compare with it; report "
-        "shows runs as a page, while they train and after.",
-    )
-    chosen.add_argument("command", choices=commands)
-    # A parser for each command: argparse does not let options and overrides mix in a subparser.
-    command = chosen.parse_args(given[:1]).command
     _quieten()
+    if _is_first_of_host():
+        print(f"{args.command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
     try:
-        return commands[command](given[1:])
+        return commands[args.command](args)
     except UserError as error:
         if _is_first_of_host():
             print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("emo-pipeline", "python -m pipeline"),
+        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
+        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
+        "log-probability of every token beside the data, for objectives that compare with it. report shows "
+        "runs as a page, while they train and after.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", description="Memory, step time and hours of a recipe on given GPUs.")
+    _recipe_and_overrides(plan)
+    plan.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
+    plan.add_argument(
+        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
+    )
+    plan.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
+    plan.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
+    )
+
+    preflight = commands.add_parser(
+        "preflight", description="Is every host fit to train? Under any launcher."
+    )
+    _recipe_and_overrides(preflight)
+
+    score = commands.add_parser(
+        "score",
+        description="A model's log-probability of every token of a recipe's data, written once beside them. "
+        "Run the same command again to resume; several jobs share the work with --part.",
+    )
+    _recipe_and_overrides(score)
+    score.add_argument("--model", required=True, help="directory or hub id of the model that reads the data")
+    score.add_argument("--revision", help="commit of the hub model")
+    score.add_argument("--name", default="reference", help="what objective.scores calls them (%(default)s)")
+    score.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)"
+    )
+    score.add_argument("--force", action="store_true", help="write again what is there")
+
+    report = commands.add_parser(
+        "report",
+        description="One or several runs as one page: curves, launches, the plan beside what was measured, "
+        "sampled text. Also while they train.",
+    )
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    report.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
+    what = "curves over steps or supervised tokens (%(default)s)"
+    report.add_argument("--over", choices=("step", "tokens"), default="step", help=what)
+    return parser
+
+
+def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
 
 
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
@@ -143,8 +197,7 @@ def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    _recipe_and_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
     shown = parser.add_mutually_exclusive_group()
@@ -248,23 +301,9 @@ def _quieten() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _plan(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline plan", description="Memory, step time and hours of a recipe on given GPUs."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
-    parser.add_argument(
-        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
-    )
-    parser.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
-    )
-    args = parser.parse_intermixed_args(argv)
+def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
-        parser.error("--write goes with --best")
+        raise UserError("--write goes with --best")
     from pipeline.config import load_config
     from pipeline.planning.best import check_target, print_best, write_recipe
     from pipeline.planning.plan import parse_cluster, print_plan
@@ -282,35 +321,14 @@ def _plan(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _preflight(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline preflight", description="Is every host fit to train? Under any launcher."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args(argv)
+def _preflight(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
     from pipeline.planning.preflight import preflight
 
     return preflight(load_config(args.recipe, args.overrides))
 
 
-def _score(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline score",
-        description="A model's log-probability of every token of a recipe's data, written once beside them. "
-        "Run the same command again to resume; several jobs share the work with --part.",
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--model", required=True, help="directory or hub id of the model that reads the data")
-    parser.add_argument("--revision", help="commit of the hub model")
-    parser.add_argument("--name", default="reference", help="what objective.scores calls them (%(default)s)")
-    parser.add_argument(
-        "--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)"
-    )
-    parser.add_argument("--force", action="store_true", help="write again what is there")
-    args = parser.parse_intermixed_args(argv)
+def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
     from pipeline.planning.score import score
 
@@ -325,21 +343,7 @@ def _score(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _report(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline report",
-        description="One or several runs as one page: curves, launches, the plan beside what was measured, "
-        "sampled text. Also while they train.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
-    parser.add_argument(
-        "--over",
-        choices=("step", "tokens"),
-        default="step",
-        help="what curves go over: steps or supervised tokens",
-    )
-    args = parser.parse_args(argv)
+def _report(args: argparse.Namespace) -> int:
     from pipeline.report.page import write_report
 
     print(f"written: {write_report(args.runs, args.out, args.over)}")

@@ -183,7 +183,7 @@ class TrainConfig(Section):
         FREE, []
     )  # texts that the model continues at every save, before the first step too
     sample_tokens: int = mark(FREE, 64, gt=0)  # by so many tokens
-    tensorboard: bool = mark(FREE, True)
+    tensorboard: bool = mark(FREE, False)
     wandb: str | None = mark(FREE, None)  # project of Weights & Biases that gets the metrics
     profile: tuple[int, int] | None = mark(FREE, None)  # first and last step that torch.profiler records
     timeout_minutes: float = mark(

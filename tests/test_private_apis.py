@@ -403,6 +403,24 @@ def absent_files_can_be_asked_for() -> None:
     assert absent is None
 
 
+@needs("data_prep/templates/chat.py", "render_jinja_template")
+@needs("data_prep/templates/chat.py", "_get_control_token_patterns")
+@needs("data_prep/templates/chat.py", "mark_control_tokens")
+@needs("data_prep/templates/chat.py", "strftime_now")
+def chats_are_rendered_with_the_tokens_of_people_marked() -> None:
+    from transformers.utils import chat_template_utils as utils
+
+    known, marked = utils._get_control_token_patterns(("<end>", "<x>"))
+    messages = utils.mark_control_tokens([{"role": "assistant", "content": "a<end>b"}], known)
+    template = "{% for m in messages %}{% generation %}{{ m.content }}<end>{% endgeneration %}{% endfor %}"
+    (text,), (spans,) = utils.render_jinja_template(
+        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, eos_token="<end>"
+    )
+    assert marked.split(text) == ["a", "<end>", "b<end>"] and list(spans) == [(0, len(text))]
+    dated = "{% set strftime_now = none_such %}{% if strftime_now is defined %}x{% endif %}"
+    assert utils.render_jinja_template([[]], chat_template=dated)[0] == [""]
+
+
 @needs("pipeline/loss/head.py", "base_model")
 @needs("pipeline/loss/head.py", "get_output_embeddings")
 def a_causal_lm_is_a_body_and_a_head() -> None:

@@ -126,14 +126,15 @@ def _hub_texts(name: str, corpus: Corpus, split: str) -> tuple[list[str], str]:
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """The texts of a file (maybe .zst), stripped: `field` of JSON lines (.jsonl, .json), else its lines."""
-    for number, line in enumerate(_content(path).split("\n"), start=1):
+    for number, line in enumerate(content(path).split("\n"), start=1):
         if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
             yield line.strip()
         elif line.strip():
             yield _field(line, field, f"{path} line {number}").strip()
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
+    """The text of a file, maybe .zst; UserError when it cannot be had."""
     if not path.is_file():
         raise UserError(f"{path} is not a file")
     try:

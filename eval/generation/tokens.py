@@ -48,6 +48,12 @@ def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[i
     return whole[:common], whole[common:]
 
 
+def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
+    """The text of `ids` where it follows the ids of a prompt, special tokens left out."""
+    before = tokenizer.decode(start, skip_special_tokens=True)
+    return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
+
+
 def _without_end(tokenizer: Any, text: str) -> list[int]:
     ids = list(tokenizer(text).input_ids) if text else []
     while ids and ids[-1] == tokenizer.eos_token_id:

@@ -51,7 +51,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
     canonical: dict[str, list[dict[str, Any]]] = {}
     for role, split in splits.items():
-        raw, where = _hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
+        raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
         canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
             raise UserError(f"{where} has no rows")
@@ -108,7 +108,8 @@ def _content(path: Path) -> str:
         raise UserError(f"{path} line {line} is not UTF-8") from None
 
 
-def _hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+    """A split as the hub has it, labels by name, and what to call it. Raises UserError if there is none."""
     from datasets import ClassLabel, load_dataset
 
     hub = task.spec.hub

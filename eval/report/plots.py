@@ -14,20 +14,26 @@ from common.page.figures import (
     INK,
     MUTED,
     NARROW,
+    PAPER,
     Curve,
     Panel,
     colour,
     compact,
+    css_colour,
     curves_figure,
     marker,
     shortened,
     style,
     svg,
 )
+from eval.stats import Interval
 
 COLUMNS = 3  # of panels where the page is wide
 ROW, HEAD = 0.19, 0.62  # inches per model, and per panel for title and scale
 Point = tuple[float, float, float]  # accuracy with its interval, as shares
+JUDGED = (1, 11, 2)  # colours of win, tie and loss
+JUDGED_COLOURS = [css_colour(index) for index in JUDGED]
+Bar = tuple[str, str, Sequence[tuple[float, Interval]]]  # names, and the shares of win, tie and loss
 Stage = tuple[float, float, float, float]  # steps or tokens, and the Point there
 
 
@@ -145,6 +151,32 @@ def scaling_figure(series: Sequence[list[Stage]], unit: str, width: float) -> st
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(compact)
         return svg(figure, f"scaling-{_slug(width)}", "Mean accuracy over training")
+
+
+def judged_figure(bars: Sequence[Bar], width: float) -> str:
+    """A stacked bar per comparison: win, tie, loss; lines on its edges: intervals of the win and the loss."""
+    names = [shortened(f"{title} ({by})", 110 if width > NARROW else 44) for title, by, _ in bars]
+    with style():
+        figure, axes = plt.subplots(figsize=(width, 0.5 + 0.5 * len(bars)))
+        for place, (_, _, shares) in enumerate(bars):
+            left = 0.0
+            for index, (value, _) in zip(JUDGED, shares, strict=True):
+                axes.barh(place, 100 * value, left=left, height=0.4, color=colour(index), linewidth=0)
+                if value > (0.07 if width > NARROW else 0.14):
+                    where: Any = {"ha": "center", "va": "center", "color": PAPER, "fontsize": 9}
+                    axes.text(left + 50 * value, place, f"{100 * value:.0f}", **where)
+                left += 100 * value
+            (_, win), _, (_, loss) = shares
+            for low, high in ((win.low, win.high), (1 - loss.high, 1 - loss.low)):
+                axes.plot([100 * low, 100 * high], [place + 0.27] * 2, color=INK, linewidth=1.4)
+            axes.text(0, place - 0.24, names[place], ha="left", va="bottom", color=INK, fontsize=9)
+        axes.set_yticks([])
+        axes.set_ylim(len(bars) - 0.5, -0.75)
+        axes.set_xlim(0, 100)
+        axes.axvline(50, color=MUTED, linewidth=1.0, linestyle=":", zorder=3)
+        _plain(axes)
+        figure.subplots_adjust(left=0.01, right=0.99)
+        return svg(figure, f"judged-{_slug(width)}", "Wins, ties and losses of each comparison")
 
 
 def _points(records: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:

@@ -6,6 +6,7 @@ others do not refuse.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     ds_config = deepspeed_config(config, batch)
     if here:
         check_host(ds_config)
+        _check_extras(config)
+        _check_extras(config)
     objective = training_objective(config)
     data, validation = _data(config, here)
     hf_config = model_config(config.model, online=here)
@@ -78,6 +81,14 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
         prompt_ids(config)
         resume.compare(config, data.fingerprint)
     return Ready(batch, steps, ds_config, hf_config, model, objective, implementation, data, validation)
+
+
+def _check_extras(config: RunConfig) -> None:
+    """Raises UserError where metrics shall go to a package that only an extra installs."""
+    asked = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
+    for name, wanted in asked.items():
+        if wanted and importlib.util.find_spec(name) is None:
+            raise UserError(f"train.{name} needs the package {name}: pip install {name}, or leave it out")
 
 
 def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:

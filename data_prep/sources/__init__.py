@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from common.errors import UserError, one_line
 from data_prep.config import DataConfig, Source
 from data_prep.inputs import (
     PIECE_ROWS,
+    File,
     Input,
     TableInput,
     TextInput,
@@ -23,10 +24,13 @@ from data_prep.inputs import (
     open_text,
     unreadable,
 )
-from data_prep.rows import CHAT_COLUMNS, TEXT_COLUMNS, RowSpec, cuts
+from data_prep.rows import RowSpec, cuts
+from data_prep.rows.columns import CHAT_COLUMNS, TEXT_COLUMNS
+from data_prep.sources.addresses import RemoteFile, remote_files
+from data_prep.sources.tables import DELIMITERS, TextTable
 
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 WORLD_ROWS = 20_000  # rows of an embedded corpus without a limit
 
 
@@ -44,10 +48,21 @@ def open_inputs(config: DataConfig) -> list[Input]:
 
 def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
     lines = source.format != "wikitext"  # whose rows are lines of text
-    spec = RowSpec(config.kind, source.format, lines, source.column, source.clean, config.max_chars)
+    columns = tuple(sorted((source.columns or {}).items()))
+    how = (config.kind, source.format, lines, source.column, source.clean, config.max_chars)
+    spec = RowSpec(*how, columns=columns, chat=config.by_chat_template)
     if source.files is not None:
+        if "://" in source.files:
+            for file in remote_files(source.files):
+                yield _file(source, str(file), spec, file, file.size)
+            return
         for path, name in _matching(source.files, config.root):
-            yield _saved(source, name, spec, path) if path.is_dir() else _file(source, name, spec, path)
+            if path.is_dir():
+                yield _saved(source, name, spec, path)
+                continue
+            if path.stat().st_size == 0:
+                raise UserError(f"{path} is empty")
+            yield _file(source, name, spec, path, path.stat().st_size)
     elif source.embedded is not None:
         yield _world(source, source.embedded, spec)
     elif is_saved(Path(str(source.hub))):
@@ -57,22 +72,19 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
 
 
 def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
-    """Files and saved data sets that `files` names, in order, and what they are called in the manifest."""
-    if "://" in pattern:
-        raise UserError(
-            f"files: {pattern} is an address, not a local path; download it first, or name a data set of the "
-            "hub with hub: owner/name"
-        )
+    """Files and saved data sets that `files` names, in order, and what they are called in the manifest.
+
+    A name that is there is meant as it stands, whatever signs of patterns are in it.
+    """
     pattern = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
     absolute = Path(pattern).is_absolute()
     base = Path("/") if absolute else root
     try:
-        relative = pattern.lstrip("/")
-        found = sorted(base.glob(relative)) if Path(relative).parts else [base]
+        found = [base / pattern] if _exists(base / pattern) else _globbed(base, pattern.lstrip("/"))
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"files: {pattern!r} is not a pattern of file names ({one_line(error)})") from None
     except OSError as error:
-        raise unreadable(base, error) from None
+        raise unreadable(str(base), error) from None
     paths = [path for path in found if path.is_file() or is_saved(path)]
     if not paths:
         where = f"no file matches {base / pattern}"
@@ -86,6 +98,20 @@ def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
     return [(path, str(path if absolute else path.relative_to(base))) for path in paths]
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a name, for example
+        return False
+
+
+def _globbed(base: Path, pattern: str) -> list[Path]:
+    """What a pattern matches; where that is nothing, its brackets may be part of names."""
+    if not Path(pattern).parts:
+        return [base]
+    return sorted(base.glob(pattern)) or sorted(base.glob(pattern.replace("[", "[[]")))
+
+
 def _is_utf8(path: Path) -> bool:
     try:
         str(path).encode()
@@ -94,38 +120,49 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _file(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
-    """The input that a file is, by its ending and its beginning."""
+def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> Input:
+    """The input that a file is, by its ending and its beginning. size: its bytes, 0: unknown."""
     packed = path.suffix in (".zst", ".gz")
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in SUFFIXES:
         raise UserError(f"{path} has none of the known endings {', '.join(SUFFIXES)} (.zst, .gz)")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty")
     spec = spec._replace(lines=suffix in (".jsonl", ".json"))
     text = suffix == ".txt"
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
     if not text and source.format in for_text:
         raise UserError(f"{path} holds JSON or a table: format {source.format} is for text files")
     if text and (spec.kind == "instruct" or source.format in ("text", "alpaca", "messages", "tokens")):
-        raise UserError(f"{path} is plain text; {source.format} rows need jsonl, json or parquet")
+        raise UserError(f"{path} is plain text; {source.format} rows need jsonl, json, csv or parquet")
     if suffix == ".parquet":
-        return _parquet(source, name, spec, path, packed)
+        return _parquet(source, name, spec, path, packed, size)
+    if suffix in DELIMITERS:
+        table = TextTable(path, name, suffix, spec.max_chars, size)
+        pinned = partial(file_identity, path, name)
+        return TableInput(source, name, spec, table.rows, pinned, size, table.position)
     if suffix == ".json" and _is_one_value(path):
-        return _json(source, name, spec, path)
+        return _json(source, name, spec, path, size)
+    if suffix == ".jsonl" and _is_array(path):
+        raise UserError(f"{name} is one array, not a row on each line; call it {path.stem}.json")
     if text and source.format == "auto":
         spec = spec._replace(format=_guess(path, name, spec))
-    return TextInput(source, name, spec, path)
+    return TextInput(source, name, spec, path, size)
 
 
-def _guess(path: Path, name: str, spec: RowSpec) -> str:
+def _guess(path: File, name: str, spec: RowSpec) -> str:
     """The format of a text file: wikitext when there are headings near its beginning."""
     with open_text(path) as stream:
         head = next(chunks(stream, name), b"")
     return "wikitext" if any(cuts(b"x\n\n" + head, spec._replace(format="wikitext"))) else "lines"
 
 
-def _is_one_value(path: Path) -> bool:
+def _is_array(path: File) -> bool:
+    """Whether a .jsonl file is one array of rows."""
+    with open_text(path) as stream:
+        beginning = next(chunks(stream, str(path)), b"").removeprefix(b"\xef\xbb\xbf").split()
+    return b"".join(beginning[:2]).startswith((b"[{", b"[[{"))
+
+
+def _is_one_value(path: File) -> bool:
     """Whether a .json file is one value that holds the rows, rather than a row on each line."""
     with open_text(path) as stream:
         first, more = _first_line(chunks(stream, str(path)))
@@ -159,7 +196,7 @@ def _rows_within(tree: dict[str, Any]) -> list[Any] | None:
     return arrays[0][1]
 
 
-def _json(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
+def _json(source: Source, name: str, spec: RowSpec, path: File, size: int) -> Input:
     """A .json file that is an array of rows, or an object with one array of rows in it."""
 
     def load() -> list[Any]:
@@ -179,20 +216,23 @@ def _json(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
         return rows
 
     rows = cache(load)
-    return TableInput(
-        source, name, spec, lambda start: iter(rows()[start:]), lambda: file_identity(path, name)
-    )
+    pinned = partial(file_identity, path, name)
+    return TableInput(source, name, spec, lambda start: iter(rows()[start:]), pinned, size)
 
 
-def _parquet(source: Source, name: str, spec: RowSpec, path: Path, packed: bool) -> Input:
+def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool, size: int) -> Input:
     import pyarrow.parquet
 
     if packed:
         raise UserError(f"{path}: parquet is packed inside; unpack the file")
 
+    read = [0.0]  # of 1, so far
+
     def rows(start: int) -> Iterator[Any]:
+        at = start
         try:
-            file = pyarrow.parquet.ParquetFile(path)
+            opened = path.open_at_random() if isinstance(path, RemoteFile) else path
+            file = pyarrow.parquet.ParquetFile(opened)
             groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             first = 0
             while first < len(groups) and start >= groups[first]:
@@ -200,12 +240,15 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: Path, packed: bool)
                 first += 1
             for batch in file.iter_batches(PIECE_ROWS, row_groups=range(first, len(groups))):
                 yield from batch.slice(start).to_pylist()
+                at += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
+                read[0] = at / file.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 
-    return TableInput(source, name, spec, rows, lambda: file_identity(path, name))
+    pinned = partial(file_identity, path, name)
+    return TableInput(source, name, spec, rows, pinned, size, lambda: int(read[0] * size))
 
 
 def is_saved(path: Path) -> bool:
@@ -271,7 +314,6 @@ def _world(source: Source, name: str, spec: RowSpec) -> Input:
     def rows(start: int) -> Iterator[Any]:
         from data_prep.world import corpora as world
 
-        make = {"world": world.documents, "world-instruct": world.instructions}[name]
-        return islice(make(source.seed, count), start, None)
+        return islice(world.CORPORA[name](source.seed, count), start, None)
 
     return TableInput(source, name, spec, rows, lambda: {"seed": source.seed, "rows": count})

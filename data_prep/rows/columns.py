@@ -1,0 +1,153 @@
+"""Which column of a row is which: the names that are known, those that a recipe maps, and guesses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from data_prep.rows.spec import Rejected, RowSpec
+
+TOKEN_COLUMNS = ("ids", "input_ids")
+TEXT_COLUMNS = ("text", "content", "sentence", "document", "story")
+PROMPT_COLUMNS = ("instruction", "prompt", "question", "query")
+INPUT_COLUMNS = ("input", "context")
+RESPONSE_COLUMNS = ("output", "response", "completion", "answer")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+HISTORY = "history"  # earlier exchanges: pairs of prompt and response
+CHAT_COLUMNS = ("messages", "conversations")
+TOOLS = "tools"  # what the assistant may call, as JSON schemas: for a tokenizer's chat_template
+ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")  # of a message
+NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns that are taken for it
+    "text": TEXT_COLUMNS,
+    "instruction": PROMPT_COLUMNS,
+    "input": INPUT_COLUMNS,
+    "output": RESPONSE_COLUMNS,
+    "system": SYSTEM_COLUMNS,
+    "history": (HISTORY,),
+    "messages": CHAT_COLUMNS,
+    "tools": (TOOLS,),
+    "role": ROLE_KEYS,
+    "content": CONTENT_KEYS,
+}
+# Words in the names of columns that are prompts or responses, for guesses.
+_ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
+_ANSWERING = re.compile("answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I)
+_SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
+
+
+def names_of(part: str, spec: RowSpec) -> tuple[str, ...]:
+    """The columns that may be a part of a row: the one that the recipe names, or the known ones."""
+    named = spec.named(part)
+    return NAMES[part] if named is None else (named,)
+
+
+def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
+    """The first of some columns that a row has, one with a value if there is any."""
+    there = [name for name in names if name in raw]
+    return next((name for name in there if raw[name] not in (None, "")), there[0] if there else None)
+
+
+def text_columns(spec: RowSpec) -> tuple[str, ...]:
+    """Where a row's text may be, or its tokens."""
+    if spec.column is not None:
+        return (spec.column,)
+    return TOKEN_COLUMNS if spec.format == "tokens" and not spec.columns else names_of("text", spec)
+
+
+def prompt_columns(spec: RowSpec) -> tuple[str, ...]:
+    """Where the prompt of an instruction may be."""
+    return (spec.column,) if spec.column else names_of("instruction", spec)
+
+
+def chat_column(raw: dict[str, Any], spec: RowSpec) -> str | None:
+    """The column of a chat's messages, if the row is one."""
+    if spec.format == "alpaca" or spec.named("instruction") or spec.named("output"):
+        return None
+    if spec.column is not None:
+        return spec.column if spec.format == "messages" or isinstance(raw.get(spec.column), list) else None
+    return first(raw, names_of("messages", spec))
+
+
+def columns_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
+    """The columns that a good row gives text from."""
+    tools = [first(raw, names_of("tools", spec))] if spec.chat else []
+    if spec.kind == "text":
+        found = [first(raw, text_columns(spec))]
+    elif talk := chat_column(raw, spec):
+        found = [first(raw, names_of("system", spec)), talk, *tools]
+    else:
+        parts = (names_of(part, spec) for part in ("system", "history", "input", "output"))
+        found = [first(raw, names) for names in (prompt_columns(spec), *parts)] + tools
+    return {name for name in found if name is not None}
+
+
+def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
+    """A proposal for `columns`, by the names and values of one row; {}: none can be made.
+
+    Parts whose columns are known anyway are left out.
+    """
+    texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
+    if kind == "text":
+        known = first(raw, TEXT_COLUMNS)
+        longest = max(texts, key=lambda name: len(raw[name]), default=None)
+        return {} if known or longest is None else {"text": longest}
+    talk = next((name for name, value in raw.items() if _is_talk(value)), None)
+    if talk is not None:
+        keys = [name for name, value in raw[talk][0].items() if isinstance(value, str)]
+        role = first(raw[talk][0], ROLE_KEYS) or next(filter(_SPEAKING.search, keys), None)
+        said = first(raw[talk][0], CONTENT_KEYS) or next((name for name in keys if name != role), None)
+        if role is None or said is None:
+            return {}
+        return _unknown({"messages": str(talk), "role": role, "content": said})
+    asked = first(raw, PROMPT_COLUMNS) or next(filter(_ASKING.search, texts), None)
+    rest = [name for name in texts if name != asked and name not in (*INPUT_COLUMNS, *SYSTEM_COLUMNS)]
+    answered = first(raw, RESPONSE_COLUMNS) or next(filter(_ANSWERING.search, rest), None)
+    asked = asked or next((name for name in rest if name != answered), None)
+    answered = answered or next((name for name in reversed(rest) if name != asked), None)
+    return {} if asked is None or answered is None else _unknown({"instruction": asked, "output": answered})
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and len(value[0]) > 1
+
+
+def _unknown(columns: dict[str, str]) -> dict[str, str]:
+    """What has to be said: columns that are not known by their name."""
+    return {part: name for part, name in columns.items() if name not in NAMES[part]}
+
+
+def flow(columns: dict[str, str]) -> str:
+    """`columns` as one line of YAML."""
+    text: str = yaml.safe_dump(columns, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.strip()
+
+
+def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec | None = None) -> Rejected:
+    """The rejection of a row that has none of some columns, and with a spec what to write instead."""
+    wanted = ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+    there = ", ".join(map(str, list(raw)[:12])) or "none"
+    hint = "" if spec is None else _hint(raw, spec)
+    return Rejected("missing_column", f"no column {wanted}; there are: {there}{hint}"[:330])
+
+
+def _hint(raw: dict[str, Any], spec: RowSpec) -> str:
+    other = "instruct" if spec.kind == "text" else "text"
+    if spec.kind == "text" and (_is_instruction(raw) or first(raw, CHAT_COLUMNS)):
+        return f"; for instructions set data.kind={other}"
+    if spec.kind == "instruct" and not _is_instruction(raw) and first(raw, TEXT_COLUMNS):
+        return f"; for plain text set data.kind={other}"
+    found = guess(raw, spec.kind) if spec.column is None and not spec.columns else {}
+    return f"; name yours in the source, for example columns: {flow(found)}" if found else ""
+
+
+def _is_instruction(raw: dict[str, Any]) -> bool:
+    return first(raw, PROMPT_COLUMNS) is not None and first(raw, RESPONSE_COLUMNS) is not None
+
+
+def wrong(name: str, value: Any, wanted: str = "text") -> Rejected:
+    """The rejection of a row whose column holds something else."""
+    found = "null" if value is None else type(value).__name__
+    return Rejected("wrong_type", f"column {name} must be {wanted}, not {found}")

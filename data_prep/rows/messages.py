@@ -1,0 +1,223 @@
+"""Instruction rows -> conversations: Alpaca's columns, or the messages of a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any, NamedTuple
+
+from data_prep.rows.columns import (
+    HISTORY,
+    chat_column,
+    first,
+    missing,
+    names_of,
+    prompt_columns,
+    wrong,
+)
+from data_prep.rows.spec import Rejected, RowSpec
+from data_prep.templates import Chat, Conversation, Exchange
+
+ROLES = {
+    "system": ("system",),
+    "developer": ("developer",),  # what OpenAI's newer models call the system role
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
+    "tool": ("tool", "function"),
+}
+ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+PREFACES = ("system", "developer")
+
+
+class Said(NamedTuple):
+    """A message: who said what, and the keys that only a chat_template reads."""
+
+    role: str  # one of ROLES, or what the row says
+    content: str | None
+    more: dict[str, Any]  # tool_calls, name, reasoning_content ...
+
+
+def conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat | Rejected:
+    """An Alpaca row or a row of messages."""
+    talk = chat_column(raw, spec)
+    if talk is not None or spec.format == "messages":
+        names = names_of("messages", spec) if talk is None else (talk,)
+        return missing(raw, names, spec) if talk is None or talk not in raw else _messages(raw, talk, spec)
+    prompts, responses = prompt_columns(spec), names_of("output", spec)
+    prompt, response = first(raw, prompts), first(raw, responses)
+    if prompt is None or response is None:
+        return missing(raw, prompts if prompt is None else responses, spec)
+    context, system = first(raw, names_of("input", spec)), first(raw, names_of("system", spec))
+    values = []
+    for name in (prompt, response, context, system):
+        value = "" if name is None else raw[name]
+        if value is None and name in (context, system):
+            value = ""
+        if not isinstance(value, str):
+            return wrong(str(name), value)
+        values.append(clean(value, spec.clean))
+    earlier = _history(raw.get(names_of("history", spec)[0]) or [], spec)
+    if isinstance(earlier, Rejected):
+        return earlier
+    read = Conversation((*earlier, Exchange(*values[:3])), values[3])
+    return _as_chat(read, raw, spec) if spec.chat else read
+
+
+def _history(pairs: Any, spec: RowSpec) -> list[Exchange] | Rejected:
+    """Earlier exchanges of an Alpaca row: [[prompt, response], ...]."""
+    if not isinstance(pairs, list):
+        return wrong(HISTORY, pairs, "a list of pairs")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+            return wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
+    return [Exchange(*(clean(said, spec.clean) for said in pair)) for pair in pairs]
+
+
+def _as_chat(read: Conversation, raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
+    """An Alpaca row as messages."""
+    said = [Said("system", read.system, {})] if read.system else []
+    for exchange in read.exchanges:
+        prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
+        said += [Said("user", prompt, {}), Said("assistant", exchange.response, {})]
+    return _chat(said, raw, spec)
+
+
+def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation | Chat | Rejected:
+    """Messages of a chat, with what a system column says before them."""
+    said = _said(raw[column], column, spec)
+    if isinstance(said, Rejected):
+        return said
+    name = first(raw, names_of("system", spec))
+    preface = raw[name] or "" if name is not None else ""
+    if not isinstance(preface, str):
+        return wrong(str(name), preface)
+    systems, role = [clean(preface, spec.clean)] if preface else [], "system"
+    if said and said[0].role in PREFACES:
+        role = said[0].role
+        systems.append(said.pop(0).content or "")
+    system = "\n\n".join(filter(None, systems))
+    if spec.chat:
+        return _chat([Said(role, system, {}), *said] if system else said, raw, spec)
+    return _exchanges(said, system)
+
+
+def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
+    if not isinstance(talk, list):
+        return wrong(column, talk, "a list of messages")
+    roles, contents = names_of("role", spec), names_of("content", spec)
+    said = []
+    for i, message in enumerate(talk):
+        if not isinstance(message, dict):
+            return wrong(f"{column}[{i}]", message, "an object")
+        role = next((message[name] for name in roles if message.get(name) is not None), None)
+        content = next((message[name] for name in contents if message.get(name) is not None), None)
+        more = {k: v for k, v in message.items() if k not in (*roles, *contents) and v is not None}
+        calls = spec.chat and bool(more.get("tool_calls"))
+        if role is None or (content is None and not calls):
+            null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
+            if null is not None:
+                return wrong(f"{column}[{i}].{null}", None)
+            return missing(message, (f"{roles[0]} and {contents[0]}",))
+        content = _joined(content)
+        if isinstance(content, list):
+            parts = {str(one.get("type")) if isinstance(one, dict) else type(one).__name__ for one in content}
+            odd = ", ".join(sorted(parts - {"text"})) or "text without text"
+            return Rejected("wrong_type", f"column {column}[{i}].{contents[0]} must be text, not {odd}")
+        if content is not None and not isinstance(content, str):
+            return wrong(f"{column}.{contents[0]}", content)
+        text = None if content is None else clean(content, spec.clean)
+        said.append(Said(ROLE_OF.get(str(role), str(role)), text, more if spec.chat else {}))
+    return said
+
+
+def _joined(content: Any) -> Any:
+    """Parts of a content as one text, if all of them are text; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [
+        one["text"] if isinstance(one, dict) and one.get("type", "text") == "text" and "text" in one else None
+        for one in content
+    ]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return content
+    return "".join(text for text in texts if text is not None)
+
+
+def _exchanges(said: list[Said], system: str) -> Conversation | Rejected:
+    """User and assistant in turn.
+
+    What the assistant says before any user, and what a user says last, has no counterpart: both are left out,
+    and counted.
+    """
+    at = next((i for i, one in enumerate(said) if one.role != "assistant"), len(said))
+    last = len(said) - (len(said) > at and said[-1].role == "user")
+    used = said[at:last]
+    if not used or [one.role for one in used] != ["user", "assistant"] * (len(used) // 2):
+        return _bad_roles(said)
+    pairs = zip(used[::2], used[1::2], strict=True)
+    exchanges = tuple(Exchange(asked.content or "", reply.content or "") for asked, reply in pairs)
+    return Conversation(exchanges, system, len(said) - len(used))
+
+
+def _bad_roles(said: list[Said]) -> Rejected:
+    return Rejected("bad_roles", " ".join(one.role for one in said) or "no messages")
+
+
+def _chat(said: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
+    """Messages for a chat_template, which says itself what order it allows.
+
+    What the assistant says before anybody else, and all after what it says last, is left out, and counted.
+    """
+    front = next((i for i, one in enumerate(said) if one.role not in PREFACES), len(said))
+    begin = next((i for i in range(front, len(said)) if said[i].role != "assistant"), len(said))
+    last = max((i for i, one in enumerate(said) if one.role == "assistant"), default=-1)
+    if last <= begin or any(one.role not in ROLES for one in said):
+        return _bad_roles(said)
+    tools = _tools(raw, spec)
+    if isinstance(tools, Rejected):
+        return tools
+    used = [*said[:front], *said[begin : last + 1]]
+    messages = [_message(one) for one in used]
+    return Chat(_json(messages), "" if tools is None else _json(tools), len(said) - len(used))
+
+
+def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
+    """The tools of a row: a list of schemas, or that as JSON."""
+    name = first(raw, names_of("tools", spec))
+    tools = None if name is None else raw[name] or None
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools) or None
+    if tools is None or (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        return tools
+    return wrong(str(name), tools, "a list of tools")
+
+
+def _message(one: Said) -> dict[str, Any]:
+    """A message as chat templates expect it: the arguments of a call are an object, not its JSON."""
+    content = {} if one.content is None else {"content": one.content}
+    message = {"role": one.role, **content, **one.more}
+    calls = json.loads(_json(message.get("tool_calls")))  # a copy: the row itself stays as it was read
+    if calls:
+        message["tool_calls"] = calls
+    for call in calls if isinstance(calls, list) else ():
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
+            with contextlib.suppress(ValueError, RecursionError):
+                inner["arguments"] = json.loads(inner["arguments"])
+    return message
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def clean(text: str, quirk: str) -> str:
+    """Undo what a data set's distribution did to its text."""
+    if quirk == "writingprompts":  # line breaks are a token
+        return re.sub(r" ?<newline> ?", "\n", text)
+    if quirk == "ag_news":  # entities lost their ampersand, line breaks became backslashes
+        text = re.sub(r"&? ?#(\d{2,4});", lambda m: chr(int(m[1])), text)
+        return text.replace("\\", " ")
+    return text

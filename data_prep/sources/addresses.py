@@ -1,0 +1,149 @@
+"""Files at addresses that fsspec reads (s3://, gs://, https:// ...), as streams like those of local files."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import IO, Any, Literal
+from urllib.parse import urlsplit
+
+from common.errors import FailureError, UserError, one_line
+
+BUFFER = 1 << 20  # bytes that are asked for at once
+WEB = ("http", "https")
+NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+
+
+class RemoteFile:
+    """A file at an address; as much of Path as inputs need."""
+
+    def __init__(self, address: str, system: Any, path: str, size: int) -> None:
+        self.address, self._system, self._path, self.size = address, system, path, size
+        self.name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address).name
+
+    def __str__(self) -> str:
+        return self.address
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """Its name without the ending."""
+        return PurePosixPath(self.name).stem
+
+    def open(self, mode: Literal["rb"] = "rb") -> IO[bytes]:
+        """Its bytes in order; web servers may not know how to begin in the middle. Raises UserError."""
+        web = _is_web(self._system)
+        with _explained(self.address):
+            file = self._system.open(self._path, mode, **({"block_size": 0} if web else {}))
+        return io.BufferedReader(_Stream(file, self.address, seekable=not web), BUFFER)
+
+    def open_at_random(self) -> IO[bytes]:
+        """Its bytes in any order."""
+        with _explained(self.address):
+            file = self._system.open(self._path, "rb")
+        return io.BufferedReader(_Stream(file, self.address, seekable=True), BUFFER)
+
+
+class _Stream(io.RawIOBase):
+    """A file of fsspec whose errors are understood."""
+
+    def __init__(self, file: Any, address: str, seekable: bool) -> None:
+        self._file, self._address, self._seekable = file, address, seekable
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._seekable
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if not self._seekable:
+            raise io.UnsupportedOperation("seek")
+        with _explained(self._address):
+            self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        with _explained(self._address):
+            found = self._file.read(len(buffer))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def remote_files(pattern: str) -> list[RemoteFile]:
+    """The files that an address names, or a pattern of addresses with * ? [ ], in order.
+
+    Raises UserError when there are none, or what reads such addresses is not installed; FailureError when
+    they cannot be reached.
+    """
+    import fsspec
+
+    protocol = re.split("::|://", pattern, maxsplit=1)[0]
+    if "@" in urlsplit(pattern).netloc and protocol in WEB:
+        raise UserError("files: the address holds a name or password, and recipes are kept and shown")
+    try:
+        system, path = fsspec.core.url_to_fs(pattern)
+    except ImportError as error:
+        needs = NEEDS.get(protocol)
+        how = f"pip install {needs}" if needs else one_line(error, 200)
+        what = f"files: {pattern} needs what reads {protocol}://, which is not installed"
+        raise UserError(f"{what} ({how})") from None
+    except ValueError as error:
+        why = one_line(error, 120)
+        raise UserError(f"files: {pattern} is no address that fsspec knows ({why})") from None
+    web = _is_web(system)
+    with _explained(pattern):
+        found = [path] if not web and system.isfile(path) else []
+        if not found and any(sign in path for sign in ("*" if web else "*?[")):
+            found = [one for one in sorted(system.glob(path)) if web or system.isfile(one)]
+        elif not found and (web or not system.isdir(path)):
+            found = [path]  # and its information says whether it is there
+        infos = [system.info(one) for one in found]
+    if not found:
+        raise UserError(f"no file matches {pattern}; give a pattern of files, {pattern.rstrip('/')}/*.jsonl")
+    whole = [one if web else system.unstrip_protocol(one) for one in found]
+    return [
+        RemoteFile(address, system, one, info.get("size") or 0)
+        for address, one, info in zip(whole, found, infos, strict=True)
+    ]
+
+
+def _is_web(system: Any) -> bool:
+    """Whether a file system is a web server: without lists of files, without a beginning in the middle."""
+    return "https" in system.protocol
+
+
+@contextmanager
+def _explained(address: str) -> Iterator[None]:
+    """Errors of file systems, which are of many classes, as one of ours."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        why = {FileNotFoundError: "no file matches", PermissionError: "no permission to read"}
+        what = next((text for kind, text in why.items() if isinstance(error, kind)), "this is a directory:")
+        raise UserError(f"{what} {address}; check the address and who may read it") from None
+    except Exception as error:
+        if isinstance(error, ValueError) and "range requests" in str(error):
+            raise UserError(f"{address}: this server sends no parts of files; download it first") from None
+        raise FailureError(
+            f"{address} cannot be read ({one_line(error, 200)}); when it can be reached, run the same again"
+        ) from None

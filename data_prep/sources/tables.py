@@ -1,0 +1,101 @@
+"""Tables of text: csv and tsv files as rows by their header."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator
+from typing import IO, Any
+
+from common.errors import UserError, one_line
+from data_prep.inputs import File, open_raw, refuse_other_encodings, unpacked_stream
+from data_prep.rows import Rejected
+
+DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that the header has
+# Times data.max_chars: characters of a line and of a field; a quote that is not closed takes all the rest.
+LIMIT = 4
+
+
+class TextTable:
+    """A csv or tsv file, plain or packed: rows in order, from any number on."""
+
+    def __init__(self, path: File, name: str, suffix: str, max_chars: int, size: int) -> None:
+        self.path, self.name, self.delimiters, self.size = path, name, DELIMITERS[suffix], size
+        self.limit = LIMIT * max_chars
+        self._raw: IO[bytes] | None = None
+
+    def position(self) -> int:
+        """How many of the stored bytes were read."""
+        if self._raw is None:
+            return 0
+        return self.size if self._raw.closed else self._raw.tell()
+
+    def rows(self, start: int) -> Iterator[Any]:
+        """Rows from number `start` on: {column: text}, or what is wrong with one. Raises UserError."""
+        self._raw, line = open_raw(self.path), 1
+        with self._raw, unpacked_stream(self._raw, self.path) as stream:
+            try:
+                lines = self._lines(stream)
+                header = next((one for one in lines if one.strip()), "")
+                delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
+                csv.field_size_limit(self.limit)  # its own is far below a document
+                reader = csv.reader(_again(header, lines), delimiter=delimiter)
+                names = self._names(next(reader, []))
+                for number, row in enumerate(filter(None, reader)):
+                    if number >= start:
+                        yield _row(row, names)
+                    line = reader.line_num
+            except csv.Error as error:
+                raise UserError(
+                    f"{self.name}, after line {line}: not a row of a table ({one_line(error)}); is a quote "
+                    "not closed?"
+                ) from None
+            except OSError as error:
+                why = one_line(error)
+                raise UserError(f"{self.name} cannot be unpacked ({why}); it is damaged") from None
+
+    def _lines(self, stream: Any) -> Iterator[str]:
+        """Lines with their ends; bytes that are not UTF-8 become half characters, and are then rejected."""
+        beginning = io.BufferedReader(_Readable(stream), 1 << 18)
+        refuse_other_encodings(beginning.peek(4)[:4], self.name)
+        text = io.TextIOWrapper(beginning, "utf-8-sig", "surrogateescape", newline="")
+        while line := text.readline(self.limit):
+            if len(line) >= self.limit:
+                raise csv.Error("it is too long")
+            yield line
+
+    def _names(self, row: list[str]) -> list[str]:
+        """The names of the columns; those without one are numbered."""
+        names = [name.strip() or f"column {i}" for i, name in enumerate(row, 1)]
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
+        if twice is not None:
+            raise UserError(f"{self.name} has two columns {twice!r} in its first line; rename one")
+        return names
+
+
+class _Readable(io.RawIOBase):
+    """A stream that only reads, as io's classes want it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._stream.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+
+def _again(line: str, lines: Iterator[str]) -> Iterator[str]:
+    yield line
+    yield from lines
+
+
+def _row(row: list[str], names: list[str]) -> dict[str, str] | Rejected:
+    if len(row) != len(names):
+        what = f"{len(row)} fields under a header of {len(names)}; quote what holds delimiters or line breaks"
+        return Rejected("wrong_type", what)
+    return dict(zip(names, row, strict=True))

@@ -1,0 +1,67 @@
+"""Progress of long work: bytes and the time left, in lines where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import progress as module
+from common.progress import amount, duration, progress, progress_line
+from tests.conftest import REPO
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "line"),
+    [
+        (250, 1000, 5, "reading: 250 bytes of 1 kB (25%), 50 bytes/s, 15 s left"),
+        (3_400_000, 6_800_000, 34, "reading: 3.4 MB of 6.8 MB (50%), 100 kB/s, 34 s left"),
+        (10**9, 10**12, 100, "reading: 1.0 GB of 1,000.0 GB (0%), 10.0 MB/s, 27 h 45 min left"),
+        (500, 0, 5, "reading: 500 bytes, 100 bytes/s"),
+        (0, 1000, 0, "reading: 0 bytes of 1 kB (0%), 0 bytes/s"),
+    ],
+)
+def test_a_line_tells_bytes_and_the_time_left(done: int, total: int, seconds: float, line: str) -> None:
+    assert progress_line("reading", done, total, seconds) == line
+
+
+def test_units() -> None:
+    assert [amount(n) for n in (0, 999, 1000, 999_499, 1_500_000, 2 * 10**9)] == [
+        *("0 bytes", "999 bytes", "1 kB", "999 kB", "1.5 MB", "2.0 GB")
+    ]
+    assert [duration(n) for n in (0.4, 61, 3600, 86399)] == ["0 s", "1 min 1 s", "1 h 0 min", "23 h 59 min"]
+
+
+def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: False, raising=False)
+    said: list[str] = []
+    with progress("reading", 100, said.append) as at:
+        for done in range(100):
+            now[0] += 1
+            at(done)
+    assert [line.split(",")[0] for line in said] == [
+        *("reading: 29 bytes of 100 bytes (29%)", "reading: 59 bytes of 100 bytes (59%)"),
+        "reading: 89 bytes of 100 bytes (89%)",
+    ]
+
+
+def test_on_a_terminal_a_bar_comes_and_goes(tmp_path: Path) -> None:
+    code = (
+        "import time; from common.progress import progress\n"
+        "with progress('reading', 2000, print) as at:\n"
+        "    for done in range(0, 2000, 200): at(done); time.sleep(0.05)"
+    )
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, stderr=theirs, stdout=subprocess.PIPE, text=True, check=True
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.stdout == "" and "reading" in shown and "/2.0" in shown and "0:00:0" in shown

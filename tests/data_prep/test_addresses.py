@@ -1,0 +1,191 @@
+"""Files at addresses: the shards of the same files on disk, whatever the server can do."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from common.errors import FailureError, UserError
+from data_prep.sources.addresses import remote_files
+from data_prep.verify import verify
+from tests.helpers.corpus import data_config, file_bytes, run, texts, train_set, write_jsonl
+
+ROWS = [{"text": text} for text in texts(400, seed=5)]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A web server of the plainest kind: no lists that fsspec reads, no beginning in the middle."""
+
+    broken = parts = False  # fails; sends parts of files, as most servers do
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if Quiet.broken:
+            self.send_error(503)
+        elif self.path.startswith("/private"):
+            self.send_error(403)
+        elif Quiet.parts and "Range" in self.headers:
+            content = (Path(self.directory) / self.path[1:]).read_bytes()
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+            self.end_headers()
+            self.wfile.write(content[first : last + 1])
+        else:
+            super().do_GET()
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "web").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web")))
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    Quiet.broken = Quiet.parts = False
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    system = fsspec.filesystem("memory")
+    yield system
+    system.rm("/", recursive=True)
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+def forms(place: Path) -> list[str]:
+    """The same rows in several forms of file; their names."""
+    plain = write_jsonl(place / "a.jsonl", ROWS).read_bytes()
+    (place / "a.jsonl.gz").write_bytes(gzip.compress(plain))
+    (place / "a.jsonl.zst").write_bytes(zstandard.compress(plain))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), place / "a.parquet", row_group_size=400)
+    (place / "a.csv").write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in ROWS))
+    return ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv"]
+
+
+def prepared(tmp_path: Path, name: str, files: str, jobs: int = 1) -> Any:
+    config = data_config(tmp_path, dir=str(tmp_path / name), shards=3, sources=[{"files": files}])
+    for job in range(jobs):
+        run(config, shard=(job, jobs))
+    return config
+
+
+def test_the_shards_are_those_of_the_files_on_disk(tmp_path: Path, web: str, memory: Any) -> None:
+    """From a server that cannot begin in the middle, from memory by patterns, and by file://."""
+    names = forms(tmp_path / "web")
+    expected = train_set(prepared(tmp_path, "local", "web/a.jsonl")).fingerprint
+    memory.put(str(tmp_path / "web"), "/bucket", recursive=True)
+    for i, name in enumerate(names):
+        Quiet.parts = name.endswith("parquet")
+        config = prepared(tmp_path, f"web-{i}", f"{web}/{name}", jobs=3 if i == 1 else 1)
+        assert train_set(config).fingerprint == expected, name
+        assert "nothing to do" in run(config)[0] and verify(config.dir)[1] == []
+    for i, pattern in enumerate(
+        ("memory://bucket/a.pa*", "memory://buck?t/a.jsonl.[gh]z", f"file://{tmp_path}/web/a.csv")
+    ):
+        config = prepared(tmp_path, f"memory-{i}", pattern)
+        assert train_set(config).fingerprint == expected, pattern
+        (source,) = train_set(config).manifest.sources
+        assert source["name"].startswith(("memory:///bucket/a.", "file:///")) and len(source["sha256"]) == 64
+
+
+def test_several_files_come_in_order(tmp_path: Path, memory: Any) -> None:
+    for name in ("b.jsonl", "a.jsonl", "[c].jsonl"):
+        write_jsonl(tmp_path / name, ({"text": f"{name} {text}"} for text in texts(30)))
+        memory.pipe(f"/several/{name}", (tmp_path / name).read_bytes())
+    assert [one.name for one in remote_files("memory://several/*.jsonl")] == [
+        "[c].jsonl",
+        "a.jsonl",
+        "b.jsonl",
+    ]
+    assert [one.name for one in remote_files("memory://several/[c].jsonl")] == ["[c].jsonl"]
+    config = prepared(tmp_path, "out", "memory://several/[ab].jsonl")
+    assert [one["rows"] for one in train_set(config).manifest.sources] == [30, 30]
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path, memory: Any) -> None:
+    """By its size before a job, and by its content whatever its size."""
+    memory.pipe("/c/a.txt", "\n".join(texts(200)).encode())
+    config = prepared(tmp_path, "out", "memory://c/a.txt")
+    before = file_bytes(config.dir)
+    memory.pipe("/c/a.txt", "\n".join(texts(201)).encode())
+    with pytest.raises(
+        UserError, match=r"memory:///c/a.txt changed since .* was prepared; run prepare with --f"
+    ):
+        run(config)
+    memory.pipe("/c/a.txt", "\n".join(texts(200)).replace("river", "RIVER").encode())
+    (config.dir / "train/shard-00001-of-00003.arrow").unlink()
+    with pytest.raises(UserError, match=r"memory:///c/a.txt changed after it was scanned"):
+        run(config)
+    memory.pipe("/c/a.txt", "\n".join(texts(200)).encode())
+    run(config)
+    assert file_bytes(config.dir) == before
+
+
+def test_data_that_are_complete_need_no_server(tmp_path: Path, web: str) -> None:
+    forms(tmp_path / "web")
+    config = prepared(tmp_path, "out", f"{web}/a.jsonl")
+    Quiet.broken = True
+    assert "nothing to do" in run(config)[0]
+    (tmp_path / "web/a.jsonl").unlink()
+    assert "nothing to do" in run(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("s3://bucket/a.jsonl", r"s3://bucket/a.jsonl needs what .* not installed \(pip install s3fs\)"),
+        ("gs://bucket/*.jsonl", r"not installed \(pip install gcsfs\)"),
+        ("nothing://bucket/a.jsonl", r"is no address that fsspec knows \(Protocol not known: nothing\)"),
+        ("https://me:secret@example.org/a.jsonl", "the address holds a name or password"),
+        ("memory://nowhere/a.jsonl", "no file matches memory://nowhere/a.jsonl"),
+        ("memory://nowhere/*.jsonl", "no file matches memory://nowhere/"),
+        ("memory://d", "no file matches memory://d; give a pattern of files, memory://d/"),
+        ("memory://d/a.docx", "has none of the known endings"),
+        ("WEB/none.jsonl", r"no file matches http.*/none.jsonl; check the address"),
+        ("WEB/private/a.jsonl", r"http.*/private/a.jsonl"),
+        ("WEB/a.parquet", r"http.*/a.parquet: this server sends no parts of files; download it first"),
+    ],
+)  # fmt: skip
+def test_addresses_that_cannot_be_read_give_one_line(
+    tmp_path: Path, web: str, memory: Any, files: str, message: str
+) -> None:
+    for module in ("s3fs", "gcsfs"):
+        if module in files:
+            pytest.importorskip(module)
+    memory.pipe("/d/a.docx", b"x")
+    if files == "WEB/a.parquet":
+        pyarrow.parquet.write_table(pa.table({"text": texts(9000)}), tmp_path / "web/a.parquet")
+    with pytest.raises(UserError, match=message) as caught:
+        run(data_config(tmp_path, sources=[{"files": files.replace("WEB", web)}]))
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> None:
+    """A failure, which leaves nothing that is believed, not a mistake of the user's."""
+    forms(tmp_path / "web")
+    config = data_config(tmp_path, sources=[{"files": f"{web}/a.jsonl.gz"}])
+    Quiet.broken = True
+    with pytest.raises(
+        FailureError, match=r"a.jsonl.gz cannot be read \(.*503.*when it can be reached, run the"
+    ):
+        run(config)
+    Quiet.broken = False
+    run(config)
+    assert train_set(config).manifest.documents == 400

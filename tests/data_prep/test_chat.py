@@ -1,0 +1,331 @@
+"""The tokenizer's own chat_template: ids as at generation, loss on what the assistant says, refusals."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
+
+from common.errors import UserError
+from data_prep.templates import Chat
+from data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
+from data_prep.tokenizer import load_tokenizer, save_tokenizer
+from data_prep.verify import verify
+from tests.helpers.corpus import (
+    data_config,
+    file_bytes,
+    run,
+    segments,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = (  # [INST] is no special token, the end is EOS; strict about the order of roles
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+MARKED = (  # says itself what the assistant says
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = (  # as Qwen3's: the last answer has thoughts, an earlier one has none
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNENDED = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+DATED = (
+    "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}\n" + CHATML
+)
+TOOLS = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def tokenizer_with(template: str, place: Path, base: Path | None = None) -> Path:
+    """A saved tokenizer with ChatML's tokens and a template, as `prepare` saves it."""
+    source = place / f"source-{abs(hash(template))}"
+    tokenizer = load_tokenizer(base or tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if "im_end" in template:
+        tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(source)
+    save_tokenizer(source, None, place / "saved" / source.name)
+    return place / "saved" / source.name
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+def chat(*turns: tuple[str, str]) -> Chat:
+    return Chat(json.dumps([{"role": role, "content": content} for role, content in turns]))
+
+
+def supervised(saved: Path, ids: list[int], spans: np.ndarray) -> list[str]:
+    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    return [backend.decode(ids[begin:end], skip_special_tokens=False) for begin, end in spans]
+
+
+TWO = chat(
+    ("system", "be brief"), ("user", "one river"), ("assistant", "a bird"), ("user", "x"), ("assistant", "y")
+)
+PLAIN = chat(("user", "one river"), ("assistant", "a bird"), ("user", "x"), ("assistant", "y"))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, DATED])
+def test_what_the_assistant_says_is_supervised_with_its_end(place: Path, template: str) -> None:
+    saved = tokenizer_with(template, place)
+    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(TWO)
+    assert supervised(saved, ids, spans) == ["a bird<|im_end|>", "y<|im_end|>"]
+    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
+def test_ids_are_those_of_generation(place: Path, template: str) -> None:
+    """An independent account: transformers' own apply_chat_template, on the tokenizer as it was given."""
+    saved = tokenizer_with(template, place)
+    theirs = AutoTokenizer.from_pretrained(place / saved.name)
+    messages = json.loads(PLAIN.messages)
+    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    first = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert ids[: spans[0, 0]] == first
+    whole = theirs.apply_chat_template(messages)["input_ids"]
+    assert theirs.decode(ids) == theirs.decode(whole[: len(ids)])
+    if template is not LLAMA:  # there a space of the answer's first word is a token of its own
+        assert ids == whole[: len(ids)]
+
+
+SAID = st.lists(
+    st.sampled_from(["river", " ", "\n", "<|im_end|>", "<|im_start|>user", "</s>", "é", "{{ x }}", "🙂"]),
+    min_size=1,
+    max_size=5,
+).map("".join).filter(str.strip)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SAID, SAID), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
+def test_what_people_say_never_ends_a_turn(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[str, str]], template: str
+) -> None:
+    """Special tokens in messages are text: as many turns begin and end as there are; answers come back."""
+    saved = tokenizer_with(template, Path(tmp_path_factory.getbasetemp()))
+    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    row = chat(*(pair for q, a in turns for pair in (("user", q), ("assistant", a))))
+    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(row)
+    begin, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+    assert ids.count(begin) == ids.count(end) == 2 * len(turns)
+    for (_, answer), (start, stop) in zip(turns, spans, strict=True):
+        assert ids[stop - 1] == end
+        assert backend.decode(ids[start : stop - 1], skip_special_tokens=False).strip() == answer.strip()
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "reason", "why"),
+    [
+        (THINKING, PLAIN, "response_not_found", "in another way when messages follow"),
+        (UNENDED, PLAIN, "response_not_found", "in another way than it asks|no special token ends"),
+        (LLAMA, TWO, "refused_by_chat_template", "only user and assistant"),
+        ("{{ messages[0].no.such }}", PLAIN, "refused_by_chat_template", "no"),
+        ("{% for m in messages %}", PLAIN, "refused_by_chat_template", "endfor"),
+        ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template", "unsafe"),
+        (CHATML.replace("m.content", "''"), PLAIN, "response_not_found", "leaves an answer out"),
+        (MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{% endg"), PLAIN, "response_not_found", "out"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_allow_it_is_refused(
+    place: Path, template: str, row: Chat, reason: str, why: str
+) -> None:
+    known = read_template(tokenizer_with(CHATML, place), "t")._replace(text=template)
+    with pytest.raises(RefusedError, match=why) as caught:
+        render(row, known)
+    assert caught.value.reason == reason and "\n" not in caught.value.detail
+
+
+def test_a_single_answer_with_thoughts_is_found(place: Path) -> None:
+    known = read_template(tokenizer_with(THINKING, place), "t")
+    rendered = render(chat(("user", "q"), ("assistant", "a")), known)
+    ((start, end),) = rendered.spans
+    assert rendered.text[start:end] == "<think></think>a<|im_end|>"
+
+
+def test_the_day_changes_nothing(place: Path) -> None:
+    known = read_template(tokenizer_with(DATED, place), "t")
+    assert render(PLAIN, known).text.startswith("1 Jan 2024<|im_start|>")
+    assert any("today's date" in note for note in check_template(known))
+    with pytest.raises(UserError, match="chat_template cannot be used: 'todays_date' is undefined"):
+        check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
+
+
+def test_tools_and_developers(place: Path) -> None:
+    known = read_template(tokenizer_with(TOOLS, place), "t")
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a"},
+    ]
+    text, spans = render(Chat(json.dumps(messages), json.dumps([{"name": "f"}])), known)
+    assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
+    assert [text[a:b].count("<|im_end|>") for a, b in spans] == [2, 1], (
+        "one of the two is the call's own text"
+    )
+    assert text[slice(*spans[1])] == "a<|im_end|>"
+    other = known._replace(text=known.text + "{# knows developer #}")
+    assert "<|im_start|>developer" in render(Chat(json.dumps(messages)), other).text
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {i}"},
+                {"role": "assistant", "content": f"a {i}"},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def config_with(tmp_path: Path, tokenizer: Path, **more: Any) -> Any:
+    own = {"kind": "instruct", "template": "chat_template", "block": 64, "tokenizer": str(tokenizer)}
+    return data_config(tmp_path, **(own | {"sources": [{"files": "a.jsonl"}]} | more))
+
+
+def test_shards_are_the_same_for_any_number_of_jobs(tmp_path: Path, place: Path) -> None:
+    saved = tokenizer_with(CHATML, place)
+    write_jsonl(tmp_path / "a.jsonl", rows_of(120))
+    one = config_with(tmp_path, saved, dir=str(tmp_path / "one"), shards=3)
+    many = config_with(tmp_path, saved, dir=str(tmp_path / "many"), shards=3)
+    run(one, workers=2)
+    for job in (2, 0, 1):
+        run(many, shard=(job, 3))
+    assert file_bytes(one.dir) == file_bytes(many.dir)
+    assert verify(one.dir)[1] == []
+    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    found = [
+        backend.decode([label for label in labels if label >= 0], skip_special_tokens=False)
+        for _, labels in segments(train_set(one))
+    ]
+    assert sorted(found) == sorted(f"a {i}<|im_end|>" for i in range(120))
+    assert train_set(one).manifest.template == "chat_template/1"
+
+
+def test_another_template_is_noticed(tmp_path: Path, place: Path) -> None:
+    own = tmp_path / "own"
+    save_tokenizer(tokenizer_with(CHATML, place), None, own)
+    write_jsonl(tmp_path / "a.jsonl", rows_of(60))
+    config = config_with(tmp_path, own)
+    run(config)
+    assert "nothing to do" in run(config)[0]
+    settings_file = own / "tokenizer_config.json"
+    settings_file.write_text(settings_file.read_text().replace('"{% for m', '"Hello{% for m'))
+    with pytest.raises(UserError, match="own is missing, damaged or not the tokenizer that"):
+        run(config)
+    said = run(config, force=True)
+    assert any("rows of 64" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (THINKING, r"^a.jsonl line 61: response not found \(the chat_template does not tell .* way wh"),
+        (LLAMA, r"^a.jsonl line 61: refused by chat template \(only user and assistant\); correct it, or"),
+        (UNENDED, r"^the tokenizer's chat_template cannot be used: "),
+        ("", r"^tokenizer .* has no chat_template, for which data.template=chat_template asks"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_write_the_rows_is_told_in_a_line(
+    tmp_path: Path, place: Path, template: str, message: str
+) -> None:
+    saved = tokenizer_with(template, place) if template else tiny_tokenizer()
+    write_jsonl(tmp_path / "a.jsonl", [*rows_of(60), {"messages": json.loads(TWO.messages)}])
+    config = config_with(tmp_path, saved)
+    with pytest.raises(UserError, match=message) as caught:
+        run(config)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    if template in (THINKING, LLAMA):
+        said = run(config_with(tmp_path, saved, strict=False))
+        reason = "response not found" if template is THINKING else "refused by chat template"
+        assert f"cut or dropped: 1 rows (1 {reason})" in said[-1]
+
+
+def test_a_tokenizer_that_is_trained_has_no_template(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="template: chat_template is of a tokenizer that has one"):
+        data_config(
+            tmp_path,
+            kind="instruct",
+            template="chat_template",
+            train_tokenizer=300,
+            sources=[{"files": "a.jsonl"}],
+        )
+
+
+def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
+    """As a file of its own, in tokenizer_config.json, or one of several: saved, loaded by transformers."""
+
+    def key(value: Any) -> str:
+        return json.dumps({"chat_template": value})
+
+    for name, write in {
+        "file": lambda place: (place / "chat_template.jinja").write_text(CHATML),
+        "key": lambda place: (place / "tokenizer_config.json").write_text(key(CHATML)),
+        "several": lambda place: (place / "tokenizer_config.json").write_text(
+            key([{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}])
+        ),
+    }.items():  # fmt: skip
+        source = tmp_path / name
+        source.mkdir()
+        (source / "tokenizer.json").write_bytes((tiny_tokenizer() / "tokenizer.json").read_bytes())
+        write(source)
+        save_tokenizer(source, None, tmp_path / f"saved-{name}")
+        for found in (load_tokenizer(source), load_tokenizer(tmp_path / f"saved-{name}")):
+            assert found.chat_template == CHATML
+        assert AutoTokenizer.from_pretrained(tmp_path / f"saved-{name}").chat_template == CHATML
+    (source / "tokenizer_config.json").write_text('{"chat_template": [3]}')
+    with pytest.raises(UserError, match=r"the chat_template of tokenizer .* cannot be read"):
+        save_tokenizer(source, None, tmp_path / "x")
+
+
+def test_a_space_that_special_tokens_bring_is_there(tmp_path: Path) -> None:
+    """Some tokenizers put one after each special token: context is encoded as if it stood in the whole."""
+    backend = Tokenizer.from_file(str(tiny_tokenizer() / "tokenizer.json"))
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<|a|>", "<|z|>")]
+    )
+    source = tmp_path / "source"
+    source.mkdir()
+    backend.save(str(source / "tokenizer.json"))
+    template = "{% for m in messages %}<|a|>{{ m.role }}\n{{ m.content }}<|z|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|a|>assistant\n{% endif %}"
+    config = {"eos_token": "<|z|>", "unk_token": "<unk>", "chat_template": template}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    saved = tmp_path / "saved"
+    save_tokenizer(source, None, saved)
+    ids, _ = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    text = render(PLAIN, read_template(saved, "t")).text
+    assert ids == backend.encode(text, add_special_tokens=False).ids

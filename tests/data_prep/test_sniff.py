@@ -1,0 +1,227 @@
+"""`sniff`: what it prints is what `prepare` then makes: the lines are pasted, prepared and inspected."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from rich.console import Console
+
+from common.errors import UserError
+from data_prep.__main__ import main
+from data_prep.config import load_data_config
+from data_prep.sources.sniff import sniff
+from data_prep.verify import verify
+from tests.conftest import REPO
+from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
+from tests.helpers.corpus import alpaca_rows, run, sentence, texts, tiny_tokenizer, train_set, write_jsonl
+
+TALK = [{"from": "human", "value": "two birds"}, {"from": "gpt", "value": "sing"}]
+
+
+def shown(files: Path | str, tokenizer: Path | None = None, colours: bool = False) -> tuple[str, str]:
+    """What is printed, and the recipe."""
+    sink = io.StringIO()
+    console = Console(
+        file=sink, force_terminal=colours, width=100, color_system="truecolor" if colours else None
+    )
+    recipe = sniff(str(files), None if tokenizer is None else str(tokenizer), console)
+    return sink.getvalue(), recipe
+
+
+def chats(count: int, **names: str) -> list[dict[str, Any]]:
+    role, content, column = (
+        names.get("role", "role"),
+        names.get("content", "content"),
+        names.get("column", "messages"),
+    )
+    return [
+        {
+            column: [
+                {role: who, content: f"{text} {i}"}
+                for who, text in (("user", "ask"), ("assistant", "say")) * 2
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def paragraphs(count: int) -> str:
+    return "\n\n".join("\n".join(text.split(". ")) for text in texts(count, sentences=8)) + "\n"
+
+
+OWN = [{"Frage, bitte": row["instruction"], "reply": row["output"]} for row in alpaca_rows(80)]
+# what is written, and what the recipe must say of it
+FILES: dict[str, tuple[Any, list[str]]] = {
+    "alpaca.jsonl": (lambda p: write_jsonl(p, alpaca_rows(80)), ["kind: instruct", "template: alpaca"]),
+    "own names.csv": (lambda p: table(p, OWN), ["instruction: Frage, bitte", "output: reply"]),
+    "share.json": (
+        lambda p: p.write_text(json.dumps([{"conversations": TALK}] * 2 + chats(60))),
+        ["template: chat"],
+    ),
+    "other.jsonl": (
+        lambda p: write_jsonl(p, chats(60, role="who", content="said", column="talk")),
+        ["messages: talk", "role: who", "content: said", "template: chat"],
+    ),
+    "text.jsonl.zst": (
+        lambda p: p.write_bytes(
+            zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
+        ),
+        ["block: "],
+    ),
+    "body.parquet": (
+        lambda p: pyarrow.parquet.write_table(pa.table({"id": list(range(90)), "body": texts(90)}), p),
+        ["columns:", "text: body"],
+    ),
+    "lines.txt": (lambda p: p.write_text("\n".join(texts(90))), ["lines.txt\n"]),
+    "book [1].txt": (lambda p: p.write_text(paragraphs(90)), ["format: paragraphs"]),
+    "odd.jsonl": (
+        lambda p: p.write_text("".join(json.dumps(row) + "\n" for row in alpaca_rows(60)) + '{"x": 1}\n'),
+        ["strict: false"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_lines_work_when_they_are_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write, expected = FILES[name]
+    write(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    printed, recipe = shown(name, tiny_tokenizer())
+    assert recipe.strip() in "\n".join(line.rstrip() for line in printed.splitlines())
+    assert all(line in recipe for line in expected), recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    config = load_data_config(tmp_path / "recipe.yaml", [])
+    run(config)
+    assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
+    sink = io.StringIO()
+    from data_prep.inspect import inspect
+
+    inspect(config.dir / "train", 1, 0, Console(file=sink))
+    assert "supervised" in sink.getvalue()
+
+
+def test_by_the_commands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sniff, paste, prepare, inspect: as a newcomer does it."""
+    rows = [{"ask": row["instruction"], "reply": row["output"]} for row in alpaca_rows(60)]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    done = subprocess.run(
+        [sys.executable, "-m", "data_prep", "sniff", "mine.jsonl", "--tokenizer", str(tiny_tokenizer())],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO), "NO_COLOR": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == "mine.jsonl: loading libraries\n"
+    assert "⟦" in done.stdout and "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if "recipe lines to paste" in line) + 1
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines[start:]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "recipe.yaml", "--workers", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "prepared/mine: cut or dropped: nothing"
+    assert main(["inspect", "prepared/mine"]) == 0
+    assert "60 in 60 segments" in capsys.readouterr().out
+
+
+def test_examples_show_what_is_supervised(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
+    for tokenizer, answer in ((None, "the answer"), (tiny_tokenizer(), "the answer</s>")):
+        plain, _ = shown(tmp_path / "a.jsonl", tokenizer)
+        assert f"### Response:⟦{answer}" in plain and plain.count("⟦") == 2 and "\x1b" not in plain
+        coloured, _ = shown(tmp_path / "a.jsonl", tokenizer, colours=True)
+        assert f"\x1b[1;32m{answer}" in coloured and "⟦" not in coloured
+    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(40)))
+    plain, _ = shown(tmp_path / "b.jsonl", tiny_tokenizer())
+    assert [plain.count(f"row {at} ─") for at in (1, 20, 21, 40)] in ([1, 1, 0, 1], [1, 0, 1, 1])
+
+
+def test_no_color_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
+    monkeypatch.setenv("NO_COLOR", "1")
+    sink = io.StringIO()
+    sniff(str(tmp_path / "a.jsonl"), None, Console(file=sink, force_terminal=True))
+    assert "⟦" in sink.getvalue() and "\x1b[32" not in sink.getvalue() and ";32m" not in sink.getvalue()
+
+
+def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", chats(40))
+    for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
+        printed, recipe = shown(tmp_path / "a.jsonl", tokenizer_with(template, tmp_path))
+        assert f"template: {expected}\n" in recipe
+        assert ("cannot be used" in printed) == (template is THINKING)
+        if template is CHATML:
+            assert "⟦say 0<|im_end|>⟧" in printed
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
+        run(config)
+        assert train_set(config).manifest.documents == 40
+
+
+def test_what_is_rejected_and_left_out_is_said(tmp_path: Path) -> None:
+    rows = [{"conversations": [TALK[1], *TALK, TALK[0]]}] * 3 + [{"conversations": [TALK[0]]}, {"x": 1}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    printed, _ = shown(tmp_path / "a.jsonl")
+    assert "of the first 5 rows 3 are used; rejected: 1 bad roles, 1 missing column" in printed
+    assert "messages left out, before the first prompt or after the last response: 6" in printed
+
+
+def test_text_that_could_act_on_a_terminal_does_not(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "words \u009b31m and \u202e more", "\x1b]0;x\x07": 1}] * 3)
+    printed, _ = shown(tmp_path / "a.jsonl")
+    assert not {"\x9b", "\u202e", "\x1b", "\x07"} & set(printed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"n": 1}\n', r"a.jsonl: no row can be read: missing column \(no column .*there are: n"),
+        ("a.jsonl", b"no json\n", r"a.jsonl: no row can be read: broken json"),
+        ("a.jsonl", b"", "a.jsonl is empty"),
+        ("a.jsonl", b'[{"text": "a"}]', "a.jsonl is one array"),
+        ("a.docx", b"x", "has none of the known endings"),
+        ("b.jsonl", b"x", "no file matches"),
+        ("a.txt", "Wörter\n".encode("utf-16"), "a.txt is UTF-16"),
+        ("a.txt", b"\n\n", "a.txt: no row can be read: no rows"),
+        ("a.csv", b"\xff\xfe\0", "a.csv is UTF-16"),
+        ("a.parquet", b"PAR1", "not readable as parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name.replace("b.", "c.")).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        shown(tmp_path / name)
+    assert main(["sniff", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 2 and error[1].startswith("error: ")
+
+
+def test_one_giant_line(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    (tmp_path / "a.txt").write_text(" ".join(sentence(rng) for _ in range(30_000)))
+    printed, recipe = shown(tmp_path / "a.txt")
+    assert printed.count("...") == 1 and len(printed) < 4000 and "block: 1024" in recipe
