@@ -21,6 +21,7 @@ from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
 from common.recipe import parse_arguments
+from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter, split
@@ -91,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=program("emo-pipeline", "python -m pipeline"),
         description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
         "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
-        "log-probability of every token beside the data, for objectives that compare with it. report shows "
-        "runs as a page, while they train and after.",
+        "log-probability of every token beside the data, for objectives that compare with it; report "
+        "shows runs as a page, while they train and after.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -133,8 +134,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
-    what = "curves over steps or supervised tokens (%(default)s)"
-    report.add_argument("--over", choices=("step", "tokens"), default="step", help=what)
+    report.add_argument(
+        "--over",
+        choices=("step", "tokens"),
+        default="step",
+        help="what curves go over: steps or supervised tokens",
+    )
     return parser
 
 
@@ -274,6 +279,14 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class Printable(logging.Formatter):
+    """Log lines whose names come from recipes and files, and cannot act on the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's text."""
+        return without_secrets(printable(super().format(record)))
+
+
 def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
     console = made(args.json, args.quiet, _is_main(), chatter)
@@ -294,6 +307,12 @@ def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     return console
+
+
+def _log_to_stdout(level: int) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Printable())
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _quieten() -> None:
@@ -334,7 +353,7 @@ def _score(args: argparse.Namespace) -> int:
 
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    _log_to_stdout(logging.INFO)
     config = load_config(args.recipe, [*args.overrides, *given])
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")

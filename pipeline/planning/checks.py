@@ -95,9 +95,11 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
     """The model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             return model if config.model.lora is None else add_lora(model, config.model)
-    except (ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
         where = "model.path" if config.model.path else "model.architecture"
         if config.model.lora is not None:
             where += " or model.lora"

@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from common.text import printable
+from common.text import printable, without_secrets
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter
 
@@ -141,7 +141,7 @@ class Console:
         self._write(f"\x1b[{colour}m{shown}\x1b[0m" if self._colour and colour else shown)
 
     def _write(self, line: str) -> None:
-        tqdm.write(line, file=self._stream)
+        tqdm.write(without_secrets(line), file=self._stream)
         self._stream.flush()
 
 
