@@ -125,8 +125,8 @@ def main() -> int:
     """Run all steps; stop at the first that fails, with its exit code."""
     signal.signal(signal.SIGTERM, _stop)
     began = time.perf_counter()
-    print(ABOUT, flush=True)
     try:
+        print(ABOUT, flush=True)
         code = _run_all(began)
     except (StopRequestError, KeyboardInterrupt):
         print("\nstopped; run the same command again to resume", file=sys.stderr)

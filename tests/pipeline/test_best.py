@@ -32,8 +32,9 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _best(name: str, gpus: str, *overrides: str, network: float = 1600.0) -> Choice:
+    """Of a run that nobody has started: `make quickstart` may have been run in this checkout."""
     cluster = parse_cluster(gpus, network)
-    return print_best(load_config(RECIPES / f"{name}.yaml", list(overrides)), cluster)
+    return print_best(load_config(RECIPES / f"{name}.yaml", ["run_dir=runs/unstarted", *overrides]), cluster)
 
 
 def _every(config: RunConfig, gpus: str) -> list[Choice]:
