@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,9 +147,9 @@ class Scratch:
         """What can be known of a command that cannot be run here."""
         command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
         if "scrontab" in command:
-            missing = [n for n in re.findall(r"cat (\S+)", command) if not (self.place / n).is_file()]
+            missing = [n for n in re.findall(r"cat ([\w./-]+)", command) if not (self.place / n).is_file()]
             return Done("job file", int(bool(missing)), f"{missing} are not there")
-        words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+        words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
         if words[0] == "sbatch":
             return self._job(words[1:])
         if words[0] in ("kubectl", "docker", "pip"):
