@@ -14,6 +14,7 @@ from common.commands import offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.recipe import parse_arguments
+from common.text import printable
 from data_prep.config import load_data_config
 
 # A file or directory that is not there or not allowed is a mistake; other system errors may pass.
@@ -92,7 +93,12 @@ def _prepare(args: argparse.Namespace) -> None:
     from data_prep.prepare import prepare
 
     config = load_data_config(args.recipe, args.overrides)
-    prepare(config, args.shard, args.workers, args.force, args.finish, lambda line: print(line, flush=True))
+    prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+
+
+def _say(line: str) -> None:
+    """A line for the human; names of files and sources cannot act on the terminal."""
+    print(printable(line), flush=True)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -121,9 +127,9 @@ def _verify(args: argparse.Namespace) -> None:
 
     right, faults = verify(args.directory)
     for line in right:
-        print(line)
+        _say(line)
     for fault in faults[1:]:
-        print(fault, file=sys.stderr)
+        print(printable(fault), file=sys.stderr)
     if faults:
         more = f" (and {len(faults) - 1} more faults, above)" if len(faults) > 1 else ""
         raise UserError(faults[0] + more)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from common.commands import offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
-from common.text import printable
+from common.text import on_one_line, printable
 from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
 from eval.icl.settings import INFERENCERS, Settings
@@ -247,7 +247,7 @@ def _compare(args: argparse.Namespace) -> int:
     a, b = pick(models, args.a), pick(models, args.b)
     print(table(a, b))
     verdict = regression(a, b, args.max_drop)
-    print(printable(verdict.summary))
+    print(on_one_line(verdict.summary))
     if args.fail_on_regression and verdict.missing and not verdict.regressions:
         raise UserError(
             f"no verdict without {', '.join(verdict.missing)}; evaluate both models on the same tasks"

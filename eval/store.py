@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from common import untrusted
 from common.errors import UserError
 from common.files import sha256, write_once, write_text
 from common.lease import Lease, held
@@ -30,6 +31,7 @@ from common.lease import Lease, held
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
 POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
+STORED_BYTES = 256 << 20  # of a file at most: the demonstrations of a million rows take 80 MB
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -90,10 +92,10 @@ def publish_sealed(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON value in a file; None when it is absent, torn or not JSON."""
+    """The JSON value in a file; None when it is absent, torn, not JSON or too large."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):  # JSON and UTF-8 errors are ValueErrors
+        return untrusted.read_json(path, STORED_BYTES)
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -106,7 +108,7 @@ def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
     directory = out / STORE / key / "chunks"
     for path in sorted(directory.glob("*.json")):
         chunk = unsealed(path)
-        if chunk is None:
+        if not isinstance(chunk, list):
             raise UserError(f"{path} is damaged; run the evaluation again, which computes it anew")
         records += chunk
     if len(records) != rows:

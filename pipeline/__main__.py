@@ -1,4 +1,4 @@
-"""python -m pipeline plan | preflight | score."""
+"""python -m pipeline plan | preflight | score | report."""
 
 from __future__ import annotations
 

@@ -87,6 +87,11 @@ class RunLock:
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
 
+    @property
+    def step(self) -> int:
+        """The last step that this launch has taken; 0 before its first."""
+        return self._step
+
     def reached(self, step: int) -> None:
         """Step `step` has been taken."""
         self._step, self._since = step, time.time()

@@ -163,6 +163,8 @@ class Saver:
         try:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, self._step)
+            told = {"event": "saved", "step": self._step, "path": str(final)}
+            log.info("saved: %s", final, extra={"told": told})
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
         except OSError as found:
             return FailureError(f"rank 0: {one_line(found, 200)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,8 @@ LAUNCHING = "tests.helpers.launching"  # the helper that starts real runs
 
 
 NO_DATA = "real data not found: "
+TOO_LATE = "not begun in time"
+BEGAN = pytest.StashKey[float]()
 
 
 class RealData(PosixPath):
@@ -52,15 +55,35 @@ def shared_data() -> Path:
     return RealData(path)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test after so long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot begin in time, so that `make test-fast` ends when it says, on a busy machine too."""
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - item.config.stash[BEGAN] > within:
+        pytest.skip(TOO_LATE)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how much was not tried for lack of real data."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(isinstance(one.longrepr, tuple) and NO_DATA in one.longrepr[2] for one in skipped)
-    if count:
-        terminalreporter.write_line(
-            f"{count} tests skipped for lack of real data; make data fetches what is public, "
-            "SHARED_DATA=DIR names a directory that has it"
-        )
+    """Say how much was not tried, for lack of real data or of time."""
+    skipped = [one.longrepr[2] for one in terminalreporter.stats.get("skipped", []) if len(one.longrepr) == 3]
+    for reason, rest in (
+        (
+            NO_DATA,
+            "for lack of real data; make data fetches what is public, SHARED_DATA=DIR names where it is",
+        ),
+        (TOO_LATE, "for lack of time; make test runs them all"),
+    ):
+        count = sum(reason in why for why in skipped)
+        if count:
+            terminalreporter.write_line(f"{count} tests skipped {rest}")
 
 
 def _launches(module: ModuleType) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import yaml
 import zstandard
 
 from eval.icl.task_data import load_data
 from eval.icl.tasks import DIRECTORY, known_tasks, load_task
-from tests.conftest import RealData
 from tests.helpers.public_data import SETS, Files, Rows, fetch
 
 
@@ -82,13 +80,3 @@ def test_every_built_in_task_has_a_hub_id() -> None:
     assert all(
         name.endswith((".jsonl.zst", ".txt.zst")) for name, one in SETS.items() if isinstance(one, Rows)
     )
-
-
-def test_a_step_to_real_data_that_is_not_there_skips(tmp_path: Path) -> None:
-    (tmp_path / "lm").mkdir()
-    (tmp_path / "lm" / "a.txt").touch()
-    place = RealData(tmp_path)
-    assert (place / "lm" / "a.txt").is_file()
-    for name in ("nlu", "lm/b.txt"):
-        with pytest.raises(pytest.skip.Exception, match="real data not found: .*" + name):
-            place / name

@@ -243,7 +243,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
                 at += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
                 read[0] = at / file.metadata.num_rows
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 

@@ -13,18 +13,21 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, one_line
+from common.untrusted import parse_json, read_json
+from data_prep.inputs import read_text
 from eval import store
 from eval.generation.decoding import Decoding
 from eval.generation.prefixes import Prefixes
 from eval.generation.sampling import BATCH, Request, Sampler
 from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids, text_after
 from eval.model import EvaluatedModel
-from eval.results import SAMPLES
+from eval.results import SAMPLES, Count, Stored
 
 CHUNK = 256  # texts; what a killed process loses at most
 SHOWN = 16  # texts kept for the report
@@ -207,11 +210,47 @@ def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """(about, records) of a directory that `Generation` wrote."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}; make it with: python -m eval generate")
-    lines = (directory / RECORDS).read_text().split("\n")
-    about = json.loads((directory / ABOUT).read_text())
-    records = [json.loads(line) for line in lines if line]
+    try:
+        about = read_json(directory / ABOUT)
+        records = [parse_json(line) for line in read_text(directory / RECORDS).split("\n") if line]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} is damaged ({one_line(error, 120)}); generate again") from None
+    whole = About.fits(about) and records and all(map(Written.fits, records))
+    if not whole or len({frozenset(record.keys() & {"reference", "human"}) for record in records}) > 1:
+        raise UserError(f"{directory} is damaged: it does not hold what generate writes; generate again")
     if len(records) != about["records"]:
         raise UserError(
             f"{directory}: {len(records)} records where {about['records']} were written; generate again"
         )
     return about, records
+
+
+class About(Stored):
+    """about.json, as far as the measures read it."""
+
+    model: str
+    path: str
+    weights: str
+    tokenizer: str
+    corpus: str
+    prefix_words: Count
+    tokens: Count
+    samples: Count
+    seeds: Annotated[list[Count], Field(min_length=1)]
+    decoding: dict[str, Any]
+    records: Count
+
+
+class Written(Stored):
+    """A line of records.jsonl."""
+
+    seed: Count
+    prefix_number: Count
+    sample: Count
+    prefix: str
+    text: str
+    ids: list[Count]
+    ended: bool
+    tokens: Count
+    reference: str = ""
+    human: str = ""

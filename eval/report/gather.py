@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import UserError
 from common.provenance import code_version, library_versions
+from common.recipe import read_written
+from common.untrusted import read_json
 from eval import stats
 from eval.compare import Comparison, compare_pair, in_order
 from eval.icl.scores import EXTRA_SCORES, SCORES
@@ -21,6 +20,7 @@ from eval.report.judged import Pairing, pairings
 from eval.report.judged import as_json as judged_as_json
 from eval.report.order import arrange
 from eval.results import MODELS, Model, pick, read_models
+from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
@@ -161,11 +161,11 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 def _contamination(run: Path) -> dict[str, Container[str]]:
     """Task -> test rows that share long word sequences with the run's training text, if that was checked."""
     try:
-        config = yaml.safe_load((run / CONFIG).read_text())
+        config = read_written(run / CONFIG)
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
-        tasks = json.loads(overlap.read_text())["tasks"].items()
-        return {task: found["overlapping_rows"] for task, found in tasks}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
+        return {task: dict(found["overlapping_rows"]) for task, found in tasks}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return {}
 
 

@@ -15,9 +15,12 @@ from common.page.figures import (
     MUTED,
     NARROW,
     PAPER,
+    Curve,
+    Panel,
     colour,
     compact,
     css_colour,
+    curves_figure,
     marker,
     shortened,
     style,
@@ -125,28 +128,12 @@ def training_figure(logs: Sequence[tuple[int, list[dict[str, float]]]], width: f
     """NLL and DEMD over training tokens; logs: (colour number, records of metrics.jsonl) of each model."""
     panels = [("nll", "NLL (nats per token)"), ("demd", "DEMD (expected transport cost)")]
     panels = [p for p in panels if any(_points(r, x) for _, r in logs for x in (p[0], f"validation_{p[0]}"))]
-    if not panels:
-        return ""
-    columns = len(panels) if width > NARROW else 1
-    lines = math.ceil(len(panels) / columns)
-    with style():
-        figure, grid = plt.subplots(lines, columns, figsize=(width, 2.9 * lines), squeeze=False)
-        for axes, (name, title) in zip(grid.flat, panels, strict=True):
-            for number, records in logs:
-                points, held_out = _points(records, name), _points(records, f"validation_{name}")
-                if points:
-                    axes.plot(*zip(*points, strict=True), color=colour(number))
-                if held_out:
-                    circles: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markerfacecolor": PAPER}
-                    axes.plot(*zip(*held_out, strict=True), color=colour(number), linestyle="none", **circles)
-            axes.set_title(title)
-            axes.set_xlabel("training tokens")
-            axes.margins(x=0.02)
-            axes.tick_params(length=0)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.xaxis.set_major_formatter(compact)
-        figure.tight_layout()
-        return svg(figure, f"training-{_slug(width)}", "Loss and transport cost over training")
+    drawn = [
+        Panel(title, [Curve(i, _points(r, name), _points(r, f"validation_{name}")) for i, r in logs])
+        for name, title in panels
+    ]
+    label = "Loss and transport cost over training"
+    return curves_figure(drawn, len(drawn), "tokens", width, f"training-{_slug(width)}", label)
 
 
 def scaling_figure(series: Sequence[list[Stage]], unit: str, width: float) -> str:

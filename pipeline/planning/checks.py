@@ -31,6 +31,7 @@ from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
 from pipeline.planning.optimizer import parameter_groups
 from pipeline.planning.rehearsal import rehearse
+from pipeline.report.samples import prompt_ids
 
 
 class Ready(NamedTuple):
@@ -77,6 +78,7 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, here)
     if data is not None:
+        prompt_ids(config)
         resume.compare(config, data.fingerprint)
     return Ready(batch, steps, ds_config, hf_config, model, objective, implementation, data, validation)
 
@@ -93,9 +95,11 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
     """The model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             return model if config.model.lora is None else add_lora(model, config.model)
-    except (ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
         where = "model.path" if config.model.path else "model.architecture"
         if config.model.lora is not None:
             where += " or model.lora"

@@ -3,7 +3,7 @@
     python -m tests.campaigns.judging [--kills 20] [--questions 50] [--seed 0]
 
 Two models answer questions, then a judge compares their answers in both orders: first undisturbed, then
-killed with -9 at seeded random moments (while they import, load, sample or write) and started again by the
+killed with -9 at seeded random moments (while they load, sample or write) and started again by the
 same command, until that has happened so often. Every file but the leases must equal the undisturbed one's
 byte for byte. The judge's replies are 1 or 2, so that verdicts are read; a second judge is the real
 checkpoint of $SHARED_DATA, where that is present. Chunks are small, so that something is left to resume.
@@ -14,42 +14,48 @@ Prints a table, writes runs/judging.json, and exits 1 when anything differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from eval.cli import main as main_of_eval
+from eval.judging import answers, judging
 from tests.campaigns.campaign import Campaign
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
 
-CODE = (
-    "import sys\nfrom eval.judging import answers, judging\nanswers.CHUNK, judging.CHUNK = 8, 4\n"
-    "from eval.cli import main\nsys.exit(main())"
-)
+FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 NAMES = ["cat", "dog", "lamp", "town", "boat"]
 VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "name", "describe"]
 
 
-def start(*arguments: object) -> subprocess.Popen[bytes]:
-    """`python -m eval ARGUMENTS` with small chunks, in a process group of its own."""
-    command = [sys.executable, "-c", CODE, *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+def child(*arguments: object) -> Any:
+    """`python -m eval ARGUMENTS` with small chunks, in a process that has the libraries already."""
+    process = FORK.Process(target=_run, args=arguments)
+    process.start()
+    return process
+
+
+def _run(*arguments: object) -> None:
+    answers.CHUNK, judging.CHUNK = 8, 4
+    sys.argv = ["eval", *map(str, arguments)]
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+        sys.exit(main_of_eval())
 
 
 def finished(*arguments: object) -> float:
     """Seconds of an undisturbed run."""
     began = time.monotonic()
-    process = start(*arguments)
-    said = process.communicate()[0].decode(errors="replace")
-    assert process.returncode == 0, said
+    process = child(*arguments)
+    process.join()
+    assert process.exitcode == 0, arguments
     return time.monotonic() - began
 
 
@@ -64,12 +70,12 @@ def files(out: Path) -> dict[str, bytes]:
 
 def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[list[object]]:
     """What is killed: answers of one model, then verdicts on them and the other's."""
-    questions, answers = root / "questions.jsonl", "answers/questions-greedy"
+    questions, folder = root / "questions.jsonl", "answers/questions-greedy"
     sets: list[list[object]] = [
         ["answer", "--model", root / name, "--questions", questions, "--tokens", 40, "--out", out]
         for name in ("mle", "emo")
     ]
-    a, b = (out / "models" / name / answers for name in ("mle", "emo"))
+    a, b = (out / "models" / name / folder for name in ("mle", "emo"))
     asked = ["--a", a, "--b", b, "--model", judge, "--tokens", tokens, "--name", "v", "--out", out]
     return [*sets, ["judge", "--judge", "pandalm", *asked]]
 
@@ -99,17 +105,14 @@ def disturbed(command: list[object], length: float, left: int, rng: random.Rando
     """Run a command to its end, killing it up to `left` times, about twice; how often it was."""
     killed = 0
     while True:
-        process = start(*command)
-        moment = rng.uniform(0, 1.5 * length) if killed < left else None
-        try:
-            said = process.communicate(timeout=moment)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            killed += 1
-            continue
-        assert process.returncode == 0, said.decode(errors="replace")
-        return killed
+        process = child(*command)
+        process.join(rng.uniform(0, 1.5 * length) if killed < left else None)
+        if not process.is_alive():
+            assert process.exitcode == 0, command
+            return killed
+        process.kill()
+        process.join()
+        killed += 1
 
 
 def main() -> int:

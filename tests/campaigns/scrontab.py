@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
-KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
-SOURCES = f"deb-src [signed-by={KEYS}] http://deb.debian.org/debian {{suite}} main\n"
+LISTS = Path("/etc/apt")  # where this machine's package lists come from
 
 
 def find_scrontab(directory: Path) -> str | None:
@@ -28,9 +28,10 @@ def _build(directory: Path) -> Path:
         return subprocess.run(command, cwd=where, check=True, capture_output=True).stdout.decode().strip()
 
     lists = directory / "lists"
-    (directory / "sources.list").write_text(SOURCES.format(suite=_suite()))
     lists.mkdir()
-    options = [f"-oDir::Etc::SourceList={directory}/sources.list", "-oDir::Etc::SourceParts=/dev/null"]
+    (directory / "apt").mkdir()
+    _sources(directory / "apt")
+    options = ["-oDir::Etc::SourceList=/dev/null", f"-oDir::Etc::SourceParts={directory}/apt"]
     options += [f"-oDir::State::Lists={lists}", "-oAPT::Sandbox::User=root"]
     version = call("dpkg-query", "-W", "-f", "${source:Version}", "slurm-client")
     call("apt-get", *options, "update")
@@ -58,9 +59,9 @@ def _build(directory: Path) -> Path:
     return directory / "scrontab"
 
 
-def _suite() -> str:
-    """Debian's name of this release."""
-    words = dict(
-        line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line
-    )
-    return words.get("VERSION_CODENAME", "stable")
+def _sources(directory: Path) -> None:
+    """Write this machine's own lists of Debian's packages into `directory`, as lists of their sources."""
+    for path in (*LISTS.glob("sources.list"), *LISTS.glob("sources.list.d/*")):
+        if "/debian" in (text := path.read_text()):
+            text = re.sub(r"^Types:.*$", "Types: deb-src", text, flags=re.MULTILINE)
+            (directory / path.name).write_text(re.sub(r"^deb ", "deb-src ", text, flags=re.MULTILINE))
