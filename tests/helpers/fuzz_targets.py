@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from common.errors import UserError
 from common.lease import Lease
 from data_prep import scores
 from data_prep.config import DataConfig
@@ -36,8 +35,6 @@ from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.fuzzing import target
 from tests.helpers.results import write_model, write_result
-
-Files = dict[str, bytes | str]
 
 
 def files(**content: bytes | str) -> Callable[[Path], None]:
@@ -79,8 +76,7 @@ def experiment(here: Path) -> None:
     found = read_experiment(here / "a.yaml", [])
     several = expand(found)
     chosen(found, several, dict.fromkeys((one.name for one in trials(found, several)), 0.0))
-    for name, text in found.before.items():
-        _ = found.places, name, text
+    _ = found.places
 
 
 def make_task(here: Path) -> None:
@@ -595,11 +591,3 @@ def notes(here: Path) -> None:
 
     _ = Stage("a", ["a"], here / "note.json").done
     _number(f"{here / 'value.json'}:result.accuracy")
-
-
-def overrides(text: str) -> None:
-    """One override of a recipe."""
-    from common.recipe import apply_override
-
-    with contextlib.suppress(UserError):
-        apply_override({"a": {"b": 1}}, text)
