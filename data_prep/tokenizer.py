@@ -271,6 +271,7 @@ def special_names(place: Path) -> dict[str, str]:
             if value:
                 if not isinstance(value, str):
                     raise ValueError(f"{file}: {name} must be text, not {type(value).__name__}")
+                value.encode()  # raises for half a character, which no token is
                 names[name] = value
     return names
 

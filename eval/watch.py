@@ -219,7 +219,7 @@ class Watch:
         seen = store.read_json(path)
         passes, since = 0, now
         if isinstance(seen, dict) and seen.get("files") == files:
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 passes, since = int(seen["passes"]), float(seen["since"])
         store.replace(path, store.dump({"files": files, "since": since, "passes": passes + 1}))
         return passes + 1, now - since

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from common.errors import UserError
 from common.lease import Lease
 from data_prep import scores
 from data_prep.config import DataConfig
@@ -74,8 +73,7 @@ def experiment(here: Path) -> None:
     found = read_experiment(here / "a.yaml", [])
     several = expand(found)
     chosen(found, several, dict.fromkeys((one.name for one in trials(found, several)), 0.0))
-    for name, text in found.before.items():
-        _ = found.places, name, text
+    _ = found.places
 
 
 def make_task(here: Path) -> None:
@@ -590,11 +588,3 @@ def notes(here: Path) -> None:
 
     _ = Stage("a", ["a"], here / "note.json").done
     _number(f"{here / 'value.json'}:result.accuracy")
-
-
-def overrides(text: str) -> None:
-    """One override of a recipe."""
-    from common.recipe import apply_override
-
-    with contextlib.suppress(UserError):
-        apply_override({"a": {"b": 1}}, text)
