@@ -83,10 +83,10 @@ def _first_word(what: object) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    config = load_data_config(args.recipe, args.overrides)
     _first_word(args.recipe)
     from data_prep.prepare import prepare
 
-    config = load_data_config(args.recipe, args.overrides)
     prepare(config, args.shard, args.workers, args.force, args.finish, lambda line: print(line, flush=True))
 
 
