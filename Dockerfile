@@ -1,36 +1,55 @@
-# GPU (default):  docker build -t emo .
-# CPU:            docker build -t emo:cpu --build-arg BASE=python:3.11-slim-bookworm .
-# Run:            docker run --gpus all --shm-size 16g -v $PWD/runs:/emo/runs emo continual launch/recipes/NAME.yaml
-ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+# GPU:  docker build -t emo --build-arg REVISION=$(git describe --always --dirty) .
+# CPU:  docker build -t emo:cpu --build-arg TORCH_ARGS="--index-url INDEX_OF_PYTORCH_FOR_CPUS" .
+# Run:  docker run --gpus all --shm-size 16g -v $PWD/runs:/emo/runs emo continual launch/recipes/NAME.yaml
+#       Files belong to user 1001; --user $(id -u) makes them yours. --read-only --tmpfs /tmp:exec is enough to write to.
+# An own package index, its password and certificate: --secret id=pip,src=pip.conf, which no layer keeps.
+
+# Python 3.11, for which requirements.lock was tested. CUDA is not in the base: torch 2.13 from the package index
+# requires cuda-toolkit 13.0, cuDNN and NCCL as packages, and Triton brings its ptxas; of the host it takes a driver
+# (580 or newer). nvcc is needed for weights on NVMe (ds_configs/zero3_nvme.json) and to build flash-attn, which is left
+# out because attention in documents is PyTorch's own: for either, take a BASE with CUDA 13.0's toolkit.
+ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
-# Arguments for pip's torch step (Makefile: TORCH_ARGS), e.g. another index for the CPU build.
-ARG TORCH_ARGS=""
-# flash-attn compiles for about an hour without a limit; a GPU base sets the architectures it needs.
-ARG FLASH_ATTN=2.8.3
-ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
-
+# tini, as the first process, passes signals on and collects orphans. g++ and Python's headers: Triton compiles the
+# launcher of each kernel, DeepSpeed its async_io (with libaio), where they run. pdsh and ssh: hosts without a scheduler.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        build-essential git libaio-dev make ninja-build openssh-client pdsh python3 python3-dev python3-venv \
+        ca-certificates g++ libaio-dev make openssh-client pdsh python3-dev python3-venv tini \
     && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home --shell /bin/bash emo && mkdir /emo && chown emo /emo
-USER emo
+# Everything belongs to root and is only read; what is written goes to the volume /emo/runs and to /tmp.
+RUN useradd --uid 1001 --no-create-home --home-dir /tmp --shell /bin/bash emo \
+    && mkdir /emo && install -d -m 1777 /emo/runs
 WORKDIR /emo
 
-# The environment first: it changes less often than the code.
-COPY --chown=emo Makefile pyproject.toml requirements.lock README.md ./
-RUN mkdir -p common data_prep/world pipeline/loss pipeline/planning eval/icl eval/report \
-    && make setup TORCH_ARGS="${TORCH_ARGS}" \
-    && rm -rf ~/.cache/pip
-# flash-attn, torch and CUDA must match, so the wheel is built here and imported before the image is done.
-RUN if command -v nvcc >/dev/null; then \
-        MAX_JOBS=8 .venv/bin/pip install --no-deps --no-build-isolation flash-attn==${FLASH_ATTN} \
+# The packages first: they change less often than the code. TORCH_ARGS: see the Makefile.
+ARG TORCH_ARGS=""
+COPY Makefile requirements.lock ./
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}"
+# For example 2.8.3: built against this torch and CUDA, about an hour, and imported before the image is done.
+ARG FLASH_ATTN=""
+ARG TORCH_CUDA_ARCH_LIST="8.0;9.0"
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf if [ -n "${FLASH_ATTN}" ]; then \
+        MAX_JOBS=8 .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation flash-attn==${FLASH_ATTN} \
         && .venv/bin/python -c "import flash_attn"; \
     fi
+COPY . .
+RUN touch .venv/packages && make setup
 
-COPY --chown=emo . .
-ENV PATH=/emo/.venv/bin:$PATH PYTHONUNBUFFERED=1
-ENTRYPOINT ["launch/entrypoint.sh"]
+# HOME: caches of kernels, figures and libraries, for any user. What is worth keeping lies on the volume.
+ENV PATH=/emo/.venv/bin:$PATH PYTHONUNBUFFERED=1 LANG=C.UTF-8 HOME=/tmp \
+    HF_HOME=/emo/runs/hub EVAL_CACHE=/emo/runs/eval-cache \
+    PIPELINE_HEARTBEAT=/tmp/heartbeat.json
+USER 1001
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=60s --timeout=10s --retries=1 CMD ["/emo/launch/entrypoint.sh", "health"]
+ENTRYPOINT ["tini", "--", "/emo/launch/entrypoint.sh"]
 CMD ["help"]
+
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="emo-pipeline" \
+    org.opencontainers.image.description="Continual pre-training and instruction tuning with EMO, and in-context evaluation" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.licenses="Apache-2.0"

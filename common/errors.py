@@ -5,9 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from common.text import on_one_line, printable, without_secrets
+
 
 class UserError(Exception):
-    """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set."""
+    """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set.
+
+    The line may quote data and other programs: secrets, and what could act on a terminal, are left out.
+    """
+
+    def __str__(self) -> str:
+        return without_secrets(on_one_line(super().__str__()))
 
 
 class FailureError(UserError):
@@ -15,11 +23,14 @@ class FailureError(UserError):
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The text of an error without line breaks, at most `limit` characters; its type where it has none."""
-    text = " ".join(str(error).split())
+    """The text of an error without line breaks, at most `limit` characters; its type where it has none.
+
+    As in a UserError, nothing in it can act on a terminal, and secrets are taken out.
+    """
+    text = without_secrets(" ".join(str(error).split()))
     if not text and isinstance(error, BaseException):
         text = type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return printable(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -27,5 +38,5 @@ def nearest(given: str, known: Iterable[str]) -> str:
     names = [str(name) for name in known]
     if not names:
         return "there are none"
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(given[:200], names, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"

@@ -10,6 +10,7 @@ stopped doing so for `seconds`, or whose process is gone from this machine, is s
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import socket
@@ -20,8 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.untrusted import read_json
+
 BEATS = 4  # renewals per lease time
 WRITING_SECONDS = 5.0  # a lease file whose content does not appear within this is of a dead process
+LEASE_BYTES = 4096  # of a lease file at most
 
 
 class Holder(NamedTuple):
@@ -54,7 +58,7 @@ class Lease:
         newest = self._newest()
         if newest is not None and _alive(newest, self.seconds):
             return False
-        number = 1 if newest is None else int(newest.suffix[1:]) + 1
+        number = 1 if newest is None else _number(newest) + 1
         path = self.directory / f"{self.name}.{number:06d}"
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -80,11 +84,11 @@ class Lease:
         """Who holds the lease, or None when that cannot be read."""
         newest = self._newest()
         try:
-            found = json.loads(newest.read_text())  # type: ignore[union-attr]
+            found = read_json(newest, LEASE_BYTES)  # type: ignore[arg-type]
             host = found["machine"].partition(":")[0]
             here = found["machine"] == _myself()["machine"]
             return Holder(host, int(found["pid"]), float(found["time"]), here, newest.stat().st_mtime)  # type: ignore[union-attr]
-        except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
             return None
 
     def release(self) -> None:
@@ -99,7 +103,8 @@ class Lease:
         self.path = None
 
     def _newest(self) -> Path | None:
-        return max(self.directory.glob(f"{self.name}.[0-9]*"), default=None)
+        found = self.directory.glob(f"{glob.escape(self.name)}.[0-9]*")
+        return max((path for path in found if path.suffix[1:].isdecimal()), default=None, key=_number)
 
     def _beat(self, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
@@ -120,25 +125,30 @@ def held(lease: Lease) -> Iterator[bool]:
             lease.release()
 
 
+def _number(path: Path) -> int:
+    """The number of a lease file."""
+    return int(path.suffix[1:])
+
+
 def _alive(path: Path, seconds: float) -> bool:
     """Whether the holder named in a lease file still works on it."""
+    owner: Any = None
     try:
         age = now_there(path.parent) - path.stat().st_mtime
-        text = path.read_text()
+        with contextlib.suppress(ValueError):
+            owner = read_json(path, LEASE_BYTES)
     except OSError:
         return True  # it is changing right now; ask again later
     if age > seconds:
         return False
-    try:
-        owner = json.loads(text)
-    except json.JSONDecodeError:
+    if not isinstance(owner, dict):
         return age < WRITING_SECONDS  # just created: the owner's name follows
     if owner.get("released"):
         return False
-    mine = _myself()
-    if owner.get("machine") == mine["machine"]:
-        return _started(owner["pid"]) == owner["started"]
-    return True
+    if owner.get("machine") != _myself()["machine"]:
+        return True
+    pid = owner.get("pid")
+    return isinstance(pid, int) and _started(pid) == owner.get("started")
 
 
 def now_there(directory: Path) -> float:

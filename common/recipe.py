@@ -18,13 +18,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import UserError, nearest, one_line
+from common.provenance import REPOSITORY, shipped
+from common.text import without_secrets
+from common.untrusted import read_bytes
 
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most
-NODES, DEPTH = 20_000, 32  # of a YAML document at most, its aliases written out
+NODES, DEPTH = 20_000, 32  # of a recipe at most, its aliases written out
+WRITTEN = 64  # a program's own YAML, whose defaults are written out, may be so many times as large
 LARGEST = 2**53  # numbers beyond it are mistakes: floats can no longer count there
 _MARK = "mark"  # where a field keeps its mark
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # YAML can escape them, and no path or file can hold them
+# YAML can escape them; no path or file can hold some, and on a terminal the others act.
+_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
 
 
 class Section(BaseModel):
@@ -103,9 +108,10 @@ def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
 
     Raises UserError when a file cannot be read or understood, a key is given twice, a top-level key is
-    unknown, recipes extend each other in a circle, or an override has no `=`.
+    unknown, recipes extend each other in a circle or one outside their folder and this program, or an
+    override has no `=`.
     """
-    tree = _read_tree(path, ())
+    tree = _read_tree(shipped(path), ())
     for override in overrides:
         apply_override(tree, override)
     for key in tree:
@@ -129,37 +135,51 @@ def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise UserError(f"recipe {path}: extends must be the name of one file, not {_shown(base)}")
+        raise UserError(f"recipe {path}: extends must be the name of one file, not {shown(base)}")
+    within = (path.resolve().parent, REPOSITORY)
+    if not any((path.parent / base).resolve().is_relative_to(folder) for folder in within):
+        raise UserError(
+            f"recipe {path} extends {base}, which is neither in its folder nor part of this program; copy "
+            "it beside the recipe"
+        )
     return _merge(_read_tree(path.parent / base, (*before, path.resolve())), tree)
 
 
 def _text(path: Path) -> str:
     """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
     if not path.exists():
-        raise UserError(f"recipe {path} does not exist; see launch/recipes/ for examples")
+        raise UserError(f"recipe {path} does not exist; see {REPOSITORY / 'launch/recipes'} for examples")
     if not path.is_file():
         raise UserError(f"recipe {path} is not a file")
     try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES + 1)
+        return _decoded(read_bytes(path, FILE_BYTES))
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
-    if len(content) > FILE_BYTES:
-        raise ValueError(f"it has more than {FILE_BYTES >> 10} KiB")
+
+
+def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8 text") from None
 
 
-def _load_yaml(text: str) -> Any:
-    """A YAML value. Raises ValueError, whatever is wrong with the text."""
+def read_written(path: Path) -> Any:
+    """The YAML value that a program wrote into a file; perhaps somebody else did, later.
+
+    Raises OSError when it cannot be read, ValueError for anything that `read_recipe` would not take either.
+    """
+    return _load_yaml(_decoded(read_bytes(path, WRITTEN * FILE_BYTES)), WRITTEN * NODES)
+
+
+def _load_yaml(text: str, most: int = NODES) -> Any:
+    """A YAML value of at most so many nodes. Raises ValueError, whatever is wrong with the text."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_nodes(node)
+        _check_nodes(node, most)
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -174,7 +194,7 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(f"not YAML: {one_line(error)}") from None
 
 
-def _check_nodes(root: yaml.Node) -> None:
+def _check_nodes(root: yaml.Node, most: int) -> None:
     """Refuse what is endless or huge with its aliases written out, keys given twice, and what is no text."""
     sizes: dict[int, int] = {}
     open_: set[int] = set()
@@ -189,8 +209,8 @@ def _check_nodes(root: yaml.Node) -> None:
             open_.add(id(node))
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
             open_.discard(id(node))
-        if sizes[id(node)] > NODES:
-            raise ValueError(f"it holds more than {NODES:,} values")
+        if sizes[id(node)] > most:
+            raise ValueError(f"it holds more than {most:,} values")
         return sizes[id(node)]
 
     size(root, 0)
@@ -215,7 +235,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else None
             if name is not None and name in seen:
-                raise ValueError(f"the key {_shown(name)} is given twice, line {key.start_mark.line + 1}")
+                raise ValueError(f"the key {shown(name)} is given twice, line {key.start_mark.line + 1}")
             seen.add(name)
             yield key
             yield value
@@ -235,19 +255,19 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     *parents, leaf = key.split(".")
     if not equals or not all((*parents, leaf)):
-        raise UserError(f"override {_shown(override)} must read key.sub=value, for example train.lr=2e-5")
+        raise UserError(f"override {shown(override)} must read key.sub=value, for example train.lr=2e-5")
     node = tree
     for parent in parents:
         child = node.get(parent)
         if child is not None and not isinstance(child, dict):
             what = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
-            raise UserError(f"override {_shown(override)}: {parent} is {what}")
+            raise UserError(f"override {shown(override)}: {parent} is {what}")
         node[parent] = dict(child or {})
         node = node[parent]
     try:
         node[leaf] = _scalar(value)
     except ValueError as error:
-        raise UserError(f"override {_shown(override)}: the value is {one_line(error)}") from None
+        raise UserError(f"override {shown(override)}: the value is {one_line(error)}") from None
 
 
 def _scalar(text: str) -> Any:
@@ -274,11 +294,16 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
             message = "must be a section of key: value lines"
-        given = "" if isinstance(first["input"], dict) else f" (given: {_shown(first['input'])})"
+        given = "" if isinstance(first["input"], dict) else f" (given: {shown(first['input'])})"
         raise UserError(f"{path or cls.__name__}: {message}{given}") from None
     for path, value in _leaves(section, where):
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{path}: {_shown(value)} is far too large")
+            raise UserError(f"{path}: {shown(value)} is far too large")
+        if isinstance(value, str | Path) and without_secrets(str(value)) != str(value):
+            raise UserError(
+                f"{path} holds a password or token, and would be copied to config.yaml, logs and reports; "
+                "leave it out, and give it where its library looks for it (HF_TOKEN, AWS_PROFILE, ~/.netrc)"
+            )
     return section
 
 
@@ -297,7 +322,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value for a message, cut short; Python refuses to print very long numbers."""
     try:
         return one_line(repr(value), 80)

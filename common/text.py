@@ -1,12 +1,26 @@
-"""Text from data where it must not act: on a terminal and in Markdown."""
+"""Text from data where it must not act: on a terminal and in Markdown; and text without the secrets in it."""
 
 from __future__ import annotations
 
 import re
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|~$#]|(?<![^\W_])_|_(?![^\W_])")
+_LINK = re.compile(r"(?<=\w):(?=//)|(?<=\bwww)\.", re.IGNORECASE)  # what GitHub makes a link of by itself
 # Control characters, line and paragraph separators, what changes the direction of writing, half characters.
 _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_SECRETS = (
+    re.compile(
+        r"(?P<kept>\b[a-z][a-z0-9+.-]{0,15}://)[^\s/@:]*:[^\s/@]*(?=@)", re.IGNORECASE
+    ),  # user:password@
+    re.compile(
+        r"(?P<kept>[?&;](?:[\w-]*(?:token|signature|credential|password|secret)|api_?key|key|sig)=)[^\s&#;'\"]+",
+        re.IGNORECASE,
+    ),
+    re.compile(r"(?P<kept>\bbearer )\S{16,}", re.IGNORECASE),
+    # As the tokens of the hub, GitHub, GitLab, Slack and vendors of models begin.
+    re.compile(r"(?P<kept>\b(?:hf_|gh[pousr]_|sk-))[A-Za-z0-9]{20,}"),
+    re.compile(r"(?P<kept>\b(?:github_pat_|glpat-|xox[abprs]-|sk-(?:proj|ant)-))[\w-]{16,}"),
+)
 
 
 def printable(text: str) -> str:
@@ -17,11 +31,23 @@ def printable(text: str) -> str:
     return _ACTING.sub(lambda match: _escape(match.group()), text)
 
 
+def on_one_line(text: str) -> str:
+    """Printable text without line breaks: a name, or a message that must stay the one line that it is."""
+    return printable(" ".join(text.splitlines()))
+
+
 def markdown(text: str) -> str:
     """The text as it is in a Markdown table cell: on one line, without tags, links or emphasis."""
-    line = printable(" ".join(text.split()))
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKDOWN.sub(lambda match: "\\" + match.group(), line)
+    line = printable(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = _MARKDOWN.sub(lambda match: "\\" + match.group(), line)
+    return _LINK.sub(lambda match: f"&#{ord(match.group())};", line)
+
+
+def without_secrets(text: str) -> str:
+    """The text with passwords in addresses, and what looks like an access token, replaced by `***`."""
+    for pattern in _SECRETS:
+        text = pattern.sub(lambda match: match["kept"] + "***", text)
+    return text
 
 
 def _escape(character: str) -> str:

@@ -1,16 +1,37 @@
-"""Loading a causal language model strictly: what its files hold is what it has, and nothing else is."""
+"""Loading a causal language model strictly: what its files hold is what it has, and nothing else is.
+
+Somebody else may have made the files. Code among them is not run, and there is no switch for it; pickles
+(`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them leads to a
+file elsewhere.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.errors import UserError, one_line
+from common.untrusted import JSON_BYTES, is_plain_name, links_outside, read_json
+
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
+MOST_LAYERS = 10_000
+# What transformers reads of a directory besides, and the bytes that it may have at most.
+SETTINGS = dict.fromkeys(
+    (
+        "config.json",
+        "generation_config.json",
+        "adapter_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
+    JSON_BYTES,
+) | {"tokenizer.json": 256 << 20, "vocab.json": 256 << 20}
 # Masks that old checkpoints carry as tensors and that models now make themselves.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
@@ -25,19 +46,50 @@ class Loaded(NamedTuple):
     fault: str | None  # what else; the sentence begins with a verb: "holds ..."
 
 
+def load_config(source: str | Path, revision: str | None = None) -> Any:
+    """The configuration of the model in a directory or of the hub.
+
+    Raises UserError for what `check_directory` refuses and for a model that needs code of its own, OSError
+    when it is not there, and ValueError for one that cannot be.
+    """
+    from transformers import AutoConfig
+
+    check_directory(source)
+    try:
+        with without_code(source):
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    except (UserError, OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
+        raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers is {one_line(repr(layers), 40)}")
+    return config
+
+
 def load_causal_lm(source: str | Path, revision: str | None = None, **options: Any) -> Loaded:
     """The model in a directory or of the hub; `options` go to `from_pretrained`.
 
-    transformers fills in what is missing and only warns: the callers refuse instead. Raises whatever
-    transformers makes of files that it cannot read.
+    transformers fills in what is missing and only warns: the callers refuse instead. Raises UserError for
+    what `check_directory` refuses and for a model that needs code of its own, and whatever transformers makes
+    of files that it cannot read.
     """
     from transformers import AutoModelForCausalLM
 
+    check_directory(source)
     load: Any = AutoModelForCausalLM.from_pretrained
-    with _without_report():
-        model, report = load(
-            source, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        with _without_report(), without_code(source):
+            model, report = load(source, revision=revision, trust_remote_code=False, **options)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = named[1] if named else one_line(error, 80)
+        raise UserError(
+            f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; "
+            "use safetensors"
+        ) from None
     missing, mismatched, unexpected = (
         sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
         for kind in ("missing", "mismatched", "unexpected")
@@ -47,6 +99,57 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
     if not (missing or mismatched or unexpected):
         fault = _silent_fault(model, _files(source, revision))
     return Loaded(model, missing, mismatched, unexpected, fault)
+
+
+def check_directory(source: str | Path) -> None:
+    """Refuse a local checkpoint whose files lead elsewhere or cannot be read; of a hub id nothing is known.
+
+    Raises UserError.
+    """
+    directory = Path(source)
+    if not directory.is_dir():
+        return
+    led = next(links_outside(directory), None)
+    if led is not None:
+        raise UserError(
+            f"{led} is a link to {led.resolve()}, outside the model's directory; put the file there"
+        )
+    limits = SETTINGS | {path.name: JSON_BYTES for path in directory.glob("*.index.json")}
+    for name, limit in limits.items():
+        path = directory / name
+        try:
+            tree = read_json(path, limit) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {one_line(error, 120)}") from None
+        if name.endswith(".index.json"):
+            shard_names(path, tree)
+        elif not isinstance(tree, dict):
+            raise UserError(f"{path} must hold a JSON object")
+
+
+def shard_names(index: Path, tree: Any) -> dict[str, str]:
+    """Tensor -> file of a checkpoint's index, whose content is `tree`.
+
+    Raises UserError when it is none, or names a file that is not beside it.
+    """
+    names = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(names, dict) or not all(is_plain_name(name) for name in names.values()):
+        raise UserError(f"{index} is damaged: weight_map must give each tensor the name of a file beside it")
+    return names
+
+
+@contextlib.contextmanager
+def without_code(source: str | Path) -> Iterator[None]:
+    """Around loads with `trust_remote_code=False`: what transformers says of it becomes a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{source} needs Python code of its own (auto_map in config.json), which is never run here; use "
+            "a checkpoint of a family that transformers has"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -117,7 +220,7 @@ def _files(source: str | Path, revision: str | None) -> list[Path]:
         if whole is not None:
             return [whole]
         if index is not None:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            shards = sorted(set(shard_names(index, read_json(index)).values()))
             return [file for shard in shards if (file := _file(source, revision, shard)) is not None]
     return []
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
+from common.commands import offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.recipe import parse_arguments
+from common.text import printable
 from data_prep.config import load_data_config
 
 # A file or directory that is not there or not allowed is a mistake; other system errors may pass.
@@ -32,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
-    args = parse_arguments(_parser(), argv)
+    parser = _parser()
+    offer_completion(parser)
+    args = parse_arguments(parser, argv)
     try:
         COMMANDS[args.command](args)
     except UserError as error:
@@ -49,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data_prep", description="Text to token shards.")
+    parser = argparse.ArgumentParser(
+        prog=program("emo-prep", "python -m data_prep"), description="Text to token shards."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
@@ -79,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _first_word(what: object) -> None:
     """Libraries take seconds; what the command is about is said before, on stderr."""
-    print(f"{what}: loading libraries", file=sys.stderr, flush=True)
+    print(printable(f"{what}: loading libraries"), file=sys.stderr, flush=True)
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -87,7 +93,12 @@ def _prepare(args: argparse.Namespace) -> None:
     _first_word(args.recipe)
     from data_prep.prepare import prepare
 
-    prepare(config, args.shard, args.workers, args.force, args.finish, lambda line: print(line, flush=True))
+    prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+
+
+def _say(line: str) -> None:
+    """A line for the human; names of files and sources cannot act on the terminal."""
+    print(printable(line), flush=True)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -116,9 +127,9 @@ def _verify(args: argparse.Namespace) -> None:
 
     right, faults = verify(args.directory)
     for line in right:
-        print(line)
+        _say(line)
     for fault in faults[1:]:
-        print(fault, file=sys.stderr)
+        print(printable(fault), file=sys.stderr)
     if faults:
         more = f" (and {len(faults) - 1} more faults, above)" if len(faults) > 1 else ""
         raise UserError(faults[0] + more)

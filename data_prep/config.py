@@ -31,6 +31,7 @@ SET = "if set"  # marks fields that came later: where they are not set, settings
 
 
 SPLITS = ("train", "validation")
+MOST_TOKENS = 1 << 20  # in a row
 COLUMNS = {  # parts of a row whose columns can be named
     "text": ("text",),
     "instruct": (
@@ -51,7 +52,8 @@ class Source(Section):
     # that `save_to_disk` of the datasets library wrote. Or an address or glob that fsspec reads: s3://,
     # gs://, https:// ...
     files: str | None = Field(None, min_length=1)
-    embedded: Literal["world", "world-instruct"] | None = None  # a corpus that data_prep generates itself
+    # A corpus that data_prep generates itself: text of a small world, of one of its parts, or instructions.
+    embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
     # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists
@@ -95,7 +97,7 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1)
     validation: list[Source] = []  # empty: split off `validation_fraction` by content hash
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    block: int = Field(256, gt=1, le=1 << 20)  # tokens per row
+    block: int = Field(256, gt=1, le=MOST_TOKENS)  # tokens per row
     shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
     # How examples are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's chat_template.
     template: Literal["alpaca", "chat", "chat_template"] = mark("instruct", "alpaca")

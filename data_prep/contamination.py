@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import write_atomically
-from data_prep.inputs import chunks, open_text
+from data_prep.inputs import read_text
 
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows
@@ -117,9 +117,7 @@ def collect(directory: Path, n: int) -> Grams:
 
 def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of a task's test rows."""
-    with open_text(file) as stream:
-        lines = b"".join(chunks(stream, str(file))).split(b"\n")
-    for i, line in enumerate(lines):
+    for i, line in enumerate(read_text(file).split("\n")):
         if not line.strip():
             continue
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
+from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol
 
 import pyarrow
@@ -19,6 +20,7 @@ from data_prep.rows import Payload, RowSpec, cuts, raw_rows
 
 PIECE = 256 << 10  # bytes of text in a piece
 PIECE_ROWS = 256  # rows of a table in a piece
+TEXT_LIMIT = 1 << 30  # bytes that `read_text` holds at most: a small packed file may unpack to any number
 # Byte order marks. Those of UTF-32 come first: one begins like one of UTF-16.
 MARKS = {
     b"\xff\xfe\0\0": "UTF-32",
@@ -267,6 +269,24 @@ def chunks(stream: Any, name: str) -> Iterator[bytes]:
             yield chunk
     except OSError as error:
         raise _damaged(name, error) from None
+
+
+def read_text(path: Path) -> str:
+    """A whole file as text, unpacked. For files that are small by nature, as those of tasks and prefixes are.
+
+    Raises UserError when it cannot be read or unpacked, is not UTF-8, or unpacks to more than TEXT_LIMIT.
+    """
+    content = bytearray()
+    with open_text(path) as stream:
+        for chunk in chunks(stream, str(path)):
+            content += chunk
+            if len(content) > TEXT_LIMIT:
+                raise UserError(f"{path} holds more than {TEXT_LIMIT >> 20:,} MiB of text; give it in part")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"{path} line {line} is not UTF-8 text") from None
 
 
 def _damaged(name: str, error: OSError) -> UserError:

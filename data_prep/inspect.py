@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from common.errors import UserError, one_line
 from common.labels import IGNORE
-from data_prep.shards import TokenDataset
+from common.text import on_one_line, printable
+from common.untrusted import read_json
+from data_prep.shards import AGAIN, TokenDataset
 from data_prep.tokenizer import load_tokenizer
 
 BAR = 40  # characters of the longest bar
@@ -30,6 +33,9 @@ def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
         console.print(_overlap(overlap))
     tokenizer = load_tokenizer(place.parent / "tokenizer")
     drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
+    damage = data.damage(drawn, data.manifest.vocab_size)
+    if damage is not None:
+        raise UserError(f"{damage}; {AGAIN}")
     for row in np.sort(drawn).tolist():
         file, at = data.provenance(np.array([row]))[0]
         console.rule(f"row {row}  ({file} row {at}, {data.valid[row]} supervised tokens)")
@@ -54,7 +60,7 @@ def coloured(data: TokenDataset, row: int, tokenizer: object) -> Text:
         before = ""
         for stop in [*(begin + changes), end]:
             # Decoding from the segment's start keeps spaces and split characters right.
-            upto = tokenizer.decode(ids[begin:stop])  # type: ignore[attr-defined]
+            upto = printable(tokenizer.decode(ids[begin:stop]))  # type: ignore[attr-defined]
             text.append(upto[len(before) :], SUPERVISED if supervised[stop - 1] else CONTEXT)
             before = upto
     return text
@@ -62,7 +68,7 @@ def coloured(data: TokenDataset, row: int, tokenizer: object) -> Text:
 
 def _summary(place: Path, data: TokenDataset) -> Table:
     m = data.manifest
-    table = Table(title=str(place), show_header=False)
+    table = Table(title=shown(place), show_header=False)
     rows = {
         "kind": f"{m.kind}{f', template {m.template}' if m.template else ''}",
         "rows": f"{m.rows:,} of {m.block} tokens",
@@ -75,21 +81,28 @@ def _summary(place: Path, data: TokenDataset) -> Table:
         "fingerprint": m.fingerprint[:16],
     } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(shown(name), shown(value))
     return table
+
+
+def shown(value: object) -> str:
+    """A cell of a table as it is: rich would read [b] as markup, and a terminal escapes as commands."""
+    return escape(on_one_line(str(value)))
 
 
 def _sources(data: TokenDataset) -> Table:
     table = Table("source", "format", "weight", "rows", "used here", "rejected", title="sources")
     for source in data.manifest.sources:
-        rejected = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items())
-        used = source[data.manifest.split]
-        table.add_row(
-            *(str(source[key]) for key in ("name", "format", "weight")),
-            f"{source['rows']:,}",
-            f"{used:,}",
-            rejected or "none",
-        )
+        try:
+            rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
+            table.add_row(
+                *(shown(source[key]) for key in ("name", "format", "weight")),
+                f"{source['rows']:,}",
+                f"{source[data.manifest.split]:,}",
+                shown(", ".join(rejected) or "none"),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise UserError(f"{data.directory} says no more what a source gave; {AGAIN}") from None
     return table
 
 
@@ -107,9 +120,12 @@ def _histogram(data: TokenDataset) -> Table:
 
 
 def _overlap(file: Path) -> Table:
-    found = json.loads(file.read_text())
     table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
-    for name, task in found["tasks"].items():
-        table.add_row(name, *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
-    table.caption = f"overlapping: shares {found['ngram']} words; contained: wholly there"
+    try:
+        found = read_json(file)
+        for name, task in found["tasks"].items():
+            table.add_row(shown(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
+        table.caption = f"overlapping: shares {shown(found['ngram'])} words; contained: wholly there"
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({one_line(error, 80)}); {AGAIN}") from None
     return table

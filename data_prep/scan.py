@@ -21,6 +21,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import write_atomically
 from common.parallel import Workers
+from common.untrusted import check_unpacked
 from data_prep.config import SPLITS, DataConfig
 from data_prep.inputs import PIECE, Input, Piece, Place, TextInput, open_text
 from data_prep.rows import (
@@ -89,6 +90,7 @@ class Assignment:
     @staticmethod
     def load(path: Path) -> Assignment:
         """The assignment that `save` wrote."""
+        check_unpacked(path)
         with np.load(path) as file:
             summary = json.loads(file["summary"].tobytes())
             return Assignment(file["pieces"], file["shard"], file["copies"], summary)

@@ -16,36 +16,41 @@ import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from common.errors import UserError, one_line
 from common.files import Hashes
 from common.labels import IGNORE
-from common.recipe import Section
-from data_prep.config import SPLITS, DataConfig, check_prepared
+from common.recipe import LARGEST, Section
+from common.untrusted import read_bytes
+from data_prep.config import MOST_TOKENS, SPLITS, DataConfig, check_prepared
 
 FORMAT = 2  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
 
+MANIFEST_BYTES = 256 << 20  # of a manifest at most: the largest number of shards takes 40 MB
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
 class ShardInfo(Section):
     """One shard file."""
 
     split: str  # the data set that it was made for: a shard in another one's place is not a part of it
-    file: str
-    bytes: int
+    file: str = Field(pattern=r"^shard-[0-9]{5}-of-[0-9]{5}\.arrow$")  # beside the manifest, and nowhere else
+    bytes: Count
     sha256: str
-    rows: int
-    tokens: int
-    valid_tokens: int
-    segments: int  # documents or examples, parts of cut ones counted singly
-    documents: int  # documents or examples that went in
-    counts: dict[str, int] = {}  # what was cut, dropped or left over, by reason
+    rows: Count
+    tokens: Count
+    valid_tokens: Count
+    segments: Count  # documents or examples, parts of cut ones counted singly
+    documents: Count  # documents or examples that went in
+    counts: dict[str, Count] = {}  # what was cut, dropped or left over, by reason
 
 
 class Manifest(Section):
@@ -55,8 +60,8 @@ class Manifest(Section):
     tool: str
     kind: str
     split: str
-    block: int
-    vocab_size: int
+    block: int = Field(gt=1, le=MOST_TOKENS)
+    vocab_size: int = Field(ge=0, le=1 << 32)
     tokenizer_fingerprint: str
     bos_id: int | None
     eos_id: int | None
@@ -64,13 +69,13 @@ class Manifest(Section):
     fingerprint: str  # of the content: shards, block, tokenizer
     config: dict[str, Any]  # the settings that decide the content
     sources: list[dict[str, Any]]  # identity and row counts of each source
-    rejected: dict[str, int]  # rows of the sources, by reason
-    counts: dict[str, int]  # sums of the shards' counts
-    rows: int
-    tokens: int
-    valid_tokens: int
-    documents: int
-    segments: int
+    rejected: dict[str, Count]  # rows of the sources, by reason
+    counts: dict[str, Count]  # sums of the shards' counts
+    rows: Count
+    tokens: Count
+    valid_tokens: Count
+    documents: Count
+    segments: Count
     waste: float  # share of the rows' block * rows places that is padding
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
@@ -113,8 +118,8 @@ def parse_manifest(directory: Path) -> Manifest:
         state = "is not complete" if directory.is_dir() else "does not exist"
         raise UserError(f"prepared data {directory} {state}; {AGAIN}")
     try:
-        manifest = Manifest.model_validate_json(file.read_bytes())
-    except (ValidationError, OSError) as error:
+        manifest = Manifest.model_validate_json(read_bytes(file, MANIFEST_BYTES))
+    except (ValidationError, ValueError, OSError) as error:
         reason = one_line(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
@@ -144,13 +149,19 @@ def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[Shar
 
 
 class Shard:
-    """One memory-mapped shard: random access to its rows without copying the rest."""
+    """One memory-mapped shard: random access to its rows without copying the rest.
+
+    Raises ValueError or what Arrow raises for a file that is none. Rows are read without looking again, so
+    that offsets which point beyond the file must be found here.
+    """
 
     def __init__(self, path: Path, kind: str) -> None:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         stream = pa.ipc.open_stream(pa.py_buffer(self._map))
-        batches = list(stream)
+        if not any(stream.schema.equals(schema(kind, np.dtype(one))) for one in (np.uint16, np.uint32)):
+            raise ValueError(f"its columns are not those of a shard of kind {kind}")
+        batches = [_checked(batch, len(self._map)) for batch in stream]
         names = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
         self.columns = {name: [_ragged(batch.column(name)) for batch in batches] for name in names}
         valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
@@ -178,6 +189,14 @@ class Shard:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
+def _checked(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
+    """A batch that lies in its file as it says, in at most so many bytes: shards are not compressed."""
+    batch.validate(full=True)
+    if batch.nbytes > most or any(column.null_count for column in batch.columns):
+        raise ValueError("a batch is packed or has gaps")
+    return batch
+
+
 def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """Offsets and values of a list column, as views of the mapped file (`to_numpy` would import pandas)."""
     return np.from_dlpack(column.offsets), np.from_dlpack(column.values)
@@ -203,6 +222,8 @@ class TokenDataset:
                 raise UserError(f"{path} {what}; {AGAIN}")
             try:
                 self._shards.append(Shard(path, self.manifest.kind))
+                if len(self._shards[-1].valid) != info.rows:
+                    raise ValueError(f"{len(self._shards[-1].valid)} rows where {info.rows} were written")
             except (pa.ArrowException, OSError, KeyError, ValueError) as error:
                 raise UserError(f"{path} is damaged ({one_line(error)}); {AGAIN}") from None
         self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
@@ -263,7 +284,7 @@ class TokenDataset:
                 why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
             elif len(tokens) and int(tokens.max()) >= vocab_size:
                 why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
-            elif spans and (len(spans[0]) % 2 or (len(spans[0]) and int(spans[0].max()) > len(tokens))):
+            elif spans and _stray(spans[0], len(tokens)):
                 why = "supervised spans beyond its end"
             if why is not None:
                 ((file, at),) = self.provenance(np.array([row]))
@@ -302,6 +323,12 @@ class TokenDataset:
             for one in self._shards:
                 one.forget()
         return self._shards[shard].row(at)
+
+
+def _stray(spans: np.ndarray, tokens: int) -> bool:
+    """Whether start, end, start, end ... are not stretches of a row of so many tokens."""
+    starts, ends = spans[::2], spans[1::2]
+    return len(starts) != len(ends) or bool((starts >= ends).any() or (ends > tokens).any())
 
 
 def is_prepared(config: DataConfig) -> bool:

@@ -15,17 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import UserError, one_line
+from common.untrusted import parse_json, read_bytes, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,6 +33,8 @@ FILES = [
     "merges.txt",
 ]
 CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
+FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
+MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBES = (  # a converted tokenizer must give the ids of the original for these
@@ -76,7 +71,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     from transformers import PreTrainedTokenizerFast
 
     place = _local(path, revision)
-    backend, names = _find(place)
+    backend, names = _sound(place)
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None  # it would give a text other ids every time
     return PreTrainedTokenizerFast(
@@ -90,7 +85,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
     place = _local(path, revision)
-    backend, names = _find(place)
+    backend, names = _sound(place)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -120,7 +115,7 @@ class TokenizerFacts(NamedTuple):
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
     """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return _facts(*_read(place))
+    return _facts(*_sound(place))
 
 
 def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
@@ -180,9 +175,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             )
         except RuntimeError as error:
             path.unlink(missing_ok=True)
-            reason = one_line(error)
             raise UserError(
-                f"no tokenizer of {vocab_size} pieces can be trained on this text ({reason}); "
+                f"no tokenizer of {vocab_size} pieces can be trained on this text ({one_line(error)}); "
                 "set a smaller data.train_tokenizer"
             ) from None
 
@@ -192,13 +186,12 @@ def chat_template(place: Path) -> str | None:
     file, config = place / CHAT_TEMPLATE, place / "tokenizer_config.json"
     try:
         if file.is_file():
-            return file.read_text("utf-8")
-        found = json.loads(config.read_text("utf-8")).get("chat_template") if config.is_file() else None
+            return read_bytes(file, FILE_BYTES).decode()
+        found = read_json(config, FILE_BYTES).get("chat_template") if config.is_file() else None
         if isinstance(found, list):  # several: {name: ..., template: ...}
             found = {one["name"]: one["template"] for one in found}.get("default")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = one_line(error)
-        raise UserError(f"the chat_template of tokenizer {place} cannot be read ({reason})") from None
+        raise UserError(f"the chat_template of {place} cannot be read ({one_line(error)})") from None
     return found if isinstance(found, str) else None
 
 
@@ -207,15 +200,14 @@ def _local(path: str | Path, revision: str | None) -> Path:
     return Path(path) if Path(path).exists() else _download(str(path), revision)
 
 
-def _find(place: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Backend and names of special tokens."""
+def _sound(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """`_read`, whose errors become one UserError."""
     try:
         return _read(place)
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
-        reason = one_line(error)
-        raise UserError(f"tokenizer {place} cannot be read: {reason}") from None
+        raise UserError(f"tokenizer {place} cannot be read: {one_line(error)}") from None
 
 
 def _download(hub: str, revision: str | None) -> Path:
@@ -247,7 +239,10 @@ def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     if place.is_file():
         return _from_sentencepiece(place)
     if (place / "tokenizer.json").is_file():
-        backend = Tokenizer.from_file(str(place / "tokenizer.json"))
+        content = read_bytes(place / "tokenizer.json", FILE_BYTES).decode()
+        tree = parse_json(content)
+        _check_ids([*_ids(tree["model"]["vocab"]), *(one["id"] for one in tree.get("added_tokens") or ())])
+        backend = Tokenizer.from_str(content)
         names = special_names(place)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
             names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
@@ -269,11 +264,13 @@ def special_names(place: Path) -> dict[str, str]:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (place / file).is_file():
             continue
-        tree: dict[str, Any] = json.loads((place / file).read_text())
+        tree: dict[str, Any] = read_json(place / file)
         for name in SPECIALS:
             value = tree.get(name)
             value = value.get("content") if isinstance(value, dict) else value
             if value:
+                if not isinstance(value, str):
+                    raise ValueError(f"{file}: {name} must be text, not {type(value).__name__}")
                 names[name] = value
     return names
 
@@ -352,8 +349,20 @@ def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in ranked]
 
 
+def _ids(vocab: Any) -> Iterable[Any]:
+    """The ids of a vocabulary; one that is a list numbers its pieces itself."""
+    return vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+
+
+def _check_ids(ids: Iterable[Any]) -> None:
+    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest."""
+    if not all(type(one) is int and 0 <= one < MOST_IDS for one in ids):
+        raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
+
+
 def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
+    _check_ids(_ids(read_json(place / "vocab.json", FILE_BYTES)))
     backend = Tokenizer(models.BPE.from_file(str(place / "vocab.json"), str(place / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

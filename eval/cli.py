@@ -1,4 +1,4 @@
-"""python -m eval run | watch | compare | report | generate | quality: evaluation of language models.
+"""python -m eval run | watch | compare | report | generate | quality | answer | judge: evaluating models.
 
 Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
 mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
@@ -18,13 +18,15 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.commands import offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
-from common.text import printable
+from common.text import on_one_line, printable
 from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
 from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
+from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
 from eval.store import StoreConflictError
 
@@ -42,7 +44,9 @@ PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
-        prog="python -m eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("emo-eval", "python -m eval"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -62,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     _evaluation_arguments(watch)
 
     generation.add_arguments(commands)
+    judging.add_arguments(commands)
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
@@ -72,7 +77,13 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--seeds", action="append", default=[], metavar="LABEL=NAME,NAME", help="aggregate models"
     )
-    report.add_argument("--baseline", help="model that the others are compared with (the first)")
+    report.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model that the others are compared with (the first); again: another one, in a table of its own",
+    )
     report.add_argument("--title", default="")
     report.add_argument("--notice", default="", help="a sentence shown at the top")
 
@@ -183,6 +194,11 @@ def _generation(args: argparse.Namespace) -> int:
         return generation.run(args, say)
 
 
+def _judging(args: argparse.Namespace) -> int:
+    with _libraries(args.command) if judging.loads_a_model(args) else contextlib.nullcontext():
+        return judging.run(args, say)
+
+
 @contextlib.contextmanager
 def _libraries(what: str) -> Iterator[None]:
     """Says that libraries are loaded, which takes seconds, and keeps them quiet: commands report progress."""
@@ -214,7 +230,11 @@ def _report(args: argparse.Namespace) -> int:
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
     target = args.out or args.results[0]
     write(report, target)
-    say(f"report of {len(report.models)} models on {len(report.tasks)} tasks: {target / 'report.html'}")
+    judged = f", {len(report.judgements)} comparisons by judges" if report.judgements else ""
+    say(
+        f"report of {len(report.models)} models on {len(report.tasks)} tasks{judged}: "
+        f"{target / 'report.html'}"
+    )
     return ExitCode.DONE
 
 
@@ -227,7 +247,7 @@ def _compare(args: argparse.Namespace) -> int:
     a, b = pick(models, args.a), pick(models, args.b)
     print(table(a, b))
     verdict = regression(a, b, args.max_drop)
-    print(printable(verdict.summary))
+    print(on_one_line(verdict.summary))
     if args.fail_on_regression and verdict.missing and not verdict.regressions:
         raise UserError(
             f"no verdict without {', '.join(verdict.missing)}; evaluate both models on the same tasks"
@@ -256,11 +276,13 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
-    args = parser().parse_args()
+    commands_and_options = parser()
+    offer_completion(commands_and_options)
+    args = commands_and_options.parse_args()
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
-    commands |= {"generate": _generation, "quality": _generation}
+    commands |= {"generate": _generation, "quality": _generation, "answer": _judging, "judge": _judging}
     try:
         return commands[args.command](args)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
-from common.text import printable
+from common.text import on_one_line
 from eval import stats
 from eval.icl.tasks import PAPER_ORDER
 from eval.results import Model
@@ -165,7 +165,7 @@ def regression(a: Model, b: Model, max_drop: float | None = None) -> Verdict:
 def table(a: Model, b: Model) -> str:
     """Both models' accuracies, task by task, for the terminal. UserError when they cannot be compared."""
     found = compare_alike(a, b)
-    names = [printable(m.name) for m in (a, b)]
+    names = [on_one_line(m.name) for m in (a, b)]
     lines = [
         ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
     ]
@@ -173,7 +173,7 @@ def table(a: Model, b: Model) -> str:
         results = [m.results[task] for m in (a, b)]
         lines.append(
             [
-                printable(results[0]["title"]),
+                on_one_line(results[0]["title"]),
                 str(results[0]["n"]),
                 *(f"{100 * r['accuracy']:.1f}" for r in results),
                 f"{100 * c['difference']:+.1f}",

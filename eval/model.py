@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, one_line
-from common.weights import Loaded, load_causal_lm
+from common.weights import Loaded, check_directory, load_causal_lm
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eval import store
 from eval.icl.scores import NotFiniteError
@@ -48,6 +48,7 @@ class EvaluatedModel:
         self.dtype = dtype
         if not (self.path / "config.json").is_file():
             raise UserError(f"{self.path} is not a model directory: config.json is missing")
+        check_directory(self.path)
         if not _weight_files(self.path):
             raise UserError(f"{self.path} has no weights ({', '.join(WEIGHTS[:2])})")
 
@@ -80,6 +81,8 @@ class EvaluatedModel:
         """
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)
+        except UserError:
+            raise
         except Exception as error:  # whatever a damaged or foreign file makes of transformers
             if type(error).__name__ == "OutOfMemoryError":
                 raise

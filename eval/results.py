@@ -4,7 +4,8 @@ OUT/models/NAME/model.json      path, digest of the weights, what the trainer sa
 OUT/models/NAME/TASK.json       a view: key into the store, digest of the weights, and a copy of the result
 OUT/models/NAME/samples.json    sampled text
 
-Other files there, and files that cannot be trusted, are skipped with a line.
+Other files there, and files that cannot be trusted, are skipped with a line: whoever made them may have meant
+them to mislead the reader, or to end the program.
 """
 
 from __future__ import annotations
@@ -13,27 +14,152 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeGuard
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import UserError, nearest
+from common.text import printable
 from eval import store
+from eval.icl.scores import EXTRA_SCORES, SCORES
 
 if TYPE_CHECKING:
     from eval.model import EvaluatedModel
 
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
-DESCRIPTION: dict[str, type] = {"name": str, "path": str, "weights": str, "dtype": str, "facts": dict}
-RESULT: dict[str, type] = {
-    **dict.fromkeys(("title", "version", "retriever", "score"), str),
-    **dict.fromkeys(("accuracy", "chance", "majority", "macro_f1"), float),
-    **dict.fromkeys(("n", "shots", "leaked", "rows_shortened", "rows_cut"), int),
-    **dict.fromkeys(("interval", "scores", "groups", "clean", "conditions"), dict),
-    **dict.fromkeys(("labels", "confusion", "worst"), list),
-}
-INSIDE: dict[str, dict[str, type]] = {
-    "interval": {"low": float, "high": float},
-    "conditions": {"compared": dict, "noted": dict},
-}
+COUNTABLE = 2**53  # floats can no longer count beyond it
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=COUNTABLE)]
+Score = Literal[*SCORES, *EXTRA_SCORES]  # type: ignore[valid-type]
+
+
+class Stored(BaseModel):
+    """What a file must hold at least; the rest is kept as it is."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def fits(cls, value: Any) -> TypeGuard[dict[str, Any]]:
+        """Whether a value from a file is one."""
+        try:
+            cls.model_validate(value)
+        except (ValidationError, RecursionError):
+            return False
+        return True
+
+
+class Facts(Stored):
+    """What the trainer left of a model, as far as it did."""
+
+    step: Count | None = None
+    tokens: Count | None = None
+    objective: str | None = None
+    origin: str | None = None
+    run: str | None = None
+
+
+class Description(Stored):
+    """model.json."""
+
+    name: str
+    path: str
+    weights: str
+    dtype: str
+    facts: Facts
+
+
+class Interval(Stored):
+    low: float
+    high: float
+
+
+class Accuracy(Stored):
+    accuracy: Share | None
+    n: Count
+
+
+class Conditions(Stored):
+    compared: dict[str, str | int | float | bool | None]
+    noted: dict[str, str | int | float | bool | None]
+
+
+class Demonstration(Stored):
+    text: str
+    label: str
+
+
+class Mistake(Stored):
+    """A wrong answer that the report shows."""
+
+    id: Count
+    text: str
+    gold: str
+    prediction: str
+    scores: dict[str, float]
+    demonstrations: list[Demonstration]
+
+
+class Result(Stored):
+    """What a task came to."""
+
+    title: str
+    version: str
+    retriever: str
+    score: Score
+    accuracy: Share
+    chance: Share
+    majority: Share
+    macro_f1: Share
+    n: Annotated[int, Field(gt=0, le=COUNTABLE)]
+    shots: Count
+    leaked: Count
+    rows_shortened: Count
+    rows_cut: Count
+    interval: Interval
+    scores: dict[Score, Accuracy]
+    groups: dict[str, Any]
+    clean: Accuracy
+    conditions: Conditions
+    labels: Annotated[list[str], Field(min_length=1)]
+    confusion: list[list[Count]]
+    worst: list[Mistake]
+
+    @model_validator(mode="after")
+    def _square(self) -> Self:
+        if {len(self.labels)} != {len(self.confusion), *map(len, self.confusion)}:
+            raise ValueError("a row and a column of the confusion per label")
+        return self
+
+
+class View(Stored):
+    """TASK.json."""
+
+    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # the name of a directory of the store
+    weights: str
+    result: dict[str, Any]
+
+
+class Sample(Stored):
+    prefix: str
+    text: str
+    ended: bool
+
+
+class Samples(Stored):
+    """samples.json."""
+
+    weights: str
+    samples: list[Sample]
+
+
+class Record(Stored):
+    """A row of a task, as far as all records have it."""
+
+    row: Count
+    gold: str
+    group: str
+    prediction: str
 
 
 Say = Callable[[str], None]
@@ -69,7 +195,10 @@ class Model:
 
     def records(self, task: str) -> list[dict[str, Any]]:
         """Per-row records of a task, in row order. UserError when files of the store are damaged."""
-        return store.read_records(self.out, self.keys[task], self.results[task]["n"])
+        found = store.read_records(self.out, self.keys[task], self.results[task]["n"])
+        if not all(map(Record.fits, found)):
+            raise UserError(f"{self.name}, {task}: its records are no rows of a task; evaluate it again")
+        return found
 
     def outcomes(self, task: str) -> list[Outcome]:
         """Every row of a task and whether it was right; read once. UserError like `records`."""
@@ -88,7 +217,7 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
     if isinstance(described, dict) and described.get("weights") != model.digest:
         say(f"{model.name}: other weights than in the last run; its earlier results are no longer shown")
         for path in (p for p in directory.glob("*.json") if p.is_file()):
-            if path.name == SAMPLES or _is_view(store.read_json(path)):
+            if path.name == SAMPLES or View.fits(store.read_json(path)):
                 path.unlink(missing_ok=True)
     facts = {
         "name": model.name,
@@ -133,7 +262,7 @@ def pick(models: Sequence[Model], name: str) -> Model:
 def _models(out: Path, say: Say) -> Iterator[Model]:
     for directory in sorted(p for p in (out / MODELS).glob("*") if p.is_dir()):
         description = store.read_json(directory / MODEL)
-        if not _has(description, DESCRIPTION):
+        if not Description.fits(description) or description["name"] != directory.name:
             say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
             continue
         views, unreadable = _views(directory, description["weights"], say)
@@ -167,9 +296,9 @@ def _views(directory: Path, weights: str, say: Say) -> tuple[dict[str, dict[str,
 
 def _fault(view: Any, out: Path) -> str | None:
     """What keeps a file from being shown as a result of the results directory `out`."""
-    if not _is_view(view):
+    if not View.fits(view):
         return "damaged, or not a result"
-    if not _is_result(view["result"]):
+    if not Result.fits(view["result"]):
         return "a result of another version; evaluate it again"
     sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)
     if sealed is not None and store.digest(sealed) != store.digest(view["result"]):
@@ -180,25 +309,12 @@ def _fault(view: Any, out: Path) -> str | None:
 def _samples(path: Path, weights: str, say: Say) -> list[dict[str, Any]]:
     """Text sampled from these weights."""
     found = store.read_json(path)
-    if _has(found, {"samples": list, "weights": str}):
+    if Samples.fits(found):
         return found["samples"] if found["weights"] == weights else []
     if path.is_file():
         say(f"skipped {path}: damaged; sample again with python -m eval generate")
     return []
 
 
-def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
-    return _has(value, {"key": str, "weights": str, "result": dict})
-
-
-def _is_result(value: dict[str, Any]) -> bool:
-    return _has(value, RESULT) and all(_has(value[name], kinds) for name, kinds in INSIDE.items())
-
-
-def _has(value: Any, kinds: dict[str, type]) -> TypeGuard[dict[str, Any]]:
-    """Whether a value from a file is an object with fields of these kinds."""
-    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
-
-
 def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)

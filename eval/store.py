@@ -18,16 +18,20 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from common import untrusted
 from common.errors import UserError
 from common.files import sha256, write_once, write_text
-from common.lease import Lease
+from common.lease import Lease, held
 
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
+POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
+STORED_BYTES = 256 << 20  # of a file at most: the demonstrations of a million rows take 80 MB
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -88,10 +92,10 @@ def publish_sealed(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON value in a file; None when it is absent, torn or not JSON."""
+    """The JSON value in a file; None when it is absent, torn, not JSON or too large."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):  # JSON and UTF-8 errors are ValueErrors
+        return untrusted.read_json(path, STORED_BYTES)
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -104,7 +108,7 @@ def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
     directory = out / STORE / key / "chunks"
     for path in sorted(directory.glob("*.json")):
         chunk = unsealed(path)
-        if chunk is None:
+        if not isinstance(chunk, list):
             raise UserError(f"{path} is damaged; run the evaluation again, which computes it anew")
         records += chunk
     if len(records) != rows:
@@ -172,6 +176,42 @@ class Entry:
 
     def lease(self, name: str) -> Lease:
         return lease(self.path / "leases", name)
+
+
+def complete(
+    entry: Entry,
+    rows: int,
+    chunk: int,
+    compute: Callable[[range], list[dict[str, Any]]],
+    advance: Callable[[int], Any] = lambda count: None,
+) -> list[dict[str, Any]]:
+    """Records of all `rows` under a key, in order: the chunks that nobody else is at, until all are there.
+
+    compute: records of some rows, each with its number as `row`. advance: told how many rows were found done.
+    The first copy of a chunk counts: another kind of machine may round a text differently.
+    """
+    chunks = [range(i, min(i + chunk, rows)) for i in range(0, rows, chunk)]
+    advance(sum(len(c) for i, c in enumerate(chunks) if entry.has_chunk(i, c)))
+    while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
+        worked = False
+        for i in pending:
+            with held(entry.lease(f"chunk-{i:05d}")) as mine:
+                if mine and not entry.has_chunk(i, chunks[i]):
+                    _finish_first(entry, i, chunks[i], compute(chunks[i]))
+                    worked = True
+                elif entry.has_chunk(i, chunks[i]):
+                    advance(len(chunks[i]))
+        if not worked:
+            time.sleep(POLL_SECONDS)
+    return [record for i in range(len(chunks)) for record in entry.chunk(i) or []]
+
+
+def _finish_first(entry: Entry, index: int, rows: range, records: list[dict[str, Any]]) -> None:
+    try:
+        entry.finish_chunk(index, records)
+    except StoreConflictError:
+        if not entry.has_chunk(index, rows):
+            raise
 
 
 def lease(directory: Path, name: str) -> Lease:

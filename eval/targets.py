@@ -9,18 +9,20 @@ as long as their own headers say, and nothing has changed for SETTLE_SECONDS.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import one_line
+from common.errors import UserError, one_line
+from common.untrusted import parse_json, read_json
+from common.weights import shard_names
 from eval import store
 from eval.model import clean_name
 from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
+HEADER_BYTES = 100_000_000  # of a safetensors file at most, as safetensors itself has it
 TRAINER_STATE, CONFIG = "trainer_state.json", "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of them, or its index
 FOREIGN = "checkpoint-"  # how the Trainer names its checkpoints, before the step
@@ -115,9 +117,8 @@ def _weight_files(files: Path) -> list[str]:
         index = files / f"{name}.index.json"
         if index.is_file():
             try:
-                named = json.loads(index.read_text())["weight_map"].values()
-                return sorted({str(n) for n in named if Path(n).name == n})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return sorted(set(shard_names(index, read_json(index)).values()))
+            except (OSError, ValueError, UserError) as error:
                 raise NotWholeError(f"{index.name} is unreadable: {one_line(error, 80)}") from None
         if (files / name).is_file():
             return [name]
@@ -131,9 +132,9 @@ def _as_long_as_it_says(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
+            if length > min(path.stat().st_size, HEADER_BYTES):
                 return False
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length).decode())
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         return path.stat().st_size == 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):

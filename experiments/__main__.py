@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.commands import offer_completion, program
 from common.errors import UserError
 from common.exit_codes import ExitCode
-from common.provenance import REPOSITORY
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
 from experiments.outcome import outcome
 from experiments.work import Work
@@ -18,13 +18,17 @@ from experiments.work import Work
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 a run failed, 2 a mistake in the input, 130 interrupted."""
-    args = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    offer_completion(parser)
+    args = parser.parse_intermixed_args(argv)
     command = _table if args.command == "table" else _run
     return outcome(lambda: command(args, read_experiment(args.file, args.overrides)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=program("emo-experiments", "python -m experiments"), description=__doc__
+    )
     parser.add_argument("command", choices=("run", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -45,7 +49,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     work.check()
     _plan(work, args.jobs)
     if args.slurm is not None:
-        schedulers.slurm(args.file, args.overrides, args.workers, experiment.ranks, REPOSITORY, args.slurm)
+        schedulers.slurm(args.file, args.overrides, args.workers, experiment.ranks, args.slurm)
     if args.kubernetes is not None:
         schedulers.kubernetes(args.file, args.overrides, args.workers, experiment.ranks, args.kubernetes)
     if args.dry_run or args.slurm is not None or args.kubernetes is not None:

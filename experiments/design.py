@@ -33,8 +33,11 @@ name another text with the key `names.NAME`.
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
+import string
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +45,15 @@ from typing import Any, NamedTuple
 from pydantic import Field, model_validator
 
 from common.errors import UserError, nearest
-from common.recipe import Section, load_section
+from common.recipe import Section, load_section, shown
+from common.untrusted import is_plain_name
 
 Overrides = dict[str, Any]
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION = "validation_nll"  # what every run reports by itself: nats per token of its validation set
+LONGEST, MOST_RUNS = 60, 10_000  # characters of a label or name, and combinations of labels, at most
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
-PLACES = ("run", "dir", "export", "out", "baseline")  # what a measure's command can refer to
+PLACES = ("run", "dir", "export", "out", "baseline", "baseline_run")  # what a measure's command can refer to
 
 
 class Measure(Section):
@@ -56,8 +61,8 @@ class Measure(Section):
 
     In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
     model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
-    may also name `{baseline}`, the exported model of the baseline with the same other labels; it is then done
-    after the choice.
+    may also name `{baseline}`, the exported model of the baseline with the same other labels, and
+    `{baseline_run}`, that run's name; it is then done after the choice.
     """
 
     command: str
@@ -67,8 +72,8 @@ class Measure(Section):
 
     @property
     def against_baseline(self) -> bool:
-        """Whether the baseline's model is needed, too."""
-        return "{baseline}" in self.command
+        """Whether what became of the baseline is needed, too."""
+        return "{baseline}" in self.command or "{baseline_run}" in self.command
 
 
 class Choose(Section):
@@ -129,6 +134,17 @@ class Experiment(Section):
         for name in self.measures:
             if name in STAGES:
                 raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_of_files(self) -> Experiment:
+        """Runs, notes and logs are called by them, in `out` and nowhere else."""
+        labels = [label for axis in self.axes for label in self.labels(axis)]
+        for name in (*self.before, *self.measures, *labels):
+            if not is_plain_name(name) or name[0] in ".-" or len(name) > LONGEST:
+                raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
+        if math.prod(len(self.labels(axis)) for axis in self.axes) > MOST_RUNS:
+            raise ValueError(f"axes: more than {MOST_RUNS:,} runs; leave out axes or labels")
         return self
 
     @model_validator(mode="after")
@@ -224,8 +240,8 @@ class Run(NamedTuple):
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """An experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
     experiment = load_section(Experiment, path, overrides)
-    names = [run.name for run in expand(experiment)]
-    repeated = next((name for name in names if names.count(name) > 1), None)
+    names = Counter(run.name for run in expand(experiment))
+    repeated = next((name for name, times in names.items() if times > 1), None)
     if repeated is not None:
         raise UserError(f"{path}: two runs are both called {repeated}; give their labels different names")
     return experiment
@@ -263,8 +279,12 @@ def _run(experiment: Experiment, labels: tuple[tuple[str, str], ...], own: list[
 def fill(text: str, places: Mapping[str, Any], where: str) -> str:
     """`text` with its `{name}`s filled in. Raises UserError for a name that is not in `places`."""
     try:
+        # Nothing but names: what formats and attributes do is not theirs to ask for.
+        for _, name, spec, conversion in string.Formatter().parse(text):
+            if name is not None and (name not in places or spec or conversion):
+                raise KeyError(name)
         return text.format_map(places)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+    except (KeyError, ValueError) as error:
         known = ", ".join(places)
         raise UserError(f"{where}: {text!r} cannot be filled in ({error}); known: {known}") from None
 

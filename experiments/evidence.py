@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from common.errors import UserError, nearest
 from common.exit_codes import ExitCode
 from common.files import write_text
-from common.provenance import REPOSITORY, code_version
+from common.provenance import code_version
 from common.recipe import Section, load_section
 from experiments.design import RESULTS, fill, interpreted, words
 from experiments.outcome import outcome
@@ -132,7 +132,7 @@ def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> 
 def _run(command: list[str]) -> None:
     """One command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
-    code = subprocess.run(interpreted(command), cwd=REPOSITORY).returncode
+    code = subprocess.run(interpreted(command)).returncode
     if code:
         raise UserError(f"{shlex.join(command)} ended with exit code {code}; cure that and run this again")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import DiskFullError
 
@@ -20,7 +20,7 @@ def outcome(work: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.MISTAKE
     except DiskFullError as error:
-        print(f"error: {error}, and {AGAIN}", file=sys.stderr)
+        print(f"error: {one_line(error)}, and {AGAIN}", file=sys.stderr)
         return ExitCode.FAILURE
     except KeyboardInterrupt:
         print(f"interrupted; {AGAIN}", file=sys.stderr)

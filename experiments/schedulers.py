@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from common.files import write_text
@@ -16,7 +17,7 @@ SLURM = """#!/bin/bash
 #SBATCH --gpus={ranks}
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-cd {repository}
+cd {directory}
 exec {command}
 """
 
@@ -33,40 +34,56 @@ spec:
   template:
     spec:
       restartPolicy: Never
-      securityContext: {{ runAsNonRoot: true, runAsUser: 1001, fsGroup: 1001 }}
+      automountServiceAccountToken: false
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: 1001
+        fsGroup: 1001
+        fsGroupChangePolicy: OnRootMismatch
+        seccompProfile: {{ type: RuntimeDefault }}
       containers:
         - name: work
           image: emo:latest
+          securityContext:
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities: {{ drop: [ALL] }}
           command: [sh, -c, {command}]
           resources:
             requests: {{ cpu: "8", memory: 64Gi, nvidia.com/gpu: {ranks} }}
             limits: {{ memory: 128Gi, nvidia.com/gpu: {ranks} }}
           volumeMounts:
             - {{ name: runs, mountPath: /emo/runs }}
+            - {{ name: tmp, mountPath: /tmp }}
       volumes:
         - name: runs
           persistentVolumeClaim: {{ claimName: emo-runs }}
+        - name: tmp
+          emptyDir: {{}}
 """
 
 
-def _words(file: Path, overrides: list[str]) -> str:
-    return shlex.join(["python", "-m", "experiments", "run", str(file), *overrides])
+def _words(python: str, file: Path, overrides: list[str]) -> str:
+    return shlex.join([python, "-m", "experiments", "run", str(file), *overrides])
 
 
 def _name(file: Path) -> str:
     return file.stem.lower().replace("_", "-")
 
 
-def slurm(file: Path, overrides: list[str], workers: int, ranks: int, repository: Path, target: Path) -> None:
-    """Write the batch script of an array of `workers` with `ranks` GPUs each."""
+def slurm(file: Path, overrides: list[str], workers: int, ranks: int, target: Path) -> None:
+    """Write the batch script of an array of `workers` with `ranks` GPUs each.
+
+    It runs in this directory, with this Python.
+    """
     text = SLURM.format(
         workers=workers,
         ranks=ranks,
         last=workers - 1,
         file=file,
         name=_name(file),
-        repository=shlex.quote(str(repository)),
-        command=_words(file, overrides).replace("python", ".venv/bin/python", 1),
+        directory=shlex.quote(str(Path.cwd())),
+        command=_words(sys.executable, file, overrides),
     )
     write_text(target, text)
 
@@ -75,7 +92,7 @@ def kubernetes(file: Path, overrides: list[str], workers: int, ranks: int, targe
     """Write the Indexed Job of `workers` pods with `ranks` GPUs each."""
     import json
 
-    command = json.dumps(_words(file, overrides))
+    command = json.dumps(_words("python", file, overrides))
     write_text(
         target, KUBERNETES.format(workers=workers, ranks=ranks, file=file, name=_name(file), command=command)
     )

@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.files import write_text
 from common.provenance import code_version
+from common.text import markdown as plain
 from experiments.design import RESULTS, Experiment, Run
 from experiments.statistics import difference, estimate, holm, verdict
 from experiments.work import Work
@@ -98,17 +99,21 @@ def markdown(results: dict[str, Any]) -> str:
     axes = list(rows[0]["labels"])
     chosen = list(rows[0].get("chosen", {}))
     names = list(dict.fromkeys(name for row in rows for name in row["measures"]))
-    lines = ["| " + " | ".join((*axes, *chosen, *names)) + " |", "|" + "---|" * len((*axes, *chosen, *names))]
+    lines = [
+        "| " + " | ".join(map(plain, (*axes, *chosen, *names))) + " |",
+        "|" + "---|" * len((*axes, *chosen, *names)),
+    ]
     for row in rows:
         cells = [*row["labels"].values(), *row.get("chosen", {}).values()]
         cells += [_cell(row, name) for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(map(plain, cells)) + " |")
     lines.append("")
     lines.append("Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05).")
     for found in results["verdicts"].values():
         lines.append("")
         lines.append(
-            f"**{found['question']}** {found['answer']}: {found['outcome']} better by {found['effect']:.4g} "
+            f"**{plain(found['question'])}** {found['answer']}: {plain(found['outcome'])} better by "
+            f"{found['effect']:.4g} "
             f"[{found['low']:.4g}, {found['high']:.4g}], n {found['n']}."
         )
     return "\n".join(lines) + "\n"

@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.files import write_text
 from common.lease import Lease, held
-from common.provenance import REPOSITORY
+from common.provenance import shipped
+from common.untrusted import read_json
 from data_prep.config import load_data_config
 from eval import store
 from experiments.design import (
@@ -80,7 +81,7 @@ def in_order(stages: Iterable[Stage], *before: Stage) -> list[Stage]:
 def read_note(path: Path) -> dict[str, Any] | None:
     """A stage's note, or None where there is none that can be read."""
     try:
-        note = json.loads(path.read_text())
+        note = read_json(path)
     except (OSError, ValueError):
         return None
     return note if isinstance(note, dict) else None
@@ -250,9 +251,7 @@ class Work:
         self.say(f"{owner}: {stage.name}")
         began = time.monotonic()
         with log.open("ab") as sink:
-            done = subprocess.run(
-                stage.command, cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT, env=_environment()
-            )
+            done = subprocess.run(stage.command, stdout=sink, stderr=subprocess.STDOUT, env=_environment())
         if done.returncode:
             reason = _reason(log.read_text(errors="replace"))
             raise UserError(f"{owner}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
@@ -267,7 +266,7 @@ class Work:
         recipe, place = str(self.experiment.recipe), f"data.dir={data}"
         prepare = [sys.executable, "-m", "data_prep", "prepare", recipe, *of_data, place]
         train = [_bin("deepspeed"), "--num_gpus", str(self.experiment.ranks)]
-        train += ["--master_port", str(_port(run)), f"launch/{self.script}.sh", recipe]
+        train += ["--master_port", str(_port(run)), str(shipped(Path(f"launch/{self.script}.sh"))), recipe]
         train += [*overrides, place, f"run_dir={self.directory(run)}"]
         return [
             Stage(PREPARE, prepare, self.notes / f"{data.name}.json"),
@@ -294,7 +293,7 @@ class Work:
         directory = self.directory(run)
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
-            places["baseline"] = self.directory(baseline) / EXPORT
+            places |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
         return dict(run.labels) | places | self.experiment.places | dict(run.names)
 
 
@@ -308,12 +307,12 @@ def _number(place: str) -> float:
     """The number at "FILE:key.key"."""
     path, _, keys = place.rpartition(":")
     try:
-        value = json.loads(Path(path).read_text())
+        value = read_json(Path(path), store.STORED_BYTES)
         for key in keys.split("."):
             value = value[int(key)] if isinstance(value, list) else value[key]
         return float(value)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{place} holds no number ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise UserError(f"{place} holds no number ({type(error).__name__}: {one_line(error, 120)})") from None
 
 
 def _yaml(value: Any) -> str:

@@ -1,11 +1,25 @@
 #!/bin/sh
-# The image's verbs: each is the command of the same name outside a container.
-case "$1" in
-    continual | instruct) verb=$1; shift; exec "launch/$verb.sh" "$@" ;;
-    data_prep | pipeline | eval) verb=$1; shift; exec python -m "$verb" "$@" ;;
-    quickstart) exec python launch/quickstart.py ;;
-    "" | help)
-        echo "usage: continual RECIPE [key=value ...] | instruct RECIPE [key=value ...] | data_prep ... | pipeline ... | eval ... | quickstart"
+# The image's verbs, each a command of the same meaning outside a container; `health` is for its health check.
+verbs="prepare | continual | instruct | evaluate | watch | plan | quickstart"
+verb=${1:-help}
+[ $# -gt 0 ] && shift
+case "$verb" in
+    prepare) exec python -m data_prep prepare "$@" ;;
+    continual | instruct) exec "${0%/*}/$verb.sh" "$@" ;;
+    evaluate) exec python -m eval run "$@" ;;
+    watch) exec python -m eval watch "$@" ;;
+    plan) exec python -m pipeline plan "$@" ;;
+    quickstart) exec python "${0%/*}/quickstart.py" "$@" ;;
+    health)
+        # Since when the run does what it is doing: a step, loading, saving. Without a heartbeat nothing trains here.
+        since=$(sed -n 's/.*"since": \([0-9]*\).*/\1/p' "$PIPELINE_HEARTBEAT" 2>/dev/null)
+        [ -n "$since" ] || exit 0
+        idle=$(($(date +%s) - since))
+        [ "$idle" -lt "${HANG_SECONDS:-7200}" ] || { echo "no progress for $idle s"; exit 1; } ;;
+    help | --help | -h)
+        echo "usage: $verbs, each with the arguments of its command; VERB --help shows them"
+        echo "any other command: --entrypoint python IMAGE -m eval report ..." ;;
+    *)
+        echo "error: no verb $verb; there are $verbs" >&2
         exit 2 ;;
-    *) exec "$@" ;;
 esac

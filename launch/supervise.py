@@ -1,12 +1,14 @@
 """Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
 
     launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
+    emo-continual [options of deepspeed --] RECIPE.yaml [key=value ...]     where a wheel is installed
 
 By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
 their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
 Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
 a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
-pipeline/stop.py).
+pipeline/stop.py). What the launcher itself prints goes to a file, from which rank 0 takes it into the run's
+log; the ranks find the real standard output as their standard input (see pipeline/report/streams.py).
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.exit_codes import ExitCode
-from pipeline.stop import REPORTS, REQUESTS
+from pipeline.stop import CONSOLE, REPORTS, REQUESTS
 
+HERE = Path(__file__).resolve().parent
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
+# Options under which other programs, which use their standard input, stand between launcher and ranks.
+ELSEWHERE = ("--launcher", "--force_multi")
 OF_TRAINING = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
 
 
@@ -66,9 +72,17 @@ class Supervisor:
         self._told: set[Path] = set()
         for number in REQUESTS:
             signal.signal(number, lambda number, _: self.requests.append(number))
-        environment = os.environ | {REPORTS: str(reports)}
         command = ["deepspeed", *options, script, *arguments]
-        self.launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+        environment = os.environ | {REPORTS: str(reports)}
+        self.log = reports / "launcher.log"
+        if self.hosts or any(one.startswith(ELSEWHERE) for one in options):
+            self.launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+            return
+        environment[CONSOLE] = "stdin"
+        with self.log.open("a+b") as log:
+            self.launcher = subprocess.Popen(
+                command, env=environment, stdin=sys.stdout, stdout=log, start_new_session=True
+            )
 
     def run(self) -> int:
         """Wait for the launcher and for every rank, passing requests on; the exit code of the run.
@@ -83,8 +97,19 @@ class Supervisor:
             elif self.requests:
                 self._pass_on(self.requests[0])
             time.sleep(TICK)
-        codes = [rank.code for rank in self.ranks()]
-        return verdict(self.launcher.returncode, codes, bool(self.requests), self.hosts)
+        ranks = self.ranks()
+        codes = [rank.code for rank in ranks]
+        code = verdict(self.launcher.returncode, codes, bool(self.requests), self.hosts)
+        self._explain(code, ranks)
+        return code
+
+    def _explain(self, code: int, ranks: list[Rank]) -> None:
+        """Say what no rank could have said: that some were killed, or that the launcher failed by itself."""
+        killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
+        if killed and code == ExitCode.FAILURE:
+            print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
+        if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and self.log.is_file():
+            sys.stderr.write(self.log.read_text(errors="replace"))
 
     def ranks(self) -> list[Rank]:
         """The ranks that have reported so far."""
@@ -154,6 +179,25 @@ def main(argv: list[str]) -> int:
         return ExitCode.MISTAKE
     finally:
         shutil.rmtree(reports, ignore_errors=True)
+
+
+def continual() -> NoReturn:
+    """The command `emo-continual`."""
+    _installed("continual.sh")
+
+
+def instruct() -> NoReturn:
+    """The command `emo-instruct`."""
+    _installed("instruct.sh")
+
+
+def _installed(script: str) -> NoReturn:
+    """Become what `script` beside this file becomes: ranks know their supervisor by this file's name.
+
+    The `deepspeed` of this Python is taken, be its environment active or not.
+    """
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.execv(sys.executable, [sys.executable, __file__, str(HERE / script), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

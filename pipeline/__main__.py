@@ -1,8 +1,16 @@
-"""python -m pipeline plan | preflight | score."""
+"""python -m pipeline plan | preflight | score | report."""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from pipeline.cli import leave, main
 
-if __name__ == "__main__":
+
+def run() -> NoReturn:
+    """The command as a process of its own."""
     leave(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -14,11 +14,17 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import NoReturn
 
+from common.commands import offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
+from common.recipe import parse_arguments
+from common.text import printable, without_secrets
+from pipeline.report.console import Console, Handler, made
+from pipeline.report.pace import duration
+from pipeline.report.streams import Chatter, split
 from pipeline.stop import RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -56,40 +62,109 @@ def leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m pipeline plan | preflight | score`: what is done before a recipe is trained.
+    """`python -m pipeline plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input.
     """
     given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
-    commands: dict[str, Callable[[list[str]], int]] = {
+    parser = _parser()
+    offer_completion(parser)
+    args = parse_arguments(parser, given)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "plan": _plan,
         "preflight": _preflight,
         "score": _score,
+        "report": _report,
     }
-    chosen = argparse.ArgumentParser(
-        prog="python -m pipeline",
-        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
-        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
-        "log-probability of every token beside the data, for objectives that compare with it.",
-    )
-    chosen.add_argument("command", choices=commands)
-    # A parser for each command: argparse does not let options and overrides mix in a subparser.
-    command = chosen.parse_args(given[:1]).command
     _quieten()
     if _is_first_of_host():
-        print(f"{command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
+        print(f"{args.command}: loading libraries", file=sys.stderr, flush=True)  # that takes seconds
     try:
-        return commands[command](given[1:])
+        return commands[args.command](args)
     except UserError as error:
         if _is_first_of_host():
             print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("emo-pipeline", "python -m pipeline"),
+        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
+        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
+        "log-probability of every token beside the data, for objectives that compare with it; report "
+        "shows runs as a page, while they train and after.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", description="Memory, step time and hours of a recipe on given GPUs.")
+    _recipe_and_overrides(plan)
+    plan.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
+    plan.add_argument(
+        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
+    )
+    plan.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
+    plan.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
+    )
+
+    preflight = commands.add_parser(
+        "preflight", description="Is every host fit to train? Under any launcher."
+    )
+    _recipe_and_overrides(preflight)
+
+    score = commands.add_parser(
+        "score",
+        description="A model's log-probability of every token of a recipe's data, written once beside them. "
+        "Run the same command again to resume; several jobs share the work with --part.",
+    )
+    _recipe_and_overrides(score)
+    score.add_argument("--model", required=True, help="directory or hub id of the model that reads the data")
+    score.add_argument("--revision", help="commit of the hub model")
+    score.add_argument("--name", default="reference", help="what objective.scores calls them (%(default)s)")
+    score.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)"
+    )
+    score.add_argument("--force", action="store_true", help="write again what is there")
+
+    report = commands.add_parser(
+        "report",
+        description="One or several runs as one page: curves, launches, the plan beside what was measured, "
+        "sampled text. Also while they train.",
+    )
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    report.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
+    report.add_argument(
+        "--over",
+        choices=("step", "tokens"),
+        default="step",
+        help="what curves go over: steps or supervised tokens",
+    )
+    return parser
+
+
+def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+
+
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
     """Parse, check, join the other ranks and train."""
+    chatter = split()
     args = _recipe_arguments(kind, argv)
-    _set_up_logging()
+    console = _set_up_logging(args, chatter)
+    try:
+        return _train(kind, args, watch, console)
+    except Exception as error:
+        console.close()
+        if _is_first_of_host() and not isinstance(error, UserError):
+            chatter.show()
+        raise
+    finally:
+        console.close()
+
+
+def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) -> int:
     from pipeline.config import load_config
 
     config = load_config(args.recipe, args.overrides)
@@ -102,18 +177,20 @@ def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
         if _is_main():
             print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
         return ExitCode.DONE
-    from pipeline import engine, ranks
-    from pipeline.train import train
+    with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
+        from pipeline import engine, ranks
+        from pipeline.train import train
 
     started = time.perf_counter()
     world = engine.start_world()
     watch.joined()
-    if any(ranks.gather_objects(watch.reason is not None)):
-        log.info("stopped before the run was opened; %s", RESUME)
+    if asked := ranks.first_reason(watch.reason):
+        told = {"event": "stopped", "reason": asked}
+        log.info("stopped before the run was opened (%s); %s", asked, RESUME, extra={"told": told})
         finished = False
     else:
-        finished = train(config, world, watch)
-    log.info("%.0f s", time.perf_counter() - started)
+        finished = train(config, world, watch, console)
+    log.info("this launch took %s", duration(time.perf_counter() - started))
     ranks.end_world()
     return ExitCode.DONE if finished else ExitCode.STOPPED
 
@@ -125,10 +202,12 @@ def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    _recipe_and_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
+    shown.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     return parser.parse_intermixed_args(argv)
 
@@ -200,49 +279,40 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Survivor:
-    """A text stream that a lost reader does not break: what is written from then on goes nowhere.
+class Printable(logging.Formatter):
+    """Log lines whose names come from recipes and files, and cannot act on the terminal."""
 
-    Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
-    died of its next line of output would not save.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write `text`, or drop it."""
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, or drop what is buffered."""
-        self._try(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _try(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's text."""
+        return without_secrets(printable(super().format(record)))
 
 
-def _set_up_logging() -> None:
+def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
-    sys.stdout, sys.stderr = cast("TextIO", Survivor(sys.stdout)), cast("TextIO", Survivor(sys.stderr))
-    level = logging.INFO if _is_main() else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    console = made(args.json, args.quiet, _is_main(), chatter)
+    shown, hidden = Handler(console), logging.StreamHandler(chatter.stream)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
-    logging.getLogger().handlers[0].addFilter(lambda record: record.module != "spawn")
+    shown.addFilter(lambda record: "distutils" not in record.pathname)
+    hidden.addFilter(lambda record: "distutils" in record.pathname)
+    level = logging.INFO if _is_main() else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", handlers=[shown, hidden])
     _quieten()
+    # Its log is chatter, and a user sees its warnings as any other; that there is no GPU this program says.
+    of_deepspeed = Handler(console)
+    of_deepspeed.setLevel(logging.WARNING)
+    of_deepspeed.addFilter(lambda record: record.module != "real_accelerator")
+    logging.getLogger("DeepSpeed").addHandler(of_deepspeed)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    return console
+
+
+def _log_to_stdout(level: int) -> None:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Printable())
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _quieten() -> None:
@@ -250,23 +320,9 @@ def _quieten() -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _plan(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline plan", description="Memory, step time and hours of a recipe on given GPUs."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
-    parser.add_argument(
-        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
-    )
-    parser.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
-    )
-    args = parser.parse_intermixed_args(argv)
+def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
-        parser.error("--write goes with --best")
+        raise UserError("--write goes with --best")
     from pipeline.config import load_config
     from pipeline.planning.best import check_target, print_best, write_recipe
     from pipeline.planning.plan import parse_cluster, print_plan
@@ -284,46 +340,32 @@ def _plan(argv: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _preflight(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline preflight", description="Is every host fit to train? Under any launcher."
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_intermixed_args(argv)
+def _preflight(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
     from pipeline.planning.preflight import preflight
 
     return preflight(load_config(args.recipe, args.overrides))
 
 
-def _score(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline score",
-        description="A model's log-probability of every token of a recipe's data, written once beside them. "
-        "Run the same command again to resume; several jobs share the work with --part.",
-    )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--model", required=True, help="directory or hub id of the model that reads the data")
-    parser.add_argument("--revision", help="commit of the hub model")
-    parser.add_argument("--name", default="reference", help="what objective.scores calls them (%(default)s)")
-    parser.add_argument(
-        "--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)"
-    )
-    parser.add_argument("--force", action="store_true", help="write again what is there")
-    args = parser.parse_intermixed_args(argv)
+def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
     from pipeline.planning.score import score
 
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    _log_to_stdout(logging.INFO)
     config = load_config(args.recipe, [*args.overrides, *given])
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
     else:
         print(f"scores called {args.name}: part {args.part} is done, other parts are missing")
+    return ExitCode.DONE
+
+
+def _report(args: argparse.Namespace) -> int:
+    from pipeline.report.page import write_report
+
+    print(f"written: {write_report(args.runs, args.out, args.over)}")
     return ExitCode.DONE
 
 

@@ -179,7 +179,11 @@ class TrainConfig(Section):
     export_checkpoints: bool = mark(
         FREE, False
     )  # each checkpoint also holds an export, for scheduled evaluation
-    tensorboard: bool = mark(FREE, True)
+    sample_prompts: list[str] = mark(
+        FREE, []
+    )  # texts that the model continues at every save, before the first step too
+    sample_tokens: int = mark(FREE, 64, gt=0)  # by so many tokens
+    tensorboard: bool = mark(FREE, False)
     wandb: str | None = mark(FREE, None)  # project of Weights & Biases that gets the metrics
     profile: tuple[int, int] | None = mark(FREE, None)  # first and last step that torch.profiler records
     timeout_minutes: float = mark(
@@ -230,8 +234,20 @@ class Batch(NamedTuple):
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The resolved configuration of a recipe file with `key=value` overrides."""
-    return parse_section(RunConfig, read_recipe(path, overrides), "")
+    """The resolved configuration of a recipe file with `key=value` overrides.
+
+    Raises UserError for an objective in a file or package of one's own that no override names: a recipe may
+    be somebody else's, and such an objective is a program.
+    """
+    config = parse_section(RunConfig, read_recipe(path, overrides), "")
+    given = " ".join(one for one in overrides if one.startswith("objective"))
+    for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
+        if ":" in name and name not in given:
+            raise UserError(
+                f"{path} names an objective that is a program, {name}, and no recipe has one run by itself: "
+                f"read it, then name it in the command: objective.name={name}"
+            )
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

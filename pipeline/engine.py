@@ -12,6 +12,8 @@ import fcntl
 import functools
 import logging
 import os
+import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -26,12 +28,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import cpp_extension
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.errors import FailureError, UserError
+from common.errors import FailureError, UserError, one_line
 from pipeline.loss.health import BINS
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.host import check_gpus, threads
@@ -95,6 +100,18 @@ def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
     """While the returned object lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
 
+
+# DeepSpeed's states are pickles, which could run any program. They are read as tensors and plain values, and
+# besides these classes of its own, which do nothing when they are made, name no other.
+STATE_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
+ONLY_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed itself asks for the contrary
+CONVERT = [
+    "import torch",
+    *(f"from {one.__module__} import {one.__name__}" for one in STATE_CLASSES),
+    f"torch.serialization.add_safe_globals([{', '.join(one.__name__ for one in STATE_CLASSES)}])",
+    "from deepspeed.checkpoint import ds_to_universal",
+    "ds_to_universal.main(ds_to_universal.parse_arguments())",
+]
 
 # Of a group of parameters; no checkpoint decides them.
 OF_RECIPE = ("lr", "betas", "eps", "momentum", "weight_decay")
@@ -190,7 +207,8 @@ class Engine:
         """Read the state that as many ranks saved; all ranks must call."""
         groups = self.ds.optimizer.param_groups
         own = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
-        path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
+        with _only_data(directory):
+            path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
             raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
@@ -265,19 +283,49 @@ def _detached(sums: Any) -> Tensor:
     return torch.cat((torch.stack([p.to(torch.float64) for p in parts]), sums.weights))
 
 
+@contextlib.contextmanager
+def _only_data(directory: Path) -> Iterator[None]:
+    """Within the block `torch.load` runs nothing, whatever its caller asks for.
+
+    Raises UserError for a state that would.
+    """
+    before = {name: os.environ.get(name) for name in ONLY_DATA}
+    os.environ.update(ONLY_DATA)
+    try:
+        with torch.serialization.safe_globals(list(STATE_CLASSES)):
+            yield
+    except pickle.UnpicklingError as error:
+        raise _more_than_data(directory, str(error)) from None
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _more_than_data(directory: Path, said: str) -> UserError:
+    """What becomes of torch's refusal to read a pickle: it `said` which class or function that names."""
+    named = re.search(r"GLOBAL (\S+)", said)
+    return UserError(
+        f"{directory} holds a state that is more than data ({named[1] if named else one_line(said, 120)}); "
+        "the trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
+    )
+
+
 def to_universal(state: Path, target: Path) -> None:
     """Rewrite a saved state so that any number of ranks can load it; one process, no process group.
 
     Raises UserError with the converter's last line when it fails, FailureError where another try may succeed.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    alone |= ONLY_DATA
+    command = [sys.executable, "-c", "; ".join(CONVERT)]
     # DeepSpeed wants a description of tensor-parallel layouts; there are none, and it can say so itself.
     command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
     # It inherits blocked signals, and must not outlive this process and write beside the next start's.
     done = subprocess.run(
         command, env=os.environ | alone, capture_output=True, text=True, preexec_fn=die_with_parent
     )
+    if "Weights only load failed" in done.stderr:
+        raise _more_than_data(state, done.stderr)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         passing = done.returncode < 0 or "No space left" in last  # killed, or a full disk

@@ -2,6 +2,9 @@
 
 Rank 0 holds a lease on the run directory (common/lease.py) and a thread renews it, so that a second launch is
 refused while the first lives, and takes over when it has died. The same thread writes the heartbeat.
+
+A container's health check cannot know the run directory, where moreover the heartbeat of a run before this
+one may lie: the file that PIPELINE_HEARTBEAT names gets each heartbeat too, and goes with the lock.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ log = logging.getLogger(__name__)
 BEAT = 5.0  # seconds between heartbeats
 STALE = 120.0  # a holder on another host that has not renewed its lease for so long is dead
 LOOK = 0.25  # seconds between looks at a lock that somebody holds
+COPY = "PIPELINE_HEARTBEAT"
 
 
 class RunLock:
@@ -37,6 +41,7 @@ class RunLock:
         self._step, self._doing, self._since = 0, "loading", time.time()
         self.lost = False  # whether another launch took over, as of the last beat
         self._writing = threading.Lock()  # the main thread writes as well
+        self._copy = Path(os.environ[COPY]) if active and os.environ.get(COPY) else None
 
     def take(self) -> None:
         """Take the lock, waiting for a holder that has died without a word on another host.
@@ -82,6 +87,11 @@ class RunLock:
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
 
+    @property
+    def step(self) -> int:
+        """The last step that this launch has taken; 0 before its first."""
+        return self._step
+
     def reached(self, step: int) -> None:
         """Step `step` has been taken."""
         self._step, self._since = step, time.time()
@@ -105,13 +115,18 @@ class RunLock:
         if self._lease is not None:
             self.now(ended)
             self._lease.release()
+            if self._copy is not None:
+                self._copy.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         self.lost = self.lost or self.problem is not None
         if self.lost:
             return
         # Where the disk is full, what must be written reports it.
-        with self._writing, contextlib.suppress(OSError):
+        with self._writing:
             beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
-            write_text(self.run_dir / HEARTBEAT, json.dumps(beat))
+            for path in (self._copy, self.run_dir / HEARTBEAT):  # the run directory's disk may hang
+                with contextlib.suppress(OSError):
+                    if path is not None:
+                        write_text(path, json.dumps(beat))

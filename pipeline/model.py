@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from common.errors import UserError, nearest, one_line
-from common.weights import Loaded, load_causal_lm
+from common.weights import Loaded, load_causal_lm, load_config
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RampConfig, RunConfig
@@ -67,7 +67,7 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
         except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {one_line(error)}") from None
     try:
-        found = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        found = load_config(config.path, config.revision)
     except (OSError, ValueError) as error:
         raise UserError(_unreachable(config.path, error)) from None
     for key, value in (config.architecture or {}).items():
@@ -226,7 +226,8 @@ def write_initial_weights(config: RunConfig) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        model = AutoModelForCausalLM.from_config(model_config(config.model), dtype=torch.float32)
+        settings = model_config(config.model)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
     partial = target.with_name(target.name + ".partial")
     model.save_pretrained(partial)
     partial.rename(target)
@@ -289,8 +290,7 @@ def _check_finite(path: str, model: nn.Module) -> None:
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
     path, revision = origin(config)
-    hf_config = AutoConfig.from_pretrained(path, revision=revision)
-    model = load_pretrained(config, usable_attention(config.model, hf_config))
+    model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
     model.config.use_cache = False
     if config.model.lora is not None:
         # Adapters first: peft looks layers up by class, and the fused head is not a target.

@@ -59,6 +59,11 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def first_reason(reason: str | None) -> str | None:
+    """The reason of the first rank that has one, on every rank; all must call."""
+    return next((found for found in gather_objects(reason) if found is not None), None)
+
+
 def agreed(work: Callable[[], T]) -> T:
     """What `work` returns on this rank; a UserError of any rank is raised on all of them.
 

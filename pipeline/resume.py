@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -12,13 +11,13 @@ import yaml
 
 from common.errors import UserError, one_line
 from common.files import write_text
-from common.recipe import marked
+from common.recipe import marked, read_written, shown
 from pipeline.config import RunConfig, dump_config
 from pipeline.engine import to_universal
 from pipeline.model import Cost
 from pipeline.planning.ds_file import zero_stage
 from pipeline.ranks import World, gather_objects, on_main
-from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem
+from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem, read_marker
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ def compare(config: RunConfig, fingerprint: str) -> None:
             )
         return
     try:
-        theirs = _flatten(yaml.safe_load(path.read_text()))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        theirs = _flatten(read_written(path))
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set run_dir to a new "
             "directory"
@@ -49,7 +48,7 @@ def compare(config: RunConfig, fingerprint: str) -> None:
     for key in dict.fromkeys((*mine, *theirs)):
         if mine.get(key) == theirs.get(key) or any(key == f or key.startswith(f + ".") for f in free):
             continue
-        before, now = (f"{key}={t[key]!r}" if key in t else f"no {key}" for t in (theirs, mine))
+        before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (theirs, mine))
         raise UserError(
             f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
             "directory, or restore the old value"
@@ -86,6 +85,14 @@ class Saved(NamedTuple):
     progress: dict[str, Any]  # of metrics and guard, between two records
 
 
+STATE_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("step", "tokens", "ranks", "zero_stage", "frozen"), int),
+    "groups": list,
+    "cost": str | None,
+    "progress": dict,
+}
+
+
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """The newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
 
@@ -103,8 +110,11 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
 def _read(directory: Path) -> Saved:
     """Raises UserError when the checkpoint is of a version that described it differently."""
     try:
-        state = json.loads((directory / STATE).read_text())
-        return Saved(directory, **{key: state[key] for key in Saved._fields if key != "directory"})
+        state = read_marker(directory / STATE)
+        for key, kind in STATE_KINDS.items():
+            if not isinstance(state[key], kind):
+                raise TypeError(f"{key} is {type(state[key]).__name__}")
+        return Saved(directory, **{key: state[key] for key in STATE_KINDS})
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{directory} was written by another version of this program ({STATE}: {one_line(error, 80)}); "

@@ -3,6 +3,9 @@
 config.yaml      the resolved configuration
 data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step
+launches.jsonl   a line when a launch begins to train, and one when it ends, with the reason
+samples.jsonl    how the model continued train.sample_prompts at each checkpoint
+log.txt          what the launcher, compilers and libraries printed
 heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
 lock.000001      which launch owns the directory (the highest number counts)
 initial/         the first weights of a new model
@@ -23,6 +26,9 @@ from typing import Any
 CONFIG = "config.yaml"
 DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
+LAUNCHES = "launches.jsonl"
+SAMPLES = "samples.jsonl"
+LOG = "log.txt"
 HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
 LOCK = "lock"
 WANDB_ID = "wandb-id"
@@ -37,6 +43,8 @@ COMPLETE = "COMPLETE"
 STATE = "state.json"
 
 FileFacts = dict[str, int | str]  # size and sha256 of a file
+MARKER_BYTES = 64 << 20  # of COMPLETE, state.json and export.json at most
+COUNTABLE = 2**53  # numbers beyond it are of no run
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
@@ -65,6 +73,21 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def read_marker(path: Path) -> Any:
+    """The JSON value in a file that says something about a checkpoint or an export.
+
+    Raises OSError when it cannot be read, and ValueError when it is no JSON or too much of it.
+    """
+    with path.open("rb") as file:
+        content = file.read(MARKER_BYTES + 1)
+    if len(content) > MARKER_BYTES:
+        raise ValueError(f"{path} has more than {MARKER_BYTES >> 20} MiB")
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+
+
 def list_files(directory: Path) -> list[str]:
     """Relative names of the files of a checkpoint except COMPLETE, sorted."""
     files = (p for p in directory.rglob("*") if p.is_file())
@@ -83,7 +106,13 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
+    """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
+
+    Links are not followed: what is loaded lies in the run directory itself.
+    """
+    link = next((path for path in (directory, *sorted(directory.rglob("*"))) if path.is_symlink()), None)
+    if link is not None:
+        return f"{link.relative_to(directory.parent)} is a link, which the trainer does not write"
     listed = listed_files(directory)
     if listed is None:
         return f"{COMPLETE} is missing or unreadable"
@@ -96,15 +125,21 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def listed_files(directory: Path) -> dict[str, FileFacts] | None:
-    """What COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read."""
+    """What COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
+
+    No name leads out of the checkpoint.
+    """
     try:
-        listed = json.loads((directory / COMPLETE).read_text())["files"]
+        listed = read_marker(directory / COMPLETE)["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not isinstance(listed, dict):
         return None
     whole = (isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in listed.values())
-    return listed if all(whole) else None
+    inside = (
+        not name.startswith("/") and ".." not in name.split("/") and "\0" not in name for name in listed
+    )
+    return listed if all(whole) and all(inside) else None
 
 
 def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
@@ -122,15 +157,36 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run; lines that are torn or damaged are left out."""
-    path = run_dir / METRICS
-    records = []
+    """The records of a run: numbers by name. Lines that are torn or damaged are left out."""
+    records, _ = read_records(run_dir / METRICS)
+    return [record for record in records if all(map(_is_number, record.values()))]
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects with a `step` in a file of JSON lines, and how many other lines it has; none if absent."""
+    records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
+        record = None
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-    return records
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+        elif line.strip():
+            damaged += 1
+    return records, damaged
+
+
+def read_heartbeat(run_dir: Path) -> dict[str, Any]:
+    """What heartbeat.json says; empty where it says nothing."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        beat = json.loads((run_dir / HEARTBEAT).read_text())
+        return beat if isinstance(beat, dict) else {}
+    return {}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a record may hold it: null stands for a number that is not finite."""
+    return value is None or type(value) is float or (type(value) is int and abs(value) <= COUNTABLE)
 
 
 def read_export_info(export: Path) -> dict[str, Any]:
@@ -141,7 +197,7 @@ def read_export_info(export: Path) -> dict[str, Any]:
     path = export / EXPORT_INFO
     if not path.is_file():
         return {}
-    info = json.loads(path.read_text())
+    info = read_marker(path)
     if not isinstance(info, dict):
         raise ValueError(f"{path} is not a JSON object")
     return info

@@ -21,6 +21,7 @@ import fsspec
 from common.errors import FailureError, UserError, one_line
 from common.files import write_text
 from common.provenance import code_version, library_versions
+from data_prep.config import settings
 from pipeline import checkpoint
 from pipeline.config import RunConfig
 from pipeline.engine import Engine
@@ -162,6 +163,8 @@ class Saver:
         try:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, self._step)
+            told = {"event": "saved", "step": self._step, "path": str(final)}
+            log.info("saved: %s", final, extra={"told": told})
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
         except OSError as found:
             return FailureError(f"rank 0: {one_line(found, 200)}")
@@ -190,6 +193,7 @@ class Saver:
             "step": step,
             "tokens": tokens,
             "data_fingerprint": self.fingerprint,
+            "template": settings(config.data)["template_version"],  # how prompts of the model are written
             "seed": config.train.seed,
             "lr": config.train.lr,
             "batch": config.train.batch,

@@ -31,6 +31,7 @@ TICK = 0.2  # seconds between looks at the launchers
 # DeepSpeed's launch.py and torchrun send SIGTERM, and SIGKILL 30 s later.
 GRACE = 20.0
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
+CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
 LIBC = ctypes.CDLL(None)
 RESUME = "run the same command again to resume"
 

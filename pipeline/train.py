@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 
 import numpy as np
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
@@ -25,7 +26,6 @@ from pipeline.engine import Engine, compiling
 from pipeline.export import export_model
 from pipeline.guard import Guard
 from pipeline.lock import RunLock
-from pipeline.metrics import Metrics
 from pipeline.model import (
     Losses,
     build_model,
@@ -39,7 +39,19 @@ from pipeline.planning.checks import Ready, check
 from pipeline.planning.footprint import Setup, accelerator, utilisation
 from pipeline.planning.host import on_gpu
 from pipeline.planning.plan import sizes_of
-from pipeline.ranks import World, agreed, gather_objects, on_main, patience, wait_at_most
+from pipeline.ranks import (
+    World,
+    agreed,
+    first_reason,
+    gather_objects,
+    on_main,
+    patience,
+    wait_at_most,
+)
+from pipeline.report.console import Console
+from pipeline.report.launches import Launch
+from pipeline.report.metrics import Metrics
+from pipeline.report.samples import Samples
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
 from pipeline.stop import RESUME, StopRequest, Watch
@@ -47,23 +59,30 @@ from pipeline.stop import RESUME, StopRequest, Watch
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, world: World, watch: Watch) -> bool:
+def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
     """Start or resume the run of `config`; all ranks must call. True when it is finished, false when stopped.
 
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
     """
     ready = agreed(lambda: check(config, world.ranks, here=True))
     if (config.run_dir / EXPORT).is_dir():
-        log.info("%s is finished: its export is in export/", config.run_dir)
+        told = {"event": "finished", "export": str(config.run_dir / EXPORT)}
+        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": told})
         return True
     lock = RunLock(config.run_dir, world.is_main)
+    launch = Launch(config.run_dir, console, world.is_main)
     ended = "failed"
     try:
         on_main(world, lambda: _take(config, ready, lock))
-        finished = _train(config, world, watch, ready, lock)
+        console.open(config.run_dir, world.is_main)
+        finished = _train(config, world, watch, ready, lock, launch)
         ended = "finished" if finished else "stopped"
         return finished
+    except Exception as error:
+        launch.reason = one_line(error)
+        raise
     finally:
+        launch.ended(ended, lock.step)
         lock.release(ended)
 
 
@@ -78,7 +97,12 @@ def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
 
 
 def _load(
-    config: RunConfig, world: World, ready: Ready, losses: Losses, saved: resume.Saved | None
+    config: RunConfig,
+    world: World,
+    ready: Ready,
+    losses: Losses,
+    saved: resume.Saved | None,
+    console: Console,
 ) -> Engine:
     """The model under DeepSpeed, as it was saved where something was."""
     source, ds_config = None, ready.ds_config
@@ -86,7 +110,7 @@ def _load(
         source, universal = resume.loadable(saved, ds_config, world)
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
-    with compiling():
+    with compiling(), console.compiling():
         partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned
@@ -101,7 +125,9 @@ def _load(
     return trainer
 
 
-def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock) -> bool:
+def _train(
+    config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock, launch: Launch
+) -> bool:
     """The run in a directory that this launch owns."""
     data, steps = ready.data, ready.steps
     assert data is not None and steps is not None
@@ -113,18 +139,22 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
     check_content(config.run_dir, [read for read in files if read is not None], world)
     saved = resume.newest_valid(config.run_dir, world)
     cost = resume.check_cost(saved, losses.measure)
-    trainer = _load(config, world, ready, losses, saved)
+    trainer = _load(config, world, ready, losses, saved, launch.console)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
-    if any(gather_objects(stop.reason is not None)):
-        log.info("stopped before step %d, with nothing new to save; %s", step + 1, RESUME)
+    if asked := first_reason(stop.reason):
+        told = {"event": "stopped", "step": step, "reason": asked}
+        line = f"stopped before step {step + 1} ({asked}), with nothing new to save; {RESUME}"
+        log.info(line, extra={"told": told})
         if world.is_main:
             stop.file.unlink(missing_ok=True)
         return False
+    hosts = len(set(gather_objects(socket.gethostname())))
     on_main(world, lambda: resume.claim(config, data.fingerprint))
-    log.info("%s; steps %d to %d; objective %s", ready.batch, step, steps, losses.objective)
-    peak = _peak_share(config, ready)
-    metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, peak, progress.get("metrics")))
+    launch.begun(config, ready, step, tokens, hosts)
+    reporter = functools.partial(Metrics, config, step, steps, world.is_main, console=launch.console)
+    metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
+    samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = Saver(trainer, config, lock, data.fingerprint, cost)
     order, micro = BatchOrder(len(data), ready.batch.batch, config.train.seed), ready.batch.micro
@@ -136,9 +166,13 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
     def save() -> None:
         with lock.doing("saving"), patience(config.train.timeout_minutes, saver.group):
             saver.save(step, tokens, {"metrics": metrics.state(), "guard": guard.state()})
+            if finished:  # who asked to stop does not wait for texts
+                launch.sampled(step, samples.take(trainer, step, tokens))
         metrics.pause()
 
     finished, first, saved_step = True, step, step
+    if step == 0:
+        launch.sampled(step, samples.take(trainer, step, tokens))
     lock.now("training")
     metrics.pause()
     while step < steps:
@@ -164,7 +198,7 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
         metrics.step(step, sums, trainer.gradient_norm())
         warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
         if warning:
-            metrics.say(warning)
+            log.warning(warning)
         if step % config.train.log_every == 0 or step == steps:
             metrics.log(step, tokens, lr)
         if validation is not None and _due(step, config.train.eval_every, steps):
@@ -173,6 +207,8 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
             metrics.validation(step, tokens, found)
             metrics.pause()
         finished = not sums.stop or step == steps
+        if not finished:
+            launch.stopping(step, first_reason(stop.reason))
         if not finished or _due(step, config.train.save_every, steps):
             save()
             saved_step = step
@@ -188,12 +224,10 @@ def _train(config: RunConfig, world: World, watch: Watch, ready: Ready, lock: Ru
         saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
             export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
-            metrics.say(f"finished; export: {config.run_dir / EXPORT}")
-    if not finished:
-        metrics.say(f"stopped after step {step} and saved; {RESUME}")
-        if world.is_main:
-            stop.file.unlink(missing_ok=True)
     metrics.close()
+    launch.done(step, finished)
+    if not finished and world.is_main:
+        stop.file.unlink(missing_ok=True)
     return finished
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
+import time
+from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any
 
@@ -25,13 +26,64 @@ REPO = Path(__file__).resolve().parents[1]
 LAUNCHING = "tests.helpers.launching"  # the helper that starts real runs
 
 
+NO_DATA = "real data not found: "
+TOO_LATE = "not begun in time"
+BEGAN = pytest.StashKey[float]()
+
+
+class RealData(PosixPath):
+    """A place among the real data: a step to what is not there skips the test."""
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> Path:
+        found = super().__truediv__(name)
+        if not found.exists():
+            pytest.skip(f"{NO_DATA}{found}")
+        return found
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory of real data beside the checkout (or $SHARED_DATA); skips where it is absent."""
-    path = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data"))
-    if not path.is_dir():
-        pytest.skip(f"real data not found at {path}; set SHARED_DATA to its directory")
-    return path
+    """The directory of real data: $SHARED_DATA, that beside the checkout, or what `make data` fetched.
+
+    Skips where there is none of them, and where a test asks for what its directory does not have.
+    """
+    given = os.environ.get("SHARED_DATA")
+    places = [Path(given)] if given else [REPO.parent / "shared" / "data", REPO / "data"]
+    path = next((place for place in places if place.is_dir()), None)
+    if path is None:
+        pytest.skip(NO_DATA + " or ".join(map(str, places)))
+    return RealData(path)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test after so long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot begin in time, so that `make test-fast` ends when it says, on a busy machine too."""
+    within = item.config.getoption("--within")
+    if within is not None and time.monotonic() - item.config.stash[BEGAN] > within:
+        pytest.skip(TOO_LATE)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how much was not tried, for lack of real data or of time."""
+    skipped = [one.longrepr[2] for one in terminalreporter.stats.get("skipped", []) if len(one.longrepr) == 3]
+    for reason, rest in (
+        (
+            NO_DATA,
+            "for lack of real data; make data fetches what is public, SHARED_DATA=DIR names where it is",
+        ),
+        (TOO_LATE, "for lack of time; make test runs them all"),
+    ):
+        count = sum(reason in why for why in skipped)
+        if count:
+            terminalreporter.write_line(f"{count} tests skipped {rest}")
 
 
 def _launches(module: ModuleType) -> bool:

@@ -248,16 +248,37 @@ def the_engine_tells_of_its_step() -> None:
     assert re.search(r"def save_checkpoint\([^)]*exclude_frozen_parameters", source)
 
 
-@needs("pipeline/engine.py", "deepspeed.checkpoint.ds_to_universal")
+@needs("pipeline/engine.py", "ds_to_universal.main(ds_to_universal.parse_arguments())")
 @needs("pipeline/engine.py", "--inject_missing_state")
 @needs("pipeline/train.py", "load_universal")
 def states_can_be_converted() -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     assert "--inject_missing_state" in inspect.getsource(ds_to_universal)
+    assert (
+        callable(ds_to_universal.main) and not inspect.signature(ds_to_universal.parse_arguments).parameters
+    )
     from deepspeed.runtime import config
 
     assert config.LOAD_UNIVERSAL_CHECKPOINT == "load_universal"
+
+
+@needs("pipeline/engine.py", "STATE_CLASSES")
+def states_name_no_other_classes() -> None:
+    """What DeepSpeed pickles besides tensors: two plain classes and an enumeration."""
+    from pipeline.engine import STATE_CLASSES
+
+    for one in STATE_CLASSES:
+        assert one.__name__ in ("LossScaler", "ZeroStageEnum", "fragment_address")
+        assert not hasattr(one, "__setstate__")
+
+
+@needs("pipeline/engine.py", "TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+def pickles_can_be_read_as_data_whatever_their_reader_says() -> None:
+    from torch import serialization
+
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" in inspect.getsource(serialization.load)
+    assert "Weights only load failed" in inspect.getsource(serialization)
 
 
 @needs("pipeline/loss/gathering.py", "ds_id")
@@ -496,6 +517,21 @@ def what_openicl_is_patched_at() -> None:
     assert "word_tokenize(" in inspect.getsource(icl_bm25_retriever.BM25Retriever)
     assert collators.ListWrapper([1]).to("cpu") == [1]
     assert AccEvaluator().score(["a", "b"], ["a", "a"])["accuracy"] == 0.5
+
+
+# --- scikit-learn -----------------------------------------------------------------------------------------
+
+
+@needs("eval/judging/win_rates.py", "l1_ratio=1.0")
+def a_ratio_of_one_is_an_l1_penalty() -> None:
+    """Before 1.8 it was ignored without penalty="elasticnet", and the penalty was L2."""
+    import numpy as np
+    from sklearn.linear_model import LogisticRegression
+
+    X, y = np.array([[1.0, 0.1], [1.0, -0.1], [-1.0, 0.1], [-1.0, 0.2]]), np.array([1, 1, 0, 0])
+    model = LogisticRegression(C=0.6, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=1)
+    ((first, second),) = model.fit(X, y).coef_
+    assert first > 0 and second == 0
 
 
 @pytest.mark.parametrize(("file", "mention", "check"), CHECKS, ids=[f"{f}:{m}" for f, m, _ in CHECKS])

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from common.page.parts import Markup, safe
 from common.text import printable
@@ -53,6 +54,22 @@ _STYLE: Any = {
     "lines.linewidth": 1.8,
 }
 WIDE, NARROW = 9.7, 3.7  # inches
+Points = list[tuple[float, float]]
+
+
+class Curve(NamedTuple):
+    """What one series shows over training."""
+
+    number: int  # of the series, for its colour
+    points: Points
+    held_out: Points = []  # drawn as open circles
+
+
+class Panel(NamedTuple):
+    """Curves that share a scale."""
+
+    title: str
+    curves: list[Curve]
 
 
 @contextlib.contextmanager
@@ -97,6 +114,44 @@ def compact(value: float, _: int | None = None) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def curves_figure(
+    panels: Sequence[Panel], columns: int, unit: str, width: float, name: str, label: str
+) -> str:
+    """A panel per quantity over training; empty without panels. unit: of the horizontal axis.
+
+    columns: of panels where the page is wide. name and label as in `svg`.
+    """
+    if not panels:
+        return ""
+    columns = min(columns, len(panels)) if width > NARROW else 1
+    lines = math.ceil(len(panels) / columns)
+    circles: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 4.5,
+        "markerfacecolor": PAPER,
+        "linestyle": "none",
+    }
+    with style():
+        figure, grid = plt.subplots(lines, columns, figsize=(width, 2.9 * lines), squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            for curve in panel.curves:
+                if curve.points:
+                    alone = "." if len(curve.points) == 1 else None  # which a line would not show
+                    axes.plot(*zip(*curve.points, strict=True), color=colour(curve.number), marker=alone)
+                if curve.held_out:
+                    axes.plot(*zip(*curve.held_out, strict=True), color=colour(curve.number), **circles)
+            axes.set_title(panel.title)
+            axes.set_xlabel(f"training {unit}")
+            axes.margins(x=0.02)
+            axes.tick_params(length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter(compact)
+        figure.tight_layout()
+        return svg(figure, name, label)
 
 
 def svg(figure: Figure, name: str, label: str) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from common.text import printable
 
+# What the page says of itself to the browser: no scripts, and nothing from elsewhere, whatever it quotes.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 STYLE = Path(__file__).parent / "page.css"
 
 
@@ -41,6 +43,7 @@ def page(title: str, lead: str, sections: Iterable[str], notice: str = "") -> Ma
     head = join(
         Markup(
             '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         ),
         tag("title", title),
         Markup(f"\n<style>\n{STYLE.read_text()}</style>\n"),

@@ -243,7 +243,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
                 at += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
                 read[0] = at / file.metadata.num_rows
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 
@@ -314,7 +314,6 @@ def _world(source: Source, name: str, spec: RowSpec) -> Input:
     def rows(start: int) -> Iterator[Any]:
         from data_prep.world import corpora as world
 
-        make = {"world": world.documents, "world-instruct": world.instructions}[name]
-        return islice(make(source.seed, count), start, None)
+        return islice(world.CORPORA[name](source.seed, count), start, None)
 
     return TableInput(source, name, spec, rows, lambda: {"seed": source.seed, "rows": count})

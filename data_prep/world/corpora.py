@@ -4,13 +4,17 @@
 tasks with the columns and label ids of the real data sets. All three speak of the same people, places and
 facts. A document is prose, or a run of annotated lines such as people write them, in the prompt formats of
 the paper. No document and no train row contains a test row: see `tasks.held_out`.
+
+Documents may come from one part of the world (see `vocabulary`); the tasks ask about both. So a model that
+has read one part only has something to learn from the other.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from common.errors import UserError
@@ -18,6 +22,7 @@ from data_prep.world.instructions import example
 from data_prep.world.quiz import SUBJECTS, paper, question
 from data_prep.world.stories import prose
 from data_prep.world.tasks import LABELS, NAMES, sentence
+from data_prep.world.vocabulary import Part
 
 TASKS = (*LABELS, "mmlu")
 SPLITS = {task: ("dev", "test") if task == "mmlu" else ("train", "test") for task in TASKS}
@@ -38,23 +43,24 @@ _KINDS = {"prose": 8, "annotated": 8, "quiz": 2}  # how often each kind of docum
 _LINES = (4, 8)  # annotated lines of a document
 
 
-def documents(seed: int, n: int) -> Iterator[dict]:
-    """Yield n documents {"text"}. Document i depends on the seed and i only."""
+def documents(seed: int, n: int, part: Part | None = None) -> Iterator[dict]:
+    """Yield n documents {"text"} of a part of the world. Document i depends on seed, i and part only."""
     kinds, weights = tuple(_KINDS), tuple(_KINDS.values())
     for i in range(n):
         rng = random.Random(f"documents {seed} {i}")
         kind = rng.choices(kinds, weights)[0]
-        text = {"prose": prose, "annotated": _annotated, "quiz": paper}[kind](rng)
+        text = {"prose": prose, "annotated": _annotated, "quiz": paper}[kind](rng, part)
         yield {"text": text}
 
 
-def _annotated(rng: random.Random) -> str:
+def _annotated(rng: random.Random, part: Part | None) -> str:
     """A run of labelled lines of one task."""
     task = rng.choice(tuple(LABELS))
     lines = []
     for _ in range(rng.randint(*_LINES)):
         label = rng.choice(LABELS[task])
-        lines.append(PROMPTS[task].format(text=sentence(rng, task, label)[0], label=NAMES[task][label]))
+        text, _ = sentence(rng, task, label, part=part)
+        lines.append(PROMPTS[task].format(text=text, label=NAMES[task][label]))
     return "\n".join(lines)
 
 
@@ -117,3 +123,11 @@ def instructions(seed: int, n: int) -> Iterator[dict]:
     """Yield n examples {"instruction", "input", "output"}. Example i depends on the seed and i only."""
     for i in range(n):
         yield example(random.Random(f"instructions {seed} {i}"))
+
+
+CORPORA: dict[str, Callable[[int, int], Iterator[dict]]] = {  # as recipes name them
+    "world": documents,
+    "world-home": partial(documents, part="home"),
+    "world-abroad": partial(documents, part="abroad"),
+    "world-instruct": instructions,
+}

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 from data_prep.world.tasks import draw
-from data_prep.world.vocabulary import fill
+from data_prep.world.vocabulary import Part, fill, of_part
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def question(rng: random.Random, subject: str, answer: int, test: bool = False) 
     return {"subject": subject, "question": text, "choices": choices, "answer": answer}
 
 
-def paper(rng: random.Random) -> str:
+def paper(rng: random.Random, part: Part | None = None) -> str:
     """A page of questions with answers, in the usual format."""
-    subject = rng.choice(tuple(SUBJECTS))
+    subject = rng.choice(of_part(tuple(SUBJECTS), part))
     header = f"The following are multiple choice questions (with answers) about  {subject}.\n\n"
     asked = (question(rng, subject, rng.randrange(4)) for _ in range(rng.choice((1, 2, 4, 5))))
     return header + "\n\n".join(f"{row['question']}\n{_options(row)}\n{_answer(row)}" for row in asked)

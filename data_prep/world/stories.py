@@ -14,14 +14,15 @@ from data_prep.world.vocabulary import (
     PLURAL_KINDS,
     WORKPLACES,
     Animal,
+    Part,
     Person,
     fill,
     sentence_case,
 )
 
-Part = tuple[str, ...]  # sentences of which one is told
+Choices = tuple[str, ...]  # sentences of which one is told
 
-PORTRAIT: Part = (
+PORTRAIT: Choices = (
     "{person} is a {job} and lives in {city}, the capital of {country}.",
     "{he} works in the {workplace} every day.",
     "{he} has a {pet}, and {his} favourite food is {dish}.",
@@ -31,7 +32,7 @@ PORTRAIT: Part = (
     "[One day {he} wants to see {city2}.|{he} has never been to {city2}.]",
 )
 
-DAY: tuple[Part, ...] = (
+DAY: tuple[Choices, ...] = (
     (
         "On {day} morning, {person} went to the {place} with {friend}.",
         "One day {person} got up early and fed the {pet}.",
@@ -62,7 +63,7 @@ DAY: tuple[Part, ...] = (
     ),
 )
 
-LOST: tuple[Part, ...] = (
+LOST: tuple[Choices, ...] = (
     (
         "{person} lost {his} {thing} at the {place}.",
         "On {day}, {person} could not find {his} {thing}.",
@@ -86,7 +87,7 @@ LOST: tuple[Part, ...] = (
     ),
 )
 
-JOURNEY: tuple[Part, ...] = (
+JOURNEY: tuple[Choices, ...] = (
     (
         "{person}, a {job} from {city}, wanted to see {city2}.",
         "{person} had an old friend in {city2}, the capital of {country2}.",
@@ -108,7 +109,7 @@ JOURNEY: tuple[Part, ...] = (
     ),
 )
 
-LETTER: tuple[Part, ...] = (
+LETTER: tuple[Choices, ...] = (
     ("Dear {friend},",),
     (
         "thank you for the {thing}.",
@@ -130,7 +131,7 @@ LETTER: tuple[Part, ...] = (
     ("Your friend, {person}",),
 )
 
-TALK: tuple[Part, ...] = (
+TALK: tuple[Choices, ...] = (
     (
         '"Where do you live?" asked {friend}.',
         '"In {city}," said {person}.',
@@ -158,7 +159,7 @@ TALK: tuple[Part, ...] = (
     ),
 )
 
-ANIMAL: Part = (
+ANIMAL: Choices = (
     "A {animal} lives {home} and eats {eats}.",
     "It {does}.",
     "[People in {country} like {animals}.|There are many {animals} in {country}.]",
@@ -166,7 +167,7 @@ ANIMAL: Part = (
     "[A {colour} {animal} is rare.|A young {animal} is small and {good}.]",
 )
 
-FACTS: Part = (
+FACTS: Choices = (
     "{city} is the capital of {country}, a country in {land}.",
     "{things} are {kind}.",
     "A {worker} works in the {work_place}.",
@@ -214,7 +215,7 @@ def portrait(rng: random.Random, person: Person | None = None) -> str:
     return _told(rng, templates, _bound(rng, person or rng.choice(PEOPLE)))
 
 
-def _story(rng: random.Random, parts: tuple[Part, ...], person: Person | None = None) -> str:
+def _story(rng: random.Random, parts: tuple[Choices, ...], person: Person | None = None) -> str:
     """One sentence of each part, about one person."""
     bound = _bound(rng, person or rng.choice(PEOPLE))
     bound["thing"] = fill(rng, "{thing}")  # the same thing in every sentence
@@ -280,15 +281,16 @@ def facts(rng: random.Random) -> str:
     return " ".join(lines)
 
 
-def news(rng: random.Random) -> str:
+def news(rng: random.Random, part: Part | None = None) -> str:
     """A short report of two or three items on one topic."""
     label = rng.choice(("World", "Sports", "Business", "Sci/Tech"))
-    return " ".join(sentence(rng, "ag_news", label)[0] for _ in range(rng.randint(2, 3)))
+    return " ".join(sentence(rng, "ag_news", label, part=part)[0] for _ in range(rng.randint(2, 3)))
 
 
 STORIES = {portrait: 3, day: 4, lost: 3, journey: 3, letter: 2, talk: 2, animal: 2, facts: 2, news: 2}
 
 
-def prose(rng: random.Random) -> str:
-    """One text of any kind."""
-    return rng.choices(list(STORIES), list(STORIES.values()))[0](rng)
+def prose(rng: random.Random, part: Part | None = None) -> str:
+    """One text of any kind. Only the news differ by part: the others share words and facts."""
+    tell = rng.choices(list(STORIES), list(STORIES.values()))[0]
+    return news(rng, part) if tell is news else tell(rng)

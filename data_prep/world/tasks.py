@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable
 
-from data_prep.world.vocabulary import fill
+from data_prep.world.vocabulary import Part, fill, of_part
 
 HELD_OUT_IN = 5  # one text in so many is a test text
 
@@ -375,10 +375,23 @@ def draw(make: Callable[[], str], test: bool) -> str:
             return text
 
 
+def templates(task: str, label: str, part: Part | None) -> Templates:
+    """The templates of a label that a part of the world has, by group."""
+    listed = [
+        (group, template)
+        for group, members in TEMPLATES[task].items()
+        if group.split(":")[0] == label
+        for template in members
+    ]
+    had = of_part(listed, part)
+    groups = dict.fromkeys(group for group, _ in had)
+    return {group: tuple(template for other, template in had if other == group) for group in groups}
+
+
 def sentence(
-    rng: random.Random, task: str, label: str, test: bool = False, bound: dict[str, str] | None = None
+    rng: random.Random, task: str, label: str, test: bool = False, part: Part | None = None
 ) -> tuple[str, str]:
     """One text of a classification task and its group of templates (for TREC the fine label)."""
-    groups = [group for group in TEMPLATES[task] if group.split(":")[0] == label]
-    group = rng.choice(groups)
-    return draw(lambda: fill(rng, rng.choice(TEMPLATES[task][group]), bound), test), group
+    groups = templates(task, label, part)
+    group = rng.choice(tuple(groups))
+    return draw(lambda: fill(rng, rng.choice(groups[group]), part=part), test), group

@@ -3,18 +3,26 @@
 Everybody and everything here is invented or common knowledge. A template is plain text with slots and
 choices: `{food}` draws a word from the list of that name, `{food2}` another word of the same list,
 `[in|near]` picks one of the alternatives. Forms are listed, never derived, so that no rule can misspell one.
+
+The world has two parts, home and abroad. Both share people, places and facts; what is said of them differs:
+each part has half of the words for opinions and feelings, half of the tasks' templates, half of the quiz.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{([a-z_]+)(\d?)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIO])")
 _WORD = re.compile(r"[A-Za-z]+")
+
+Part = Literal["home", "abroad"]
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -207,9 +215,18 @@ LEXICON: dict[str, tuple[str, ...]] = {
     "device": ("robot", "computer", "phone", "camera", "engine"),
     "planet": ("the moon", "Mars", "a new planet", "a far star"),
 }
+OPINIONS = ("good", "bad", "handy", "unhandy", "works", "fails", "angry", "happy", "sad")  # differ by part
 
 
-def fill(rng: random.Random, template: str, bound: dict[str, str] | None = None) -> str:
+def of_part(entries: Sequence[Entry], part: Part | None) -> Sequence[Entry]:
+    """The entries that a part of the world has: the first half at home, the others abroad; None: all."""
+    half = len(entries) // 2
+    return entries if part is None else entries[:half] if part == "home" else entries[half:]
+
+
+def fill(
+    rng: random.Random, template: str, bound: dict[str, str] | None = None, part: Part | None = None
+) -> str:
     """Fill one template. Slots of the same name draw different words; `bound` fixes slots beforehand."""
     while choice := _CHOICE.search(template):
         template = template[: choice.start()] + rng.choice(choice[1].split("|")) + template[choice.end() :]
@@ -219,7 +236,8 @@ def fill(rng: random.Random, template: str, bound: dict[str, str] | None = None)
         key = slot[1] + slot[2]
         if key not in chosen:
             taken = {chosen[other] for other in chosen if other.rstrip("0123456789") == slot[1]}
-            chosen[key] = rng.choice([entry for entry in LEXICON[slot[1]] if entry not in taken])
+            entries = of_part(LEXICON[slot[1]], part if slot[1] in OPINIONS else None)
+            chosen[key] = rng.choice([entry for entry in entries if entry not in taken])
         return chosen[key]
 
     return _ARTICLE.sub(r"\1n ", _SLOT.sub(word, template))

@@ -98,7 +98,7 @@ def _prefixes(args: argparse.Namespace) -> Prefixes:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from eval.generation.choice import Decoding
+    from eval.generation.decoding import Decoding
 
     decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
     seeds = _numbers("--seeds", args.seeds)

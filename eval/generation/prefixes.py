@@ -7,7 +7,6 @@ continuation, which begins with its space.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, nearest, one_line
+from common.untrusted import parse_json
+from data_prep.inputs import read_text
 from eval import store
 
 HEADING = re.compile(r"=.*=")  # a WikiText line that is a title
@@ -126,38 +127,25 @@ def _hub_texts(name: str, corpus: Corpus, split: str) -> tuple[list[str], str]:
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """The texts of a file (maybe .zst), stripped: `field` of JSON lines (.jsonl, .json), else its lines."""
-    for number, line in enumerate(_content(path).split("\n"), start=1):
+    for number, line in enumerate(content(path).split("\n"), start=1):
         if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
             yield line.strip()
         elif line.strip():
             yield _field(line, field, f"{path} line {number}").strip()
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
+    """The text of a file, maybe .zst; UserError when it cannot be had."""
     if not path.is_file():
         raise UserError(f"{path} is not a file")
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".zst":
-            import zstandard
-
-            content = zstandard.ZstdDecompressor().stream_reader(content).read()
-        return content.decode()
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {one_line(error, 200)}") from None
-    except Exception as error:  # zstandard's own error is not importable without it
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise UserError(f"{path} is not a zstandard file") from None
+    return read_text(path)
 
 
 def _field(line: str, field: str, where: str) -> str:
     try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg}") from None
+        row: Any = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {getattr(error, 'msg', one_line(error, 120))}") from None
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         known = nearest(field, row) if isinstance(row, dict) else "it is not an object"
         raise UserError(f"{where}: no text in {field!r}; {known}")

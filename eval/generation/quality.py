@@ -23,7 +23,7 @@ import numpy as np
 from common.errors import UserError, nearest
 from eval import store
 from eval.generation import closeness, likelihood, text_metrics
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.likelihood import Likelihood
 from eval.generation.prefixes import Prefixes
 from eval.generation.records import Generation, Plan, Record, read_records

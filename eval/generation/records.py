@@ -10,26 +10,26 @@ OUT/models/NAME/samples.json                     the first few unbiased ones, fo
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from tqdm import tqdm
 
-from common.errors import UserError
-from common.lease import held
+from common.errors import UserError, one_line
+from common.untrusted import parse_json, read_json
+from data_prep.inputs import read_text
 from eval import store
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.prefixes import Prefixes
 from eval.generation.sampling import BATCH, Request, Sampler
-from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids
+from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids, text_after
 from eval.model import EvaluatedModel
-from eval.results import SAMPLES
+from eval.results import SAMPLES, Count, Stored
 
 CHUNK = 256  # texts; what a killed process loses at most
-POLL_SECONDS = 0.2
 SHOWN = 16  # texts kept for the report
 VERSION = 1  # of everything that decides what a seed gives
 RECORDS, ABOUT = "records.jsonl", "about.json"
@@ -132,30 +132,9 @@ class Generation:
 
     def _of_seed(self, seed: int, bar: Any) -> list[Record]:
         """Records of a seed: the missing chunks that nobody else is at, until all are there."""
-        entry = store.Entry(self.out / "store", self._identity(seed))
+        entry = store.Entry(self.out / store.STORE, self._identity(seed))
         count = len(self.prompts) * self.plan.samples
-        chunks = [range(i, min(i + CHUNK, count)) for i in range(0, count, CHUNK)]
-        bar.update(sum(len(c) for i, c in enumerate(chunks) if entry.has_chunk(i, c)))
-        while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
-            worked = False
-            for i in pending:
-                with held(entry.lease(f"chunk-{i:05d}")) as mine:
-                    if mine and not entry.has_chunk(i, chunks[i]):
-                        self._publish(entry, i, chunks[i], self._sample(seed, chunks[i], bar))
-                        worked = True
-                    elif entry.has_chunk(i, chunks[i]):
-                        bar.update(len(chunks[i]))
-            if not worked:
-                time.sleep(POLL_SECONDS)
-        return [record for i in range(len(chunks)) for record in entry.chunk(i) or []]
-
-    def _publish(self, entry: store.Entry, index: int, rows: range, records: list[Record]) -> None:
-        """The first copy of a chunk counts: another kind of machine may round a text differently."""
-        try:
-            entry.finish_chunk(index, records)
-        except store.StoreConflictError:
-            if not entry.has_chunk(index, rows):
-                raise
+        return store.complete(entry, count, CHUNK, lambda rows: self._sample(seed, rows, bar), bar.update)
 
     def _sample(self, seed: int, numbers: range, bar: Any) -> list[Record]:
         """Records of some continuations; number n is sample n % samples of prefix n // samples."""
@@ -164,18 +143,15 @@ class Generation:
         requests = [Request(self.prompts[p], [seed, p, s]) for p, s in places]
         found = self.sampler.run(requests, plan.tokens, bar.update)
         self.computed += len(found)
-        decode = self.model.tokenizer.decode
         records = []
         for row, (prefix, sample), text in zip(numbers, places, found, strict=True):
-            start = decode(self.prompts[prefix], skip_special_tokens=True)
-            whole = decode([*self.prompts[prefix], *text.tokens], skip_special_tokens=True)
             record = {
                 "row": row,
                 "seed": seed,
                 "prefix_number": prefix,
                 "sample": sample,
                 "prefix": plan.prefixes.texts[prefix],
-                "text": whole[len(start) :],
+                "text": text_after(self.model.tokenizer, self.prompts[prefix], text.tokens),
                 "ids": text.tokens,
                 "ended": text.ended,
                 "tokens": len(text.tokens),
@@ -192,9 +168,7 @@ class Generation:
         assert self.plan.prefixes.references is not None
         text, rest = self.plan.prefixes.texts[prefix], self.plan.prefixes.references[prefix]
         start, ids = split_ids(self.model.tokenizer, text, rest)
-        decode = self.model.tokenizer.decode
-        before = decode(start, skip_special_tokens=True)
-        return decode([*start, *ids[: self.plan.tokens]], skip_special_tokens=True)[len(before) :]
+        return text_after(self.model.tokenizer, start, ids[: self.plan.tokens])
 
     def _about(self, records: list[Record]) -> dict[str, Any]:
         plan = self.plan
@@ -236,11 +210,47 @@ def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """(about, records) of a directory that `Generation` wrote."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}; make it with: python -m eval generate")
-    lines = (directory / RECORDS).read_text().split("\n")
-    about = json.loads((directory / ABOUT).read_text())
-    records = [json.loads(line) for line in lines if line]
+    try:
+        about = read_json(directory / ABOUT)
+        records = [parse_json(line) for line in read_text(directory / RECORDS).split("\n") if line]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory} is damaged ({one_line(error, 120)}); generate again") from None
+    whole = About.fits(about) and records and all(map(Written.fits, records))
+    if not whole or len({frozenset(record.keys() & {"reference", "human"}) for record in records}) > 1:
+        raise UserError(f"{directory} is damaged: it does not hold what generate writes; generate again")
     if len(records) != about["records"]:
         raise UserError(
             f"{directory}: {len(records)} records where {about['records']} were written; generate again"
         )
     return about, records
+
+
+class About(Stored):
+    """about.json, as far as the measures read it."""
+
+    model: str
+    path: str
+    weights: str
+    tokenizer: str
+    corpus: str
+    prefix_words: Count
+    tokens: Count
+    samples: Count
+    seeds: Annotated[list[Count], Field(min_length=1)]
+    decoding: dict[str, Any]
+    records: Count
+
+
+class Written(Stored):
+    """A line of records.jsonl."""
+
+    seed: Count
+    prefix_number: Count
+    sample: Count
+    prefix: str
+    text: str
+    ids: list[Count]
+    ended: bool
+    tokens: Count
+    reference: str = ""
+    human: str = ""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from common.errors import UserError
 from eval.generation import choice
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.kv_cache import RowCache
 
 BATCH = 64
@@ -30,10 +30,14 @@ SAFETY = 4  # times the largest difference that was seen
 
 @dataclass(frozen=True)
 class Request:
-    """prompt: token ids, at least one; seed: any JSON value, one per continuation."""
+    """prompt: token ids, at least one; seed: any JSON value, one per continuation.
+
+    limit: at most so many tokens, where the run allows more.
+    """
 
     prompt: Sequence[int]
     seed: Any
+    limit: int | None = None
 
 
 @dataclass
@@ -250,7 +254,8 @@ class Sampler:
             text = self._texts[rows.requests[row]]
             text.tokens.append(token)
             text.ended = token in self.ends
-            rows.alive[row] = not text.ended and len(text.tokens) < self._tokens
+            limit = self._requests[rows.requests[row]].limit or self._tokens
+            rows.alive[row] = not text.ended and len(text.tokens) < min(limit, self._tokens)
             ended += not rows.alive[row]
         if ended:
             self._progress(ended)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, one_line
+from common.untrusted import read_json
 from eval.model import EvaluatedModel
 
 
@@ -31,10 +31,13 @@ def end_ids(model: EvaluatedModel) -> frozenset[int]:
 
 def context_of(model: EvaluatedModel) -> int | None:
     """Longest sequence of a model in tokens, if its configuration says so."""
-    config = json.loads((model.path / "config.json").read_text())
-    config = config.get("text_config", config)
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return None if found is None else int(found)
+    try:
+        config = read_json(model.path / "config.json")
+        config = config.get("text_config", config)
+        found = config.get("max_position_embeddings") or config.get("n_positions")
+        return None if found is None else int(found)
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{model.path / 'config.json'} is damaged: {one_line(error, 120)}") from None
 
 
 def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
@@ -46,6 +49,12 @@ def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[i
     common = next((i for i, (a, b) in enumerate(zip(whole, start, strict=False)) if a != b), len(start))
     common = max(1, min(common, len(whole)))
     return whole[:common], whole[common:]
+
+
+def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
+    """The text of `ids` where it follows the ids of a prompt, special tokens left out."""
+    before = tokenizer.decode(start, skip_special_tokens=True)
+    return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
 
 
 def _without_end(tokenizer: Any, text: str) -> list[int]:

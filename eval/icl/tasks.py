@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, nearest
+from common.provenance import shipped
 from common.recipe import load_section
 from eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Prompt, TaskSpec, token_of
 from eval.results import MODEL, SAMPLES
@@ -112,7 +113,7 @@ def load_task(name: str, version: str = "paper") -> Task:
 
     Raises UserError for an unknown name or version, or a malformed file.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
+    path = shipped(Path(name)) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
         if path.parent != DIRECTORY:
             raise UserError(f"task file {path} does not exist")

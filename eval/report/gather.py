@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import UserError
 from common.provenance import code_version, library_versions
+from common.recipe import read_written
+from common.untrusted import read_json
 from eval import stats
 from eval.compare import Comparison, compare_pair, in_order
 from eval.icl.scores import EXTRA_SCORES, SCORES
+from eval.judging.results import Judgement, read_judgements
+from eval.report.judged import Pairing, pairings
+from eval.report.judged import as_json as judged_as_json
 from eval.report.order import arrange
-from eval.results import Model, pick, read_models
+from eval.results import MODELS, Model, pick, read_models
+from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
@@ -32,11 +35,13 @@ class Report:
     groups: list[tuple[str, list[Model]]]  # base model -> models trained from it; the baseline is the first
     tasks: list[str]
     rows: list[dict[str, Any]]  # one per model x task
-    comparisons: dict[str, Comparison]  # model -> against the baseline
-    baseline: str | None  # None: there is nothing to compare
+    against: dict[str, dict[str, Comparison]]  # baseline -> model -> comparison; the first is the report's
+    baseline: str | None  # what rows and figures are marked against; None: there is nothing to compare
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, str]
     skipped: list[str] = field(default_factory=list)  # files that could not be read
+    judgements: list[Judgement] = field(default_factory=list)
+    pairings: list[Pairing] = field(default_factory=list)
 
     @property
     def models(self) -> list[Model]:
@@ -54,9 +59,9 @@ class Report:
         """Any row of a task: title, chance and majority are the same for all models."""
         return next(r for r in self.rows if r["task"] == task)
 
-    def compared(self, model: str, task: str | None) -> dict[str, Any] | None:
-        """Difference from the baseline on a task, or on the mean of all (None); None where not compared."""
-        found = self.comparisons.get(model)
+    def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
+        """Difference from a baseline on a task, or on the mean of all (None); None where not compared."""
+        found = self.against.get(baseline or "", {}).get(model)
         if found is None:
             return None
         if task is None:
@@ -64,8 +69,8 @@ class Report:
         return found.tasks.get(task)
 
     def direction(self, model: str, task: str | None) -> int:
-        """+1 / -1: surely better / worse than the baseline; 0: cannot be told."""
-        found = self.compared(model, task)
+        """+1 / -1: surely better / worse than the report's baseline; 0: cannot be told."""
+        found = self.compared(model, task, self.baseline)
         return 0 if found is None else found["direction"]
 
     def mean(self, model: Model) -> tuple[float, stats.Interval] | None:
@@ -92,45 +97,57 @@ class Report:
 def gather(
     outs: Sequence[Path],
     runs: dict[str, Path],
-    baseline: str | None = None,
+    baselines: Sequence[str] = (),
     title: str = "",
     notice: str = "",
     seeds: dict[str, list[str]] | None = None,
 ) -> Report:
     """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
+    baselines: models that the others are compared with, the report's own first; none: the first model.
 
     UserError when there are no results, or none of a model that is named. Files that cannot be read are
     skipped and listed.
     """
     skipped: list[str] = []
-    models = read_models(outs, skipped.append)
-    for name in [*runs, *([baseline] if baseline else []), *(n for ns in (seeds or {}).values() for n in ns)]:
+    judgements = read_judgements(outs, skipped.append)
+    judged_only = {j.path.parents[1] for j in judgements if not (j.path.parents[1] / MODELS).is_dir()}
+    models = read_models([out for out in outs if out not in judged_only], skipped.append)
+    for name in [*runs, *baselines, *(n for ns in (seeds or {}).values() for n in ns)]:
         pick(models, name)
     tasks = in_order({task for m in models for task in m.results})
     models = [m for m in models if m.results or m.samples or m.unreadable.keys() & tasks]
-    if not models:
+    if not models and not judgements:
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
     overlaps = {}
     for model in models:
         if model.name in runs:
             model.metrics = _metrics(runs[model.name])
             overlaps[model.name] = _contamination(runs[model.name])
-    groups = arrange(models, list(runs), baseline)
+    groups = arrange(models, list(runs), baselines[0] if baselines else None)
     models = [model for _, members in groups for model in members]
-    comparisons = {m.name: compare_pair(models[0], m, tasks) for m in models[1:]}
-    comparisons = {name: c for name, c in comparisons.items() if c.tasks or c.refused}
+    firsts = [pick(models, name) for name in dict.fromkeys(baselines)] or models[:1]
+    against = {first.name: _comparisons(first, models, tasks) for first in firsts}
+    against = {name: found for name, found in against.items() if found}
     return Report(
-        title=title or "In-context evaluation",
+        title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
         groups=groups,
         tasks=tasks,
         rows=[_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results],
-        comparisons=comparisons,
-        baseline=models[0].name if comparisons else None,
+        against=against,
+        baseline=firsts[0].name if firsts and firsts[0].name in against else None,
         seeds=seeds or {},
         metadata=metadata(),
+        judgements=judgements,
+        pairings=pairings(judgements, skipped),
         skipped=skipped,
     )
+
+
+def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
+    """Every other model against one of them, where they have tasks in common."""
+    found = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
+    return {name: c for name, c in found.items() if c.tasks or c.refused}
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
@@ -144,11 +161,11 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 def _contamination(run: Path) -> dict[str, Container[str]]:
     """Task -> test rows that share long word sequences with the run's training text, if that was checked."""
     try:
-        config = yaml.safe_load((run / CONFIG).read_text())
+        config = read_written(run / CONFIG)
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
-        tasks = json.loads(overlap.read_text())["tasks"].items()
-        return {task: found["overlapping_rows"] for task, found in tasks}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError):
+        tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
+        return {task: dict(found["overlapping_rows"]) for task, found in tasks}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return {}
 
 
@@ -205,7 +222,6 @@ def metadata() -> dict[str, str]:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The numbers of the report."""
-    against = {"baseline": report.baseline}
     models = []
     for model in report.models:
         mean = report.mean(model)
@@ -213,21 +229,23 @@ def as_json(report: Report) -> dict[str, Any]:
         if mean is not None:
             facts |= {"mean_low": mean[1].low, "mean_high": mean[1].high}
         models.append(model.description | facts)
-    found = report.comparisons.values()
+    found = [(c, {"baseline": c.baseline}) for made in report.against.values() for c in made.values()]
     return {
         "title": report.title,
         "notice": report.notice,
         "rows": report.rows,
         "baseline": report.baseline,
         "comparisons": [
-            {"model": c.model, "task": t} | against | x for c in found for t, x in c.tasks.items()
+            {"model": c.model, "task": t} | first | x for c, first in found for t, x in c.tasks.items()
         ],
         "mean_comparisons": [
-            {"model": c.model, "tasks": list(c.tasks)} | against | c.mean for c in found if c.mean is not None
+            {"model": c.model, "tasks": list(c.tasks)} | first | c.mean
+            for c, first in found
+            if c.mean is not None
         ],
         "not_compared": [
-            {"model": c.model, "task": t, "reason": reason} | against
-            for c in found
+            {"model": c.model, "task": t, "reason": reason} | first
+            for c, first in found
             for t, reason in c.refused.items()
         ],
         "models": models,
@@ -235,6 +253,7 @@ def as_json(report: Report) -> dict[str, Any]:
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds
         },
+        **judged_as_json(report.judgements, report.pairings),
         "skipped": report.skipped,
         "metadata": report.metadata,
     }

@@ -1,8 +1,11 @@
-"""Numbers as the report writes them."""
+"""Numbers and Markdown rows as the report writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from common.text import markdown
 
 DASH = "\u2013"
 MINUS = "\u2212"
@@ -51,3 +54,13 @@ def shortened(row: dict[str, Any]) -> str:
     """Rows whose prompts were shortened, and in brackets those that lost text of the query."""
     cut = f" ({row['rows_cut']:,})" if row["rows_cut"] else ""
     return f"{row['rows_shortened']:,}{cut}"
+
+
+def markdown_head(cells: list[str]) -> list[str]:
+    """The first two lines of a Markdown table."""
+    return [markdown_row(cells), "|" + " --- |" * len(cells)]
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    """A row of it. Cells are text from anywhere: each is escaped."""
+    return "| " + " | ".join(markdown(cell) for cell in cells) + " |"

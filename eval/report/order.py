@@ -68,7 +68,7 @@ def method(model: Model, base: str) -> str:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts 7b before 13b."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _same(a: str, b: str) -> bool:

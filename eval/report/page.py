@@ -8,7 +8,7 @@ from pathlib import Path
 from common.page.figures import NARROW, WIDE, css_colour
 from common.page.parts import Markup, chip, figure, join, legend, page, row, section, table, tag
 from eval.compare import ALPHA
-from eval.report import evidence, plots
+from eval.report import evidence, judged, plots
 from eval.report.gather import Report
 from eval.report.numbers import (
     DASH,
@@ -50,10 +50,11 @@ def html(report: Report) -> str:
     """The whole page."""
     sections = [
         _results(report),
-        _differences(report),
+        *(_differences(report, first) for first in report.against),
         _scores(report),
         _training(report),
         _scaling(report),
+        *judged.html(report.judgements, report.pairings),
         evidence.samples(report),
         evidence.confusions(report),
         evidence.worst(report),
@@ -64,13 +65,17 @@ def html(report: Report) -> str:
 
 
 def _lead(report: Report) -> str:
+    judged = f"{count(len(report.judgements), 'comparison')} of answers by judges."
+    if not report.rows and report.judgements:
+        return judged
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
     how = "; ".join(f"{shots} demonstrations ({by})" for shots, by in kinds)
-    return (
+    lead = (
         f"{count(len(report.models), 'model')}, {count(len(report.tasks), 'task')}, "
         f"{rows:,} test rows per model. Demonstrations per prompt: {how or 'none'}. Scored through OpenICL."
     )
+    return f"{lead} {judged}" if report.judgements else lead
 
 
 def name(number: int, model: Model, base: str = "", baseline: str | None = None) -> Markup:
@@ -177,15 +182,14 @@ def _figure(report: Report) -> Markup:
     return figure(wide, narrow, caption)
 
 
-def _differences(report: Report) -> Markup:
-    """Differences from the baseline with their tests."""
-    if not report.baseline:
-        return Markup()
+def _differences(report: Report, baseline: str) -> Markup:
+    """Differences from a baseline with their tests."""
+    comparisons = report.against[baseline]
 
     def cell(model: Model, task: str | None) -> str:
-        found = report.compared(model.name, task)
+        found = report.compared(model.name, task, baseline)
         if found is None:
-            refused = report.comparisons[model.name].refused
+            refused = comparisons[model.name].refused
             return "not comparable" if task in refused or (task is None and refused) else DASH
         kind = {1: "up", -1: "down", 0: ""}[found["direction"]]
         mark = tag("span", f"\u00a0{arrow(found['direction'])}", class_=kind) if kind else ""
@@ -195,10 +199,10 @@ def _differences(report: Report) -> Markup:
         return join(points(found["difference"]), mark, below, tag("span", f"p {p_value(p)}", class_="ci"))
 
     def line(number: int, model: Model, base: str) -> Markup:
-        first = name(number, model, base, report.baseline)
+        first = name(number, model, base, baseline)
         columns = (*report.tasks, None)
-        if model.name not in report.comparisons:
-            return row([first, *("" if model.name == report.baseline else DASH for _ in columns)])
+        if model.name not in comparisons:
+            return row([first, *("" if model.name == baseline else DASH for _ in columns)])
         return row([first, *(cell(model, task) for task in columns)])
 
     rows = _by_base(report, len(report.tasks) + 2, line)
@@ -210,11 +214,11 @@ def _differences(report: Report) -> Markup:
     )
     reasons = [
         tag("li", f"{c.model}, {report.of_task(task)['title']}: {reason}")
-        for c in report.comparisons.values()
+        for c in comparisons.values()
         for task, reason in c.refused.items()
     ]
     notes = join(tag("p", "Not comparable:"), tag("ul", *reasons, class_="plain")) if reasons else ""
-    return section(f"Difference from {report.baseline}", table(head, rows, caption), notes)
+    return section(f"Difference from {baseline}", table(head, rows, caption), notes)
 
 
 def _scores(report: Report) -> Markup:

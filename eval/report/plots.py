@@ -10,11 +10,30 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from common.page.figures import INK, MUTED, NARROW, PAPER, colour, compact, marker, shortened, style, svg
+from common.page.figures import (
+    INK,
+    MUTED,
+    NARROW,
+    PAPER,
+    Curve,
+    Panel,
+    colour,
+    compact,
+    css_colour,
+    curves_figure,
+    marker,
+    shortened,
+    style,
+    svg,
+)
+from eval.stats import Interval
 
 COLUMNS = 3  # of panels where the page is wide
 ROW, HEAD = 0.19, 0.62  # inches per model, and per panel for title and scale
 Point = tuple[float, float, float]  # accuracy with its interval, as shares
+JUDGED = (1, 11, 2)  # colours of win, tie and loss
+JUDGED_COLOURS = [css_colour(index) for index in JUDGED]
+Bar = tuple[str, str, Sequence[tuple[float, Interval]]]  # names, and the shares of win, tie and loss
 Stage = tuple[float, float, float, float]  # steps or tokens, and the Point there
 
 
@@ -109,28 +128,12 @@ def training_figure(logs: Sequence[tuple[int, list[dict[str, float]]]], width: f
     """NLL and DEMD over training tokens; logs: (colour number, records of metrics.jsonl) of each model."""
     panels = [("nll", "NLL (nats per token)"), ("demd", "DEMD (expected transport cost)")]
     panels = [p for p in panels if any(_points(r, x) for _, r in logs for x in (p[0], f"validation_{p[0]}"))]
-    if not panels:
-        return ""
-    columns = len(panels) if width > NARROW else 1
-    lines = math.ceil(len(panels) / columns)
-    with style():
-        figure, grid = plt.subplots(lines, columns, figsize=(width, 2.9 * lines), squeeze=False)
-        for axes, (name, title) in zip(grid.flat, panels, strict=True):
-            for number, records in logs:
-                points, held_out = _points(records, name), _points(records, f"validation_{name}")
-                if points:
-                    axes.plot(*zip(*points, strict=True), color=colour(number))
-                if held_out:
-                    circles: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markerfacecolor": PAPER}
-                    axes.plot(*zip(*held_out, strict=True), color=colour(number), linestyle="none", **circles)
-            axes.set_title(title)
-            axes.set_xlabel("training tokens")
-            axes.margins(x=0.02)
-            axes.tick_params(length=0)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.xaxis.set_major_formatter(compact)
-        figure.tight_layout()
-        return svg(figure, f"training-{_slug(width)}", "Loss and transport cost over training")
+    drawn = [
+        Panel(title, [Curve(i, _points(r, name), _points(r, f"validation_{name}")) for i, r in logs])
+        for name, title in panels
+    ]
+    label = "Loss and transport cost over training"
+    return curves_figure(drawn, len(drawn), "tokens", width, f"training-{_slug(width)}", label)
 
 
 def scaling_figure(series: Sequence[list[Stage]], unit: str, width: float) -> str:
@@ -148,6 +151,32 @@ def scaling_figure(series: Sequence[list[Stage]], unit: str, width: float) -> st
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(compact)
         return svg(figure, f"scaling-{_slug(width)}", "Mean accuracy over training")
+
+
+def judged_figure(bars: Sequence[Bar], width: float) -> str:
+    """A stacked bar per comparison: win, tie, loss; lines on its edges: intervals of the win and the loss."""
+    names = [shortened(f"{title} ({by})", 110 if width > NARROW else 44) for title, by, _ in bars]
+    with style():
+        figure, axes = plt.subplots(figsize=(width, 0.5 + 0.5 * len(bars)))
+        for place, (_, _, shares) in enumerate(bars):
+            left = 0.0
+            for index, (value, _) in zip(JUDGED, shares, strict=True):
+                axes.barh(place, 100 * value, left=left, height=0.4, color=colour(index), linewidth=0)
+                if value > (0.07 if width > NARROW else 0.14):
+                    where: Any = {"ha": "center", "va": "center", "color": PAPER, "fontsize": 9}
+                    axes.text(left + 50 * value, place, f"{100 * value:.0f}", **where)
+                left += 100 * value
+            (_, win), _, (_, loss) = shares
+            for low, high in ((win.low, win.high), (1 - loss.high, 1 - loss.low)):
+                axes.plot([100 * low, 100 * high], [place + 0.27] * 2, color=INK, linewidth=1.4)
+            axes.text(0, place - 0.24, names[place], ha="left", va="bottom", color=INK, fontsize=9)
+        axes.set_yticks([])
+        axes.set_ylim(len(bars) - 0.5, -0.75)
+        axes.set_xlim(0, 100)
+        axes.axvline(50, color=MUTED, linewidth=1.0, linestyle=":", zorder=3)
+        _plain(axes)
+        figure.subplots_adjust(left=0.01, right=0.99)
+        return svg(figure, f"judged-{_slug(width)}", "Wins, ties and losses of each comparison")
 
 
 def _points(records: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from common.text import markdown as plain
 from eval.compare import ALPHA
+from eval.report import judged
 from eval.report.gather import Report
-from eval.report.numbers import UNREADABLE, arrow, p_value, percent, points, span, spread
+from eval.report.numbers import (
+    UNREADABLE,
+    arrow,
+    markdown_head,
+    markdown_row,
+    p_value,
+    percent,
+    points,
+    span,
+    spread,
+)
 from eval.report.order import method
 
 DETAILS = (
@@ -27,14 +36,17 @@ def markdown(report: Report) -> str:
     if report.notice:
         lines += [f"> {plain(report.notice)}", ""]
     if report.rows:
-        lines += [*_accuracy(report), *_differences(report), *_details(report)]
+        lines += _accuracy(report)
+        lines += [line for first in report.against for line in _differences(report, first)]
+        lines += _details(report)
+    lines += judged.markdown(report.judgements, report.pairings)
     lines += ["", "## Made with", "", *(f"- {plain(k)}: {plain(v)}" for k, v in report.metadata.items())]
     lines += [f"- {plain(line)}" for line in report.skipped]
     return "\n".join(lines) + "\n"
 
 
 def _accuracy(report: Report) -> list[str]:
-    lines = ["Accuracy in per cent", "", *_head(["base model", "model", *_titles(report), "mean"])]
+    lines = ["Accuracy in per cent", "", *markdown_head(["base model", "model", *_titles(report), "mean"])]
     for base, models in report.groups:
         for model in models:
             cells = [_name(report, base, model.name, method(model, base))]
@@ -47,13 +59,13 @@ def _accuracy(report: Report) -> list[str]:
             mean = report.mean(model)
             mark = arrow(report.direction(model.name, None))
             cells.append(f"{percent(None if mean is None else mean[0])} {mark}".strip())
-            lines.append(_row([base, *cells]))
+            lines.append(markdown_row([base, *cells]))
     for label, names in report.seeds.items():
         found = [spread(report.over_seeds(label, t)) for t in (*report.tasks, None)]
-        lines.append(_row(["", f"{label} ({len(names)} seeds)", *found]))
+        lines.append(markdown_row(["", f"{label} ({len(names)} seeds)", *found]))
     for name in ("chance", "majority"):
         values = [report.of_task(t)[name] for t in report.tasks]
-        lines.append(_row(["", name, *map(percent, [*values, sum(values) / len(values)])]))
+        lines.append(markdown_row(["", name, *map(percent, [*values, sum(values) / len(values)])]))
     return lines
 
 
@@ -62,26 +74,26 @@ def _name(report: Report, base: str, name: str, title: str) -> str:
     return f"{shown}, baseline" if name == report.baseline else shown
 
 
-def _differences(report: Report) -> list[str]:
-    if not report.baseline:
-        return []
-    lines = ["", f"## Difference from {plain(report.baseline)}", ""]
-    lines += _head(["model", "task", "points", "95 % interval", "only baseline", "only model", "p", "p Holm"])
-    for c in report.comparisons.values():
+def _differences(report: Report, baseline: str) -> list[str]:
+    lines = ["", f"## Difference from {plain(baseline)}", ""]
+    lines += markdown_head(
+        ["model", "task", "points", "95 % interval", "only baseline", "only model", "p", "p Holm"]
+    )
+    for c in report.against[baseline].values():
         for task, x in c.tasks.items():
             shown = [points(x["difference"]), span(x["interval"]["low"], x["interval"]["high"], signed=True)]
             shown += [str(x["only_a"]), str(x["only_b"]), p_value(x["p_mcnemar"]), p_value(x["p_holm"])]
             shown[-1] += f" {arrow(x['direction'])}" if x["direction"] else ""
-            lines.append(_row([c.model, report.of_task(task)["title"], *shown]))
+            lines.append(markdown_row([c.model, report.of_task(task)["title"], *shown]))
         for task, reason in c.refused.items():
             lines.append(
-                _row([c.model, report.of_task(task)["title"], f"not comparable: {reason}", *[""] * 5])
+                markdown_row([c.model, report.of_task(task)["title"], f"not comparable: {reason}", *[""] * 5])
             )
-        mean = report.compared(c.model, None)
+        mean = report.compared(c.model, None, baseline)
         if mean is not None:
             interval = span(mean["interval"]["low"], mean["interval"]["high"], signed=True)
             p = f"{p_value(mean['p'])} {arrow(mean['direction'])}".strip()
-            lines.append(_row([c.model, "mean", points(mean["difference"]), interval, "", "", p, ""]))
+            lines.append(markdown_row([c.model, "mean", points(mean["difference"]), interval, "", "", p, ""]))
     return [
         *lines,
         "",
@@ -93,24 +105,15 @@ def _differences(report: Report) -> list[str]:
 def _details(report: Report) -> list[str]:
     head = ["model", "task", "n", "accuracy", "95 % interval", *report.scores, *DETAILS]
     head += ["prompts", "shots", "retriever"]
-    lines = ["", "## Details", "", *_head(head)]
+    lines = ["", "## Details", "", *markdown_head(head)]
     for r in report.rows:
         shares = [percent(r.get(name)) for name in report.scores]
         rest = [str(r[c]) if isinstance(r[c], int) else percent(r[c]) for c in DETAILS]
         asked = [str(r[name]) for name in ("prompt", "shots", "retriever")]
         first = [r["model"], r["title"], str(r["n"]), percent(r["accuracy"]), span(r["low"], r["high"])]
-        lines.append(_row([*first, *shares, *rest, *asked]))
+        lines.append(markdown_row([*first, *shares, *rest, *asked]))
     return lines
 
 
 def _titles(report: Report) -> list[str]:
     return [report.of_task(t)["title"] for t in report.tasks]
-
-
-def _head(cells: list[str]) -> list[str]:
-    return [_row(cells), "|" + " --- |" * len(cells)]
-
-
-def _row(cells: Iterable[str]) -> str:
-    """Cells are text from anywhere: each is escaped."""
-    return "| " + " | ".join(plain(cell) for cell in cells) + " |"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.exit_codes import ExitCode
 from common.files import write_text
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.prefixes import given
 from eval.generation.records import Generation, Plan
 from eval.generation.tokens import prompt_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError, one_line
+from common.untrusted import read_json
+from common.weights import load_config, shard_names
 from pipeline.loss.cost import CostEmbedding, NumberCost
 
 OLD_HEAD_NAMES = ("embed_out.weight",)  # what checkpoints call a head that transformers renames
@@ -118,13 +119,15 @@ def _only_matrix(path: Path) -> Tensor:
 
 def _head_of_model(source: str, revision: str | None) -> Tensor:
     """The output head's tensor of a causal LM checkpoint, read alone."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
+        config = load_config(source, revision)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that is damaged or made up makes of transformers
         if not Path(source).exists():
             raise UserError(
                 f"cost embedding {source} is neither here nor a hub model that can be reached; give a "
@@ -166,8 +169,8 @@ def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
         shard: str | None = stem
         if index is not None:
             try:
-                shard = json.loads(index.read_text())["weight_map"].get(name)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                shard = shard_names(index, read_json(index)).get(name)
+            except (OSError, ValueError):
                 raise UserError(f"cost embedding {source}: {index.name} is damaged") from None
             if shard is not None and _checkpoint_file(source, revision, shard) is None:
                 raise UserError(f"cost embedding {source}: {index.name} names {shard}, which is missing")

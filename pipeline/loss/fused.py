@@ -126,14 +126,24 @@ class _FusedLoss(torch.autograd.Function):
     """Gradients are made in forward and handed out, scaled, in backward: once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, labels, spec, needs, teacher, stored):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        spec: Spec,
+        needs: Needs,
+        teacher: Teacher | None,
+        stored: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         sums, ctx.gradients, ctx.factor = _compute(hidden, weight, bias, labels, spec, needs, teacher, stored)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)
 
     @staticmethod
-    def backward(ctx: Any, d_loss, *_):
+    def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
         gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done

@@ -58,7 +58,9 @@ def _apply(
 
 class _LogitsLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits, labels, spec, gradient, stored):
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, spec: Spec, gradient: bool, stored: Tensor | None
+    ) -> tuple[Tensor, ...]:
         sums, ctx.d_logits, ctx.factor = _compute(logits, labels, spec, gradient, stored)
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)

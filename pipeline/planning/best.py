@@ -19,6 +19,7 @@ from rich.table import Table
 
 from common.errors import FailureError, UserError
 from common.files import part_file
+from common.provenance import shipped
 from common.recipe import apply_override
 from pipeline.config import Batch, RunConfig, load_config, solve_batch
 from pipeline.loss.registry import Objective
@@ -224,7 +225,7 @@ def write_recipe(
         apply_override(tree, override)
     for key, value in choice.sets.items():
         apply_override(tree, f"{key}={value}")
-    base = os.path.relpath(recipe.resolve(), path.parent.resolve())
+    base = os.path.relpath(shipped(recipe).resolve(), path.parent.resolve())
     text = (
         f"# {recipe.name} as `plan --best` would train it on {cluster.gpus} x {cluster.kind}: "
         f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"

@@ -6,6 +6,7 @@ others do not refuse.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
 from pipeline.planning.optimizer import parameter_groups
 from pipeline.planning.rehearsal import rehearse
+from pipeline.report.samples import prompt_ids
 
 
 class Ready(NamedTuple):
@@ -56,6 +58,8 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     ds_config = deepspeed_config(config, batch)
     if here:
         check_host(ds_config)
+        _check_extras(config)
+        _check_extras(config)
     objective = training_objective(config)
     data, validation = _data(config, here)
     hf_config = model_config(config.model, online=here)
@@ -74,17 +78,28 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, here)
     if data is not None:
+        prompt_ids(config)
         resume.compare(config, data.fingerprint)
     return Ready(batch, steps, ds_config, hf_config, model, objective, implementation, data, validation)
+
+
+def _check_extras(config: RunConfig) -> None:
+    """Raises UserError where metrics shall go to a package that only an extra installs."""
+    asked = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
+    for name, wanted in asked.items():
+        if wanted and importlib.util.find_spec(name) is None:
+            raise UserError(f"train.{name} needs the package {name}: pip install {name}, or leave it out")
 
 
 def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
     """The model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             return model if config.model.lora is None else add_lora(model, config.model)
-    except (ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
         where = "model.path" if config.model.path else "model.architecture"
         if config.model.lora is not None:
             where += " or model.lora"

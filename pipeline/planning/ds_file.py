@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from torch.utils import cpp_extension
 
 from common.errors import UserError, nearest, one_line
-from common.provenance import REPOSITORY
+from common.provenance import shipped
+from common.untrusted import JSON_BYTES, read_bytes
 from pipeline.config import Batch, RunConfig, TrainConfig
 from pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
@@ -33,6 +34,8 @@ OWNED_BY_RECIPE = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
+# These write to or send to where no recipe says so.
+REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
 GRADIENT_TYPES = ("fp32", "bf16", "fp16")
 MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
@@ -44,11 +47,17 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
     what the recipe owns, or asks for what cannot work.
     """
-    path = config.deepspeed if config.deepspeed.exists() else REPOSITORY / config.deepspeed
+    path = shipped(config.deepspeed)
     tree = _read(path, config.deepspeed)
     for key, instead in OWNED_BY_RECIPE.items():
         if key in tree:
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
+    for key in REPORTS:
+        if key in tree:
+            raise UserError(
+                f"{path} sets {key}, which reports beside the run directory; remove it and set "
+                "train.tensorboard, train.wandb or train.profile in the recipe"
+            )
     for key, cut in CUT_OVER_RANKS.items():
         if key in tree:
             raise UserError(
@@ -127,7 +136,8 @@ def _read(path: Path, given: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"deepspeed={given} is not a file; see ds_configs/")
     try:
-        tree = json.loads(path.read_text(), object_pairs_hook=_without_repeats)
+        text = read_bytes(path, JSON_BYTES).decode()
+        tree = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}") from None
     if not isinstance(tree, dict):

@@ -96,6 +96,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
     from pipeline import train
     from pipeline.batches import Loader
     from pipeline.engine import Engine
+    from pipeline.report.console import Console
     from pipeline.stop import Watch
 
     step, evaluate = Engine.train_step, train.evaluate
@@ -112,7 +113,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
     for name in ("forward", "backward", "step"):
         setattr(DeepSpeedEngine, name, clock.counted(getattr(DeepSpeedEngine, name), -1))
     Loader._read = clock.counted(Loader._read, 1)  # type: ignore[method-assign]
-    train.train(config, world, Watch())
+    train.train(config, world, Watch(), Console("silent"))
 
 
 def _bare(config: Any, world: Any, clock: Clock) -> None:

@@ -1,13 +1,14 @@
 """Two hosts and a Slurm cluster on one machine: the launchers, really run. Needs root and Debian's packages.
 
-    python -m tests.campaigns.cluster [--parts hosts slurm kubernetes]
+    python -m tests.campaigns.cluster [--parts hosts slurm scheduled kubernetes]
 
 hosts       two network namespaces with an address, a name and an sshd each. A ZeRO-3 run over them by pdsh,
             by torchrun and by DeepSpeed without ssh; each must give the losses of the run on one host. A
             remote rank is killed; preflight looks at both hosts.
 slurm       controller, daemon and munge for a cluster of this one machine; launch/slurm/train.sbatch gets its
             warning signal, saves, is queued again, and resumes.
-kubernetes  launch/k8s/*.yaml against the schemas of several Kubernetes versions.
+scheduled   evaluation on that Slurm: a job that depends on a training, and a line of scrontab.
+kubernetes  launch/k8s, as kustomize renders it, against the schemas of several Kubernetes versions.
 
 Prints a table and exits 1 when something fails. Where it cannot run it says why and exits 0.
 """
@@ -26,22 +27,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import yaml
-
 from pipeline.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign
-from tests.campaigns.slurm import call, slurm
+from tests.campaigns.kubernetes import kubernetes
+from tests.campaigns.slurm import call, scheduled, slurm
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses, wait_for_step
 
 HOSTS = {"emo-a": "10.77.0.1", "emo-b": "10.77.0.2"}
+SLURM = ["slurmctld", "slurmd", "slurm-client", "munge"]
 PACKAGES = {
     "hosts": ["iproute2", "openssh-server", "openssh-client", "pdsh"],
-    "slurm": ["slurmctld", "slurmd", "slurm-client", "munge"],
+    "slurm": SLURM,
+    "scheduled": SLURM,
     "kubernetes": [],
 }
-SCHEMAS, VERSIONS = "kubernetes-validate==1.37.0", ("1.29", "1.32")
 
 
 def install(packages: list[str]) -> None:
@@ -225,34 +226,12 @@ def _lose_a_host(
     show("hosts", "the same command, then STOP", "resumed; exit code 75" if good else output[-600:], good)
 
 
-# --- Kubernetes -------------------------------------------------------------------------------------------
-
-
-def kubernetes(directory: Path, show: Campaign) -> None:
-    """Every document of launch/k8s against the published schemas."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(directory / "peer"), SCHEMAS]
-    if subprocess.run(command, capture_output=True).returncode:
-        show("kubernetes", SCHEMAS, "skipped: cannot be installed here", True)
-        return
-    sys.path.insert(0, str(directory / "peer"))
-    import kubernetes_validate
-
-    for path in sorted((REPO / "launch" / "k8s").glob("*.yaml")):
-        for document in yaml.safe_load_all(path.read_text()):
-            for version in VERSIONS:
-                what = f"{path.name}: {document['kind']} {document['metadata']['name']}, {version}"
-                try:
-                    kubernetes_validate.validate(document, version, strict=True)
-                    show("kubernetes", what, "valid", True)
-                except Exception as error:
-                    show("kubernetes", what, " ".join(str(error).split())[:300], False)
-
-
 def main() -> int:
     """Run the parts; 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Path, Campaign], None]] = {
         "hosts": hosts,
         "slurm": slurm,
+        "scheduled": scheduled,
         "kubernetes": kubernetes,
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -29,6 +29,7 @@ from pipeline.planning import footprint
 from pipeline.planning.checks import check
 from pipeline.planning.plan import setup_of, sizes_of
 from pipeline.ranks import end_world
+from pipeline.report.console import Console
 from pipeline.saving import Saver
 from pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
@@ -160,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     watcher.around_saves()
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
-        train.train(config, world, Watch())
+        train.train(config, world, Watch(), Console("lines" if world.is_main else "silent"))
     found = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
     found |= {"predicted": prediction, "total": time.perf_counter() - began}
     given.to.write_text(json.dumps(found, indent=1) + "\n")

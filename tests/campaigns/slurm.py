@@ -1,11 +1,13 @@
-"""The Slurm part of the cluster campaign: controller, daemon and munge for a cluster of this one machine.
+"""The Slurm parts of the cluster campaign: controller, daemon and munge for a cluster of this one machine.
 
 launch/slurm/train.sbatch gets its warning before the time limit, saves, is queued again, and resumes.
+Evaluation is scheduled: as a job that depends on a training, and by Slurm's crontab.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -14,8 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.campaigns.campaign import Campaign
+from tests.campaigns.scrontab import find_scrontab
 from tests.conftest import REPO
 from tests.helpers import launching
+from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses
 
 
@@ -38,7 +42,7 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
         f"SlurmctldLogFile={directory}/log/ctld\nSlurmdLogFile={directory}/log/d\n"
         "SlurmctldPort=16817\nSlurmdPort=16818\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
         "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nSwitchType=switch/none\n"
-        "MpiDefault=none\nGresTypes=gpu\nKillWait=30\nSchedulerParameters=sched_interval=2\n"
+        "MpiDefault=none\nGresTypes=gpu\nKillWait=30\nSchedulerParameters=sched_interval=2\nScronParameters=enable\n"
         f"NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
         f"PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
     )
@@ -200,3 +204,107 @@ def slurm(directory: Path, show: Campaign) -> None:
         state = job.wait(lambda _: False)
         good = "FAILED" in state and "ExitCode=2:0" in state and "Restarts=0" in state
         show("slurm", "a mistake is not tried again", "exit code 2" if good else job.story(), good)
+
+
+# --- scheduled evaluation ---------------------------------------------------------------------------------
+
+
+def scheduled(directory: Path, show: Campaign) -> None:
+    """evaluate.sbatch as a job that waits for a training, and evaluate.scron as a line of Slurm's crontab."""
+    recipe = launching.tiny_recipe(directory)
+    data = write_tasks(directory / "tasks", ["sst2"], train=20, test=8)
+    home = directory / "slurm"
+    home.mkdir()
+    with slurm_cluster(home) as environment:
+        environment |= {"EVAL_CACHE": str(directory / "cache")}
+        after_training(environment, recipe, data, show)
+        by_crontab(environment, directory, data, show)
+
+
+def after_training(environment: dict[str, str], recipe: Path, data: Path, show: Campaign) -> None:
+    """The export of a run is evaluated when the run is finished; after a mistake nothing waits for ever."""
+    directory = recipe.parent
+    longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
+    for name, more, wanted, words in (
+        ("good", longer, "COMPLETED", "waited, then evaluated the export"),
+        ("bad", "train.lr=-1", "CANCELLED", "cancelled when the training had failed"),
+    ):
+        run_dir, log = directory / name, directory / f"{name}.evaluation"
+        training = Job(environment, recipe, run_dir, more)
+        waiting = subprocess.run(
+            [
+                *("sbatch", "--parsable", f"--dependency=afterok:{training.id}", f"--output={log}"),
+                *("--cpus-per-task=1", "--mem-per-cpu=1000", "launch/slurm/evaluate.sbatch"),
+                *(str(run_dir), str(data), "--tasks", "sst2"),
+            ],
+            env=environment,
+            cwd=REPO,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout.strip()
+        waits = "Reason=Dependency" in ask(environment, "scontrol", "show", "job", waiting)
+        training.wait(lambda _: False)
+        state = ended(environment, waiting)
+        done = run_dir / "eval" / "watch" / "done" / f"{name}.json"
+        evaluated = done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
+        good = waits and f"JobState={wanted}" in state and evaluated == (name == "good")
+        said = log.read_text()[-1500:] if log.is_file() else "no output"
+        found = words if good else f"{training.story()}\n{state}\n{said}"
+        show("scheduled", f"a job after a training: {name}", found, good)
+
+
+def ended(environment: dict[str, str], job: str, timeout: float = 300) -> str:
+    """What the scheduler says of a job when it is over, or the time is up."""
+    deadline = time.monotonic() + timeout
+    while True:
+        state = ask(environment, "scontrol", "show", "job", job)
+        if Job.OVER.search(state) or time.monotonic() > deadline:
+            return state
+        time.sleep(1)
+
+
+def by_crontab(environment: dict[str, str], directory: Path, data: Path, show: Campaign) -> None:
+    """A pass every minute: one finds nothing, one finds an export, one finds it evaluated."""
+    scrontab = find_scrontab(directory / "scrontab")
+    if scrontab is None:
+        show("scheduled", "scrontab", "skipped: this Slurm has none, and it could not be built", True)
+        return
+    run, log = directory / "watched", directory / "scrontab.log"
+    run.mkdir()
+    text = (REPO / "launch/slurm/evaluate.scron").read_text()
+    edits = {"*/20 * * * *": "* * * * *", "/home/me/emo/runs/emo/evaluate.log": str(log)}
+    edits |= {"/home/me/emo": str(REPO), "runs/emo /data/nlu": f"{run} {data} --tasks sst2"}
+    edits |= {"--cpus-per-task=8": "--cpus-per-task=1", "--mem-per-cpu=4G": "--mem-per-cpu=1000M"}
+    for old, new in edits.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    table = directory / "table"
+    table.write_text(text)
+    made = subprocess.run([scrontab, table], env=environment, capture_output=True, text=True)
+    listed = ask(environment, scrontab, "-l")
+    show(
+        "scheduled",
+        "scrontab",
+        "taken" if listed == text.strip() else made.stdout + made.stderr,
+        listed == text.strip(),
+    )
+
+    def passes() -> list[int]:
+        """How many checkpoints each pass has evaluated."""
+        return [int(n) for n in re.findall(r"(\d+) evaluated", log.read_text())] if log.is_file() else []
+
+    try:
+        launching.wait_for(lambda: passes() == [0], "first pass", 150)
+        tiny_model(run / "export")
+        launching.wait_for(lambda: 1 in passes(), "evaluation", 240)
+        found = passes()
+        launching.wait_for(lambda: len(passes()) > len(found), "pass after it", 150)
+        once = sum(passes()) == 1 and json.loads((run / "eval/watch/done/watched.json").read_text())
+        good = bool(once) and once["state"] == "evaluated"
+        words = f"evaluated {passes()} of one export" if good else log.read_text()[-1500:]
+    except AssertionError as error:
+        said = log.read_text()[-1500:] if log.is_file() else "no output"
+        words, good = f"{error}\n{said}\n{ask(environment, 'scontrol', 'show', 'job')}", False
+    show("scheduled", "a pass every minute", words, good)
+    ask(environment, scrontab, "-r")

@@ -66,18 +66,19 @@ def test_slurm_single_index_again(recipe: Path) -> None:
     assert [p.name for p in (recipe.parent / "out/train").glob("*.arrow")] == ["shard-00002-of-00005.arrow"]
 
 
-def test_kubernetes_indexed_job(recipe: Path) -> None:
-    job = yaml.safe_load((REPO / "launch/k8s/prepare.yaml").read_text())
-    spec = job["spec"]
+def test_kubernetes_indexed_job(recipe: Path, tmp_path: Path) -> None:
+    base = REPO / "launch/k8s/base"
+    spec = yaml.safe_load((base / "prepare.yaml").read_text())["spec"]
+    literals = yaml.safe_load((base / "kustomization.yaml").read_text())["configMapGenerator"][0]["literals"]
+    settings = dict(literal.split("=") for literal in literals)
     (container,) = spec["template"]["spec"]["containers"]
-    environment = {e["name"]: e.get("value") for e in container["env"]}
     assert spec["completionMode"] == "Indexed"
-    assert environment["JOBS"] == str(spec["completions"])
-    named = REPO / "launch/recipes" / Path(str(environment["RECIPE"])).name
-    assert named.is_file()
-    mounted = {m["name"] for m in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
-    command = [*container["command"], *container["args"]]
+    assert settings["JOBS"] == str(spec["completions"])
+    assert (REPO / settings["RECIPE"]).is_file()
+    tini = tmp_path / "tini"
+    tini.write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    tini.chmod(0o755)
+    command = [str(tini), *container["command"][1:], *container["args"]]
     given = {"RECIPE": str(recipe), "JOBS": "3", "CPUS": "1"}
     together([(command, given | {"JOB_COMPLETION_INDEX": str(i)}) for i in range(3)])
     assert whole(recipe)

@@ -28,9 +28,18 @@ from data_prep.world import quiz as world_quiz
 from data_prep.world import stories as world_stories
 from data_prep.world import tasks as world_tasks
 from data_prep.world import vocabulary as world_words
-from data_prep.world.corpora import PROMPTS, SPLITS, TASKS, documents, instructions, task_rows, write_tasks
-from data_prep.world.tasks import LABELS, NAMES, draw, held_out, sentence
-from data_prep.world.vocabulary import CAPITALS, PEOPLE, fill, words
+from data_prep.world.corpora import (
+    CORPORA,
+    PROMPTS,
+    SPLITS,
+    TASKS,
+    documents,
+    instructions,
+    task_rows,
+    write_tasks,
+)
+from data_prep.world.tasks import LABELS, NAMES, TEMPLATES, draw, held_out, sentence, templates
+from data_prep.world.vocabulary import CAPITALS, LEXICON, OPINIONS, PEOPLE, fill, of_part, words
 from tests.conftest import REPO
 
 TEST_ROWS = 200
@@ -40,7 +49,8 @@ MODULES = (world, world_words, world_tasks, world_quiz, world_stories, world_ins
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return [document["text"] for document in documents(3, 3000)]
+    made = (documents(3, 2000), documents(3, 500, "home"), documents(3, 500, "abroad"))
+    return [document["text"] for corpus in made for document in corpus]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +66,7 @@ def rows() -> dict[tuple[str, str], list[dict]]:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), n=st.integers(0, 12), more=st.integers(0, 12))
 def test_a_corpus_is_a_prefix_of_a_longer_one(seed: int, n: int, more: int) -> None:
-    for make in (documents, instructions):
+    for make in CORPORA.values():
         assert list(make(seed, n)) == list(make(seed, n + more))[:n]
 
 
@@ -133,6 +143,36 @@ def test_a_train_text_does_not_end_in_a_test_text() -> None:
     rng = random.Random(0)
     ends = {sentence(rng, "sst2", "positive")[0].split(" but ")[-1] for _ in range(2000)}
     assert len(ends) > 100 and not any(map(held_out, ends))
+
+
+def test_the_parts_of_the_world_share_no_template() -> None:
+    for task, labels in LABELS.items():
+        for label in labels:
+            home, abroad, both = (
+                [(group, one) for group, of in templates(task, label, part).items() for one in of]
+                for part in ("home", "abroad", None)
+            )
+            assert home and abroad and home + abroad == both and not set(home) & set(abroad)
+            assert all(one in TEMPLATES[task][group] for group, one in both)
+    for name in OPINIONS:
+        parts = [set(of_part(LEXICON[name], part)) for part in ("home", "abroad")]
+        assert all(len(words) > 1 for words in parts) and not parts[0] & parts[1]  # templates use up to two
+
+
+def test_documents_of_a_part_are_of_that_part_only() -> None:
+    """Runs of annotated lines use its opinions, quizzes its subjects; prose and facts are the same."""
+    texts = {part: [d["text"] for d in documents(7, 900, part)] for part in ("home", "abroad")}
+    quizzes = {part: set(re.findall(r"about  (\w+)\.", "\n".join(of))) for part, of in texts.items()}
+    assert quizzes == {"home": {"seasons", "days"}, "abroad": {"numbers", "times"}}
+    for part, other in (("home", "abroad"), ("abroad", "home")):
+        said = set(words(" ".join(text for text in texts[part] if text.startswith("Review:"))))
+        foreign = {word for name in ("good", "bad") for word in of_part(LEXICON[name], other)}
+        own = {word for name in ("handy", "unhandy", "works", "fails") for word in LEXICON[name]}
+        assert len(said) > 100 and not said & foreign - set(words(" ".join(own)))
+    portraits = [
+        {text for text in of if " and lives in " in text and "is of" not in text} for of in texts.values()
+    ]
+    assert portraits[0] == portraits[1] != set()
 
 
 def _literals(module: ModuleType) -> Iterator[str]:
@@ -234,6 +274,7 @@ def test_quiz_answers_are_right() -> None:
 
 
 def test_files_have_the_layout_of_the_real_data(tmp_path: Path, shared_data: Path) -> None:
+    assert shared_data / "MANIFEST.json"  # the hub's rows have other columns
     write_tasks(tmp_path, train_n=24, test_n=12, seed=0)
     for task in TASKS:
         real = shared_data / "nlu" / task

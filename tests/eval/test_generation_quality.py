@@ -15,7 +15,7 @@ import torch
 
 from common.errors import UserError
 from eval.generation import closeness, likelihood, prefixes, quality, records, text_metrics
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.records import Generation, Plan, read_records
 from eval.generation.tokens import split_ids
 from eval.model import EvaluatedModel
@@ -75,16 +75,16 @@ def test_a_killed_run_loses_one_chunk(world: Path, tmp_path: Path, monkeypatch: 
     whole = Generation(model, Plan(begins, Decoding(), 8, 4), tmp_path / "a").run()
     monkeypatch.setattr(records, "CHUNK", 5)
     again = Generation(model, Plan(begins, Decoding(), 8, 4, batch=2), tmp_path / "b")
-    publish, count = again._publish, 0
+    sample, count = again._sample, 0
 
-    def killed(*args: Any) -> None:
+    def killed(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count == 2:
             raise KeyboardInterrupt
-        publish(*args)
+        return sample(*args)
 
-    monkeypatch.setattr(again, "_publish", killed)
+    monkeypatch.setattr(again, "_sample", killed)
     with pytest.raises(KeyboardInterrupt):
         again.run()
     rest = Generation(model, Plan(begins, Decoding(), 8, 4, batch=3), tmp_path / "b")

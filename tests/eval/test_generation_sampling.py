@@ -25,7 +25,7 @@ from transformers import (
 
 from common.errors import UserError
 from eval.generation import choice
-from eval.generation.choice import Decoding
+from eval.generation.decoding import Decoding
 from eval.generation.sampling import Request, Sampler
 
 SIZES: dict[str, Any] = {

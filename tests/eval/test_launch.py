@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,25 +87,39 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
 
 
+def read(path: Path) -> str:
+    return path.read_text()
+
+
 def test_slurm_without_arguments_says_how(slurm: Any) -> None:
     code, out, _ = slurm()
     assert code != 0 and "usage: sbatch launch/slurm/evaluate.sbatch RUN_DIR DATA_DIR" in out
 
 
-def test_kubernetes_runs_the_commands_there_are() -> None:
-    documents = list(yaml.safe_load_all((REPO / "launch/k8s/evaluate.yaml").read_text()))
-    assert [d["kind"] for d in documents] == ["CronJob", "Job"]
-    for document in documents:
-        job = document["spec"].get("jobTemplate", document)["spec"]
-        pod = job["template"]["spec"]
-        container = pod["containers"][0]
-        values = {e["name"]: e["value"] for e in container["env"]}
-        arguments = [a.replace("$(RUN_DIR)", values["RUN_DIR"]).replace("$(DATA)", values["DATA"])
-                     for a in container["args"]]  # fmt: skip
-        assert arguments[0] == "eval"  # the image's verb
-        parsed = parser().parse_args(arguments[1:])
-        assert parsed.command == "watch" and parsed.once != parsed.until_finished
-        codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-        assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
-        assert pod["restartPolicy"] == "Never"  # a pod failure policy needs it
-        assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+@pytest.mark.parametrize(("name", "once"), [("evaluate.yaml", True), ("watch.yaml", False)])
+def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
+    document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
+    job = document["spec"].get("jobTemplate", document)["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    verb, *arguments = container["args"]
+    assert verb == "watch"  # the image's, which is `python -m eval watch`
+    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
+    for literal in literals["configMapGenerator"][0]["literals"]:
+        setting, _, value = literal.partition("=")
+        arguments = [argument.replace(f"$({setting})", value) for argument in arguments]
+    parsed = parser().parse_args([verb, *arguments])
+    assert (parsed.once, parsed.until_finished) == (once, not once)
+    assert "$(" not in f"{parsed.run_dir} {parsed.data}"
+    codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
+
+
+def test_slurm_crontab_asks_for_what_the_batch_script_asks_for() -> None:
+    """scrontab does not read the options of the script that it runs."""
+    folder = REPO / "launch/slurm"
+    batch = re.findall(
+        r"^#SBATCH (--(?:job|open|gpus|cpus|mem|time).*)$", read(folder / "evaluate.sbatch"), re.M
+    )
+    cron = re.findall(r"^#SCRON (.*)$", read(folder / "evaluate.scron"), re.M)
+    assert len(batch) == 6 and {*batch, "--ntasks=1"} <= set(cron)
+    assert "bash launch/slurm/evaluate.sbatch runs/emo " in read(folder / "evaluate.scron").splitlines()[-1]

@@ -6,7 +6,6 @@ import html
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from eval.report.gather import gather
 from eval.report.write import write
 from eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
+from tests.helpers.html import Page
 from tests.helpers.results import results_json, write_model, write_result
 
 TASKS = "sst2,mmlu"
@@ -54,40 +54,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (run / "config.yaml").write_text(f"data: {{dir: {prepared}}}\n")
     yield root
     del os.environ["EVAL_CACHE"]
-
-
-class Page(HTMLParser):
-    """Tags that are open, text, addresses."""
-
-    VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
-        self.feed(text)
-        assert not self.open, f"unclosed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data"):
-                self.addresses.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag, f"</{tag}> closes something else"
 
 
 def test_the_page_stands_alone(world: Path, tmp_path: Path) -> None:
@@ -207,7 +173,7 @@ def test_rows_are_base_model_by_objective(tmp_path: Path) -> None:
     assert accuracy.count(">baseline<") == 1
     assert accuracy.index(">baseline<") < accuracy.index("MLE")
     assert found["baseline"] == "llama-7b" and "Pre-trained (llama-7b), baseline" in markdown
-    other, *_ = written(tmp_path, baseline="llama-13b-mle")
+    other, *_ = written(tmp_path, baselines=["llama-13b-mle"])
     first = re.search(r'class="method">([^<]*)</span><span class="pill">baseline', other)
     assert first is not None and first.group(1) == "MLE"
     assert other.index('colgroup">llama-13b<') < other.index('colgroup">llama-7b<')
@@ -250,6 +216,25 @@ def test_what_the_tests_say_is_on_the_page(tmp_path: Path) -> None:
     assert model["mean_accuracy"] == pytest.approx(0.9)
     assert numbers.span(model["mean_low"], model["mean_high"]) in page
     assert "| b | mean | +40.0 |" in markdown and "| b | sst2 | +40.0 |" in markdown
+
+
+def test_a_second_baseline_has_a_table_of_its_own(tmp_path: Path) -> None:
+    """Rows and marks of accuracy follow the first one only."""
+    for name, share in (("a", 0.4), ("b", 0.9), ("c", 0.8)):
+        write_model(tmp_path, name)
+        for task in ("sst2", "trec"):
+            write_result(tmp_path, name, task, rows(share))
+    page, markdown, found = written(tmp_path, baselines=["a", "b"])
+    assert [m["baseline"] for m in found["mean_comparisons"]] == ["a", "a", "b", "b"]
+    means = {(m["baseline"], m["model"]): m for m in found["mean_comparisons"]}
+    assert means["a", "c"]["difference"] == pytest.approx(0.4) and means["a", "c"]["direction"] == 1
+    assert means["b", "c"]["difference"] == pytest.approx(-0.1)
+    assert found["baseline"] == "a" and "a, baseline" in markdown and "b, baseline" not in markdown
+    accuracy, against_a, against_b, *_ = page.split("<h2>")[1:]
+    assert against_a.startswith("Difference from a<") and against_b.startswith("Difference from b<")
+    assert accuracy.count("baseline</span>") == against_b.count("baseline</span>") == 1
+    assert "+40.0" in against_a and "-10.0" in against_b.replace(numbers.MINUS, "-")
+    assert markdown.index("## Difference from a") < markdown.index("## Difference from b")
 
 
 def test_all_right_is_not_known_to_be_all_right(tmp_path: Path) -> None:

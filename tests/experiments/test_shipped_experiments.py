@@ -79,7 +79,8 @@ def test_the_command_in_a_header_can_be_run(path: Path, tmp_path: Path) -> None:
 def evaluations(path: Path) -> Iterator[list[str]]:
     """The words after `python -m eval` of every such command of an experiment's first and last run."""
     work = Work(experiment(path))
-    stages = [stage for run in (work.runs[0], work.runs[-1]) for stage in work.whole(run).stages]
+    first = work.runs[0]  # of the baseline, for the measures that compare with it
+    stages = [stage for run in (first, work.runs[-1]) for stage in work.whole(run, first).stages]
     for stage in (*work.before(), *stages):
         if stage.command[1:3] == ["-m", "eval"]:
             yield stage.command[3:]
@@ -95,7 +96,7 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
 
 @every_experiment
 def test_numbers_are_read_where_they_are_written(path: Path) -> None:
-    """A result below OUT/models/NAME belongs to an earlier command with this --out and --name."""
+    """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
     work = Work(experiment(path))
     run = work.runs[-1]
     places = work._places(run)
@@ -104,10 +105,12 @@ def test_numbers_are_read_where_they_are_written(path: Path) -> None:
     written = []
     for words in evaluations(path):
         arguments = parser().parse_args(words)
-        if arguments.command in ("run", "generate"):
+        if arguments.command in ("run", "generate", "answer"):
             written.append(f"{arguments.out}/models/{arguments.name}/")
+        if arguments.command == "judge":
+            written.append(f"{arguments.out}/judgements/{arguments.name}.json:")
     for file in files:
-        if "/models/" in file:
+        if "/models/" in file or "/judgements/" in file:
             assert any(file.startswith(place) for place in written), file
 
 

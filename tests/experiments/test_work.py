@@ -112,12 +112,16 @@ def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
 
 def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
     measures = {
-        "gap": {"command": "python -c pass {baseline} {export}", "read": {"gap": "{out}/x.json:x"}},
+        "gap": {
+            "command": "python -c pass {baseline_run} {baseline} {export}",
+            "read": {"gap": "{out}/x.json:x"},
+        },
     }
     work = Work(read_experiment(sweep(tmp_path, recipe, measures=measures), []), lambda _: None)
     tasks = {task.run.name: task for task in work.tasks()}
     assert list(tasks)[:2] == ["mle-1", "mle-2"]  # baselines first
-    assert tasks["emo-2"].stages[-1].command[-2:] == [
+    assert tasks["emo-2"].stages[-1].command[-3:] == [
+        "mle-2",
         str(tmp_path / "out/runs/mle-2/export"),
         str(tmp_path / "out/runs/emo-2/export"),
     ]

@@ -6,6 +6,7 @@ python -m tests.helpers.changed      prints them, for `make test-fast`
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 from tests.conftest import REPO
 
@@ -23,8 +24,17 @@ NEEDED = {
     "launch/": ["pipeline", "common"],
     "ds_configs/": ["pipeline"],
     "examples/": ["pipeline/test_examples.py", "loss/test_registry.py"],
-    "docs/": [],
-    "README.md": [],
+    "docs/": ["test_docs.py"],
+    "README.md": ["test_docs.py"],
+    "CHANGELOG.md": ["test_contributing.py", "test_packaging.py"],
+    "CITATION.cff": ["test_contributing.py", "test_packaging.py"],
+    "CONTRIBUTING.md": ["test_contributing.py"],
+    "LICENSE": ["test_packaging.py"],
+    "Makefile": ["test_contributing.py"],
+    "pyproject.toml": ["test_audit.py", "test_contributing.py", "test_packaging.py"],
+    "requirements.lock": ["test_audit.py", "test_packaging.py", "test_private_apis.py"],
+    ".github/": ["test_contributing.py"],
+    ".pre-commit-config.yaml": ["test_contributing.py"],
     "tests/bench/": [],
     "tests/campaigns/": [],
     **{
@@ -45,9 +55,12 @@ def changed() -> list[str]:
 
 
 def needed(files: list[str]) -> list[str]:
-    """Test folders for changes in `files`; a file of no known folder needs all of them."""
+    """Tests for changes in `files`: files and folders; a file of no known folder needs all of them."""
     folders: set[str] = set()
     for file in files:
+        if file.startswith("tests/") and Path(file).match("test_*.py"):  # itself
+            folders.add(file.removeprefix("tests/"))
+            continue
         fitting = next((tests for prefix, tests in NEEDED.items() if file.startswith(prefix)), None)
         if fitting is None:
             return ["tests"]

@@ -41,6 +41,19 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: 
     return directory
 
 
+def tiny_judge(directory: Path, seed: int = 7, **config: Any) -> Path:
+    """A model whose every token is `1` or `2`, by what it read: with --tokens 1, verdicts as PandaLM's."""
+    tiny_model(directory, seed, **config)
+    model, tokenizer = load(directory)
+    marks = tokenizer("12", add_special_tokens=False).input_ids[-2:]
+    with torch.no_grad():
+        rows = model.lm_head.weight[marks].clone()
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[marks] = torch.stack([rows[0], -rows[0]]) * 1e4
+    model.save_pretrained(directory)
+    return directory
+
+
 def tiny_tokenizer(directory: Path) -> Any:
     """A sentencepiece tokenizer of 384 pieces, trained once on the embedded corpus."""
     path = directory / "tokenizer.model"

@@ -173,10 +173,9 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in tmp_path.iterdir()] == ["base.yaml"]
 
 
-def test_writing_needs_a_search() -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["plan", str(LLAMA), "--gpus", "8xA100-80G", "--write", "x.yaml"])
-    assert end.value.code == ExitCode.MISTAKE
+def test_writing_needs_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(LLAMA), "--gpus", "8xA100-80G", "--write", "x.yaml"]) == ExitCode.MISTAKE
+    assert "--write goes with --best" in capsys.readouterr().err
 
 
 def test_a_file_that_is_refused_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

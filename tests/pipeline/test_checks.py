@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,17 @@ def test_a_recipe_without_mistakes(recipe: Path) -> None:
     assert ready.steps == 8
     assert ready.data is not None and ready.validation is not None
     assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
+
+
+@pytest.mark.parametrize(("name", "value"), [("wandb", "project"), ("tensorboard", "true")])
+def test_an_extra_that_is_not_installed(
+    recipe: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(recipe, [f"train.{name}={value}"])
+    monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
+    with pytest.raises(UserError, match=f"train.{name} needs the package {name}: pip install {name}"):
+        check(config, ranks=2, here=True)
+    check(config, ranks=2, here=False)  # planned here, trained elsewhere
 
 
 MISTAKES = [

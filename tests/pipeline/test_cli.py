@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import DiskFullError
 from pipeline import cli
+from pipeline.report.console import Console
 from pipeline.stop import STARTING, Watch
 from tests.conftest import REPO
 
@@ -38,7 +39,8 @@ class Nothing(Watch):
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logging and the standard streams of the test process stay as they are."""
-    monkeypatch.setattr(cli, "_set_up_logging", lambda: None)
+    monkeypatch.setattr(cli, "split", lambda: None)
+    monkeypatch.setattr(cli, "_set_up_logging", lambda *_: Console())
 
 
 def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +191,7 @@ def test_a_mistake_of_another_host_is_said_there(
 def test_a_reader_that_is_gone_does_not_end_a_rank() -> None:
     """Ctrl-C ends `| tee log` too, and the rank still has to save."""
     program = (
-        "import sys\nfrom pipeline.cli import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
+        "import sys\nfrom pipeline.report.streams import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
         "for _ in range(3):\n    print('x' * 100000, flush=True)\n"
         "sys.exit(75)\n"
     )

@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.exit_codes import ExitCode
+from data_prep.tokenizer import load_tokenizer
 from pipeline import checkpoint
-from pipeline.run_dir import checkpoints, problem, read_metrics
+from pipeline.run_dir import LAUNCHES, LOG, SAMPLES, checkpoints, problem, read_metrics, read_records
+from pipeline.stop import RESUME
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 
@@ -75,17 +77,63 @@ def test_attention_without_a_mask_trains_and_validates_the_same(undisturbed: Pat
     assert "varlen" not in (run_dir / "export" / "config.json").read_text()
 
 
-def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, recipe: Path) -> None:
+PROMPTS = ["The man saw", "On day 3"]
+
+
+@pytest.fixture(scope="module")
+def killed(recipe: Path) -> Path:
+    """The run directory of a run that was killed and started again, and that sampled text at its saves."""
     run_dir = recipe.parent / "killed"
-    arguments = (str(recipe), f"run_dir={run_dir}", "train.save_every=3")
+    samples = (f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=6")
+    arguments = (str(recipe), f"run_dir={run_dir}", "train.save_every=3", *samples)
     process = launching.start(2, *arguments)
     wait_for_step(run_dir, 5)
     launching.kill_all(process)
     assert not (run_dir / "export").exists()
+    with (run_dir / SAMPLES).open("a") as file:  # of a step that is going to be taken again
+        file.write('{"step": 6, "prompt": "It", "text": " was lost"}\n')
     done = launching.run_ranks(2, *arguments)
     assert done.returncode == 0, done.stdout
     assert "resumed from" in done.stdout
-    assert losses(run_dir) == losses(undisturbed)
+    return run_dir
+
+
+def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, killed: Path) -> None:
+    """And sampling under ZeRO-3 changes no number: the undisturbed run did without."""
+    assert losses(killed) == losses(undisturbed)
+
+
+def test_samples_are_what_the_export_says(killed: Path) -> None:
+    """At the start and at every save, without what a killed launch sampled later; greedy as generate is."""
+    records, damaged = read_records(killed / SAMPLES)
+    assert not damaged
+    assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in (0, 3, 6, 8) for p in PROMPTS]
+    model = AutoModelForCausalLM.from_pretrained(killed / "export")
+    tokenizer = load_tokenizer(killed / "export")
+    for record in records[-2:]:
+        ids = tokenizer(record["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        if tokenizer.bos_token_id is not None:
+            ids = torch.cat((torch.tensor([[tokenizer.bos_token_id]]), ids), dim=1)
+        out = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        whole = tokenizer.decode(out[0], skip_special_tokens=True)
+        assert record["prompt"] + record["text"] == whole
+    assert len({r["text"] for r in records}) > 2, "the texts change while it learns"
+
+
+def test_launches_are_recorded(undisturbed: Path, killed: Path) -> None:
+    """How each began, and how it ended if it could say so: one that was killed could not."""
+    first, second = (read_records(run_dir / LAUNCHES)[0] for run_dir in (undisturbed, killed))
+    assert [(r["event"], r["step"]) for r in first] == [("begin", 0), ("end", 8)]
+    assert (first[0]["ranks"], first[0]["hosts"], first[0]["device"], first[0]["planned"]) == (
+        2,
+        1,
+        "CPU",
+        None,
+    )
+    assert (first[1]["how"], first[1]["reason"]) == ("finished", None)
+    assert [r["event"] for r in second] == ["begin", "begin", "end"] and second[1]["step"] == 3
+    for run_dir in (undisturbed, killed):
+        assert "process" in (run_dir / LOG).read_text()
 
 
 def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(undisturbed: Path, recipe: Path) -> None:
@@ -96,8 +144,10 @@ def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(undisturbed: Pat
     launching.ranks_of(process)[1].send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.STOPPED, output
+    assert f"and saved (SIGTERM); {RESUME}" in output, "the reason, though another rank had it"
     (saved,) = checkpoints(run_dir)
     assert problem(saved) is None
+    assert read_records(run_dir / LAUNCHES)[0][-1]["reason"] == "SIGTERM"
     done = launching.run_ranks(2, *arguments)
     assert done.returncode == 0, done.stdout
     assert losses(run_dir) == losses(undisturbed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.campaigns.kubernetes import problems, render, targets
 from tests.conftest import REPO
 
 # Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
@@ -98,9 +101,67 @@ def outcome(rules: list[dict[str, Any]], code: int) -> str:
     return "Count"
 
 
+def kubernetes(name: str) -> dict[str, Any]:
+    """The job in a file of the base."""
+    documents = yaml.safe_load_all((REPO / "launch/k8s/base" / name).read_text())
+    (job,) = (one for one in documents if one["kind"] in ("Job", "CronJob"))
+    return job
+
+
 def test_kubernetes_starts_again_what_may_pass() -> None:
-    documents = list(yaml.safe_load_all((REPO / "launch/k8s/train.yaml").read_text()))
-    (job,) = (one for one in documents if one["kind"] == "Job")
-    rules = job["spec"]["podFailurePolicy"]["rules"]
+    rules = kubernetes("train.yaml")["spec"]["podFailurePolicy"]["rules"]
     found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
     assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
+
+
+def test_the_pods_of_the_cron_job_are_those_of_jobs() -> None:
+    pods, deeper = kubernetes("pod.yaml"), kubernetes("pod-cron.yaml")
+    assert deeper["spec"]["jobTemplate"]["spec"] == pods["spec"]
+
+
+def test_pods_run_as_the_image_does() -> None:
+    (user,) = re.findall(r"^USER (.*)$", (REPO / "Dockerfile").read_text(), re.MULTILINE)
+    pod = kubernetes("pod.yaml")["spec"]["template"]["spec"]
+    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user)}
+    mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert {"/emo/runs", "/tmp"} <= mounts  # all that the image writes to
+
+
+def test_pods_are_probed_by_the_images_health_check() -> None:
+    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
+    command = container["livenessProbe"]["exec"]["command"]
+    assert (
+        f"HEALTHCHECK --interval=60s --timeout=10s --retries=1 CMD {json.dumps(command)}"
+        in (REPO / "Dockerfile").read_text()
+    )
+
+
+@pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)
+def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
+    if shutil.which("kustomize") is None:
+        pytest.skip("kustomize is not here; make cluster-test gets one")
+    assert problems(render(target, "kustomize")) == []
+
+
+def test_disagreement_and_rights_are_seen() -> None:
+    """What the test above and the campaign rely on."""
+    pod = kubernetes("pod.yaml")["spec"]["template"]
+    train, prepare = kubernetes("train.yaml"), kubernetes("prepare.yaml")
+    for job in (train, prepare):
+        own = job["spec"]["template"]["spec"]["containers"][0]
+        container = pod["spec"]["containers"][0] | own
+        job["spec"]["template"] = pod | {"spec": pod["spec"] | {"containers": [container]}}
+        job["metadata"]["labels"]["app.kubernetes.io/part-of"] = "emo"
+    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
+    data = dict(one.split("=") for one in literals["configMapGenerator"][0]["literals"])
+    labels = {"app.kubernetes.io/part-of": "emo", "app.kubernetes.io/component": "common"}
+    settings = {"kind": "ConfigMap", "metadata": {"name": "emo-settings", "labels": labels}, "data": data}
+    documents = [settings, train, prepare]
+    assert problems(documents) == []
+    data["NODES"] = "4"
+    train["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"] = {"drop": []}
+    assert problems(documents) == [
+        "NODES: ['4', 2, 2]",
+        "emo-train: capabilities",
+        "emo-prepare: capabilities",
+    ]

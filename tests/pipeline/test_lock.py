@@ -16,7 +16,7 @@ from common import lease
 from common.errors import FailureError, UserError
 from common.lease import Lease
 from pipeline import lock
-from pipeline.lock import RunLock
+from pipeline.lock import COPY, RunLock
 from pipeline.run_dir import HEARTBEAT
 
 
@@ -169,6 +169,24 @@ def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
     assert beat()["since"] == first["since"]
     one.release("finished")
     assert beat()["doing"] == "finished"
+
+
+def test_a_container_gets_its_own_copy_of_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, run = tmp_path / "heartbeat.json", tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setenv(COPY, str(copy))
+    other = RunLock(run, active=False)
+    other.take()
+    assert not copy.exists()
+    one = RunLock(run, active=True)
+    one.take()
+    one.now("training")
+    assert copy.read_text() == (run / HEARTBEAT).read_text()
+    one.release("finished")
+    assert not copy.exists()  # what comes after the run has no heartbeat
+    assert (run / HEARTBEAT).exists()
 
 
 def test_other_ranks_hold_nothing(tmp_path: Path) -> None:

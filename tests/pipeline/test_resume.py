@@ -190,7 +190,7 @@ def test_costs_are_read_at_the_revision(monkeypatch: pytest.MonkeyPatch) -> None
 
     asked: list[str | None] = []
 
-    def configuration(source: str, revision: str | None = None) -> LlamaConfig:
+    def configuration(source: str, revision: str | None = None, **options: object) -> LlamaConfig:
         asked.append(revision)
         return LlamaConfig(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1)
 

@@ -70,7 +70,10 @@ def test_an_export_holds_the_weights_of_its_own_step(whole: Path) -> None:
         state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
         assert found[-1].keys() == state.keys()
         assert all(torch.equal(found[-1][name], state[name]) for name in state)
-        assert json.loads((directory / HF / "export.json").read_text())["step"] == step_of(directory)
+        said = json.loads((directory / HF / "export.json").read_text())
+        assert (
+            said["step"] == step_of(directory) and said["template"] is None
+        )  # of instructions: there are none
     assert not torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
     final = load_file(whole / EXPORT / "model.safetensors")
     assert all(torch.equal(final[name], found[-1][name]) for name in final)

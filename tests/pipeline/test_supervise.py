@@ -22,17 +22,23 @@ DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MIST
 DEEPSPEED = """#!{python}
 import os, subprocess, sys
 command = [sys.executable, *sys.argv[1:]]
+print("chatter of a launcher", flush=True)
+if "fail" in sys.argv:
+    sys.exit("no host answers")
 started = [subprocess.Popen(command, env=os.environ | {{"RANK": str(rank)}}) for rank in range(2)]
 codes = [process.wait() for process in started]
 sys.exit(max(code & 255 for code in codes))
 """
 RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
+from pipeline.report.streams import split
 from pipeline.stop import StopRequest, Watch
 watch = Watch()
+chatter = split()
 watch.joined(); watch.trains()
 stop = StopRequest(Path("."), None, watch)
+os.write(1, b"chatter of a library\\n")
 print("ready", flush=True)
 while stop.reason is None:
     time.sleep(0.05)
@@ -94,12 +100,13 @@ class Supervised:
         said = ""
         while said.count("ready") < 2:  # two processes write; their lines may run into each other
             said += self.process.stdout.readline()
+        assert "chatter" not in said, "a user sees what is for users"
 
     def end(self, disturb: Callable[[], object]) -> tuple[int, float]:
         """Exit code and seconds after a disturbance."""
         begun = time.monotonic()
         disturb()
-        self.process.communicate(timeout=60)
+        self.said, _ = self.process.communicate(timeout=60)
         return self.process.returncode, time.monotonic() - begun
 
 
@@ -118,6 +125,22 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
     time.sleep(1)
     code, _ = run.end(lambda: os.killpg(run.process.pid, signal.SIGINT))
     assert code == FAILURE
+    assert "error: killed or aborted without a word: rank 0, 1" in run.said
+
+
+def test_a_launcher_that_fails_by_itself_is_heard(tmp_path: Path) -> None:
+    """Its output is no chatter then: nobody else can say what was wrong."""
+    (tmp_path / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
+    (tmp_path / "deepspeed").chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "launch/supervise.py", "rank.py", "fail"],
+        cwd=REPO,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == FAILURE and done.stdout == ""
+    assert "no host answers" in done.stderr and "chatter of a launcher" in done.stderr
 
 
 def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:

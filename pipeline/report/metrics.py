@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl, TensorBoard, W&B, and lines for a human."""
+"""What a run records while it trains: metrics.jsonl, TensorBoard, W&B; and what the console is told of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from common.errors import UserError, one_line
 from common.files import write_once, write_text
 from pipeline.config import RunConfig
 from pipeline.engine import Sums
 from pipeline.loss.health import summary
+from pipeline.planning.footprint import GIB
+from pipeline.planning.host import on_gpu
+from pipeline.report.console import BOLD, Console, Progress
+from pipeline.report.pace import Pace, upcoming
 from pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
 
@@ -88,18 +91,24 @@ class Metrics:
         peak_share: float | None = None,
         window: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        console: Console | None = None,
+        validates: bool = True,
     ) -> None:
         """peak_share: share of the hardware's peak that one step per second would be (for MFU).
 
-        window: what `state` returned when the checkpoint of `step` was saved.
+        window: what `state` returned when the checkpoint of `step` was saved. console: of plain lines where
+        none is given. validates: whether the run has validation rows, for what comes next.
         """
         self.active = active
         self._clock, self._mark = clock, clock()
         self._peak_share = peak_share
         if not active:
             return
-        self._window = _restored(window)
-        self._run_dir = run_dir = config.run_dir
+        self._window, self._pace = _restored(window), Pace()
+        self._console = console or Console()
+        self._step, self._steps, self._loss = step, steps, math.nan
+        self._every = {"validation": config.train.eval_every * validates, "save": config.train.save_every}
+        run_dir = config.run_dir
         path = run_dir / METRICS
         kept = [r for r in read_metrics(run_dir) if r["step"] <= step]
         write_text(path, "".join(_line(r) for r in kept))
@@ -112,8 +121,8 @@ class Metrics:
         if config.train.wandb is not None:
             self._wandb = _wandb_run(config)
         self._profiler = Profiler(run_dir, *config.train.profile) if config.train.profile else None
-        # disable=None: a bar on a terminal, only the lines of `say` elsewhere.
-        self._bar = tqdm(total=steps, initial=step, desc=run_dir.name, unit="step", disable=None)
+        if on_gpu():
+            torch.cuda.reset_peak_memory_stats()  # loading is over
 
     def starts(self, step: int) -> None:
         """Step `step` (from 1) is about to be taken."""
@@ -128,19 +137,27 @@ class Metrics:
             self._profiler.ends(step)
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
+        self._pace.step(now - self._mark, sums.tokens)
         self._mark = now
-        self._bar.update()
-        self._bar.set_postfix(nll=f"{_mean(sums.nll, sums.tokens):.3f}")
+        self._step, self._loss = step, _mean(sums.loss, sums.tokens)
+        self._console.progress(self._progress)
 
     def log(self, step: int, tokens: int, lr: float) -> None:
-        """Record the steps since the last record as one line. tokens: supervised tokens so far."""
+        """Record the steps since the last record as one line. tokens: supervised tokens so far.
+
+        `mfu` is the share of the peak spent on the operations that the model needs: what is computed again
+        under activation checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
+        """
         if not self.active or not self._window.steps:
             return
         record = {"step": step, "tokens": tokens, "lr": lr, **self._window.record()}
         if self._peak_share is not None:
             record["mfu"] = self._peak_share * _mean(self._window.steps, self._window.seconds)
+        if on_gpu():
+            record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # a counter of the host's
         self._window = Window()
         self._write("train", record)
+        self._console.record(_finite(record), self._progress)
 
     def state(self) -> dict[str, Any]:
         """The steps that are counted and not recorded yet, as JSON can hold them."""
@@ -160,25 +177,33 @@ class Metrics:
             "validation_demd": _mean(sums.demd, sums.tokens),
         }
         self._write("validation", record)
+        shown = _finite(record)
+        told = [("loss", "loss"), ("NLL", "nll"), ("perplexity", "perplexity"), ("DEMD", "demd")]
+        values = [(name, shown[f"validation_{key}"]) for name, key in told]
+        parts = [f"{name} {value:.4g}" for name, value in values if value is not None]
+        text = f"step {step:,}/{self._steps:,}  validation: {', '.join(parts) or 'not finite'}"
+        self._console.event("validation", text, BOLD, **shown)
 
     def pause(self) -> None:
         """What happened since the last step was not training: saving, validation."""
-        self._mark = self._clock()
-
-    def say(self, text: str) -> None:
-        """A line for the human, above the bar."""
+        now = self._clock()
         if self.active:
-            tqdm.write(text)
+            self._pace.pause(now - self._mark)
+        self._mark = now
 
     def close(self) -> None:
-        """End the bar and flush the files."""
+        """Flush the files."""
         if self.active:
-            self._bar.close()
             self._file.close()
             if self._board is not None:
                 self._board.close()
             if self._wandb is not None:
                 self._wandb.finish()
+
+    def _progress(self) -> Progress:
+        left = self._pace.left(self._steps - self._step)
+        next_ = upcoming(self._step, self._steps, self._every)
+        return Progress(self._step, self._steps, self._loss, self._pace.tokens_per_s, left, next_)
 
     def _write(self, group: str, record: dict[str, float]) -> None:
         shown = _finite(record)
@@ -190,10 +215,6 @@ class Metrics:
                     self._board.add_scalar(f"{group}/{key}", value, int(record["step"]))
         if self._wandb is not None:
             self._wandb.log({f"{group}/{k}": v for k, v in shown.items()}, step=int(record["step"]))
-        parts = [f"step {record['step']}/{self._bar.total}"]
-        hidden = {"step"} | ({"skipped"} if not record.get("skipped") else set())
-        parts += [f"{k} {_short(v)}" for k, v in shown.items() if k not in hidden and v is not None]
-        self.say("  ".join(parts))
 
 
 class Profiler:
@@ -256,7 +277,3 @@ def _restored(saved: dict[str, Any] | None) -> Window:
     """The window that `Metrics.state` described; a new one where nothing is described."""
     values: dict[str, Any] = {k: math.nan if v is None else v for k, v in (saved or {}).items()}
     return Window(**values)
-
-
-def _short(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

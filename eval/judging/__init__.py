@@ -1,0 +1,1 @@
+"""Instruction following: a model's answers, judges' verdicts on them, and what follows from the verdicts."""

@@ -1,0 +1,220 @@
+"""python -m eval answer | judge: a model's answers to instructions, and a judge's verdicts on two models'."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.exit_codes import ExitCode
+from eval.generation.decoding import Decoding
+from eval.judging.engines import ENGINES, engine
+from eval.judging.exchange import FORMATS, read_replies, write_prompts
+from eval.judging.judged import Judged, of_replies
+from eval.judging.judges import JUDGES, Judge, judge
+from eval.judging.pairs import Pairs, labelled, of_answers
+from eval.judging.questions import SETS, read_questions
+from eval.judging.templates import CHOICES
+
+TOKENS = 1024  # of an answer
+OUT = Path("runs/eval")
+ANSWER_EXAMPLE = """example:
+  python -m eval answer --model runs/emo/export --questions alpaca_eval --data DIR
+  -> runs/eval/models/emo/answers/alpaca_eval-greedy/model_outputs.json"""
+JUDGE_EXAMPLE = """examples:
+  python -m eval judge --judge auto-j --a MLE/model_outputs.json --b EMO/model_outputs.json
+  python -m eval judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --export ask.jsonl --format openai
+  python -m eval judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --replies batch_output.jsonl
+  python -m eval judge --judge alpaca_eval --from annotations.json
+  python -m eval judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json
+A is the baseline; the win rate is B's. The report: python -m eval report OUT"""
+
+Say = Callable[[str], None]
+
+
+def add_arguments(subparsers: Any) -> None:
+    """The commands `answer` and `judge` with their arguments."""
+    raw = argparse.RawDescriptionHelpFormatter
+    _answer_arguments(
+        subparsers.add_parser(
+            "answer",
+            help="answer instructions, in AlpacaEval's format",
+            epilog=ANSWER_EXAMPLE,
+            formatter_class=raw,
+        )
+    )
+    _judge_arguments(
+        subparsers.add_parser(
+            "judge",
+            help="win rates of two models' answers by a judge",
+            epilog=JUDGE_EXAMPLE,
+            formatter_class=raw,
+        )
+    )
+
+
+def _answer_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", required=True, help="model directory (an export) or hub id")
+    add("--name", help="how results call it (its directory)")
+    add("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
+    add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
+    add("--data", default="hub", help="where named questions are: a directory, or hub (hub)")
+    add("--limit", type=int, help="evenly spaced questions (all)")
+    add("--template", default="auto", help=f"{', '.join(CHOICES)} (auto: what the model was tuned with)")
+    add("--tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
+    add("--temperature", type=float, help="sample, dividing the logits; default: always the likeliest token")
+    add("--top-p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
+    add("--seed", type=int, default=0, help="of sampled answers (0)")
+    _engine_arguments(command)
+
+
+def _judge_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--judge", required=True, help=f"{', '.join(JUDGES)}: prompts and how replies are read")
+    add("--a", type=Path, metavar="ANSWERS", help="the baseline's answers: a file, or what answer wrote")
+    add("--b", type=Path, metavar="ANSWERS", help="the other model's answers to the same questions")
+    add("--labelled", type=Path, metavar="FILE", help="instead: PandaLM's or Auto-J's human-labelled pairs")
+    add("--limit", type=int, help="evenly spaced pairs (all)")
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
+    how.add_argument("--export", type=Path, metavar="FILE", help="write the prompts of both orders and end")
+    how.add_argument("--replies", type=Path, metavar="FILE", help="read replies to exported prompts")
+    how.add_argument(
+        "--from",
+        dest="existing",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="verdicts that exist: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)",
+    )
+    add("--format", default="jsonl", help=f"of --export: {', '.join(FORMATS)} (jsonl)")
+    add("--ask-for", metavar="MODEL", help="the model that --format openai asks for (the judge's own)")
+    add("--tokens", type=int, help="longest reply in tokens (the judge's own)")
+    add("--name", help="what the judgement is called (B-vs-A-JUDGE)")
+    add("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
+    _engine_arguments(command)
+
+
+def _engine_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
+    add("--batch", type=int, default=64, help="texts at a time (64); vLLM chooses for itself")
+    add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+
+
+def loads_a_model(args: argparse.Namespace) -> bool:
+    """Whether a model on this machine is asked; verdicts, prompts and replies in files need none."""
+    return args.command == "answer" or not (args.existing or args.export or args.replies)
+
+
+def run(args: argparse.Namespace, say: Say) -> int:
+    """Run `answer` or `judge`; returns the exit code."""
+    return (_answer if args.command == "answer" else _judge)(args, say)
+
+
+def _answer(args: argparse.Namespace, say: Say) -> int:
+    from eval.judging.answers import OUTPUTS, Answering, Plan, counts
+    from eval.judging.templates import choose
+    from eval.model import EvaluatedModel
+    from eval.results import claim_name
+
+    if args.temperature is None:
+        if args.top_p != 1:
+            raise UserError("--top-p goes with --temperature; without it the likeliest token is taken")
+        decoding = Decoding(greedy=True)
+    else:
+        decoding = Decoding(args.temperature, 0, args.top_p)
+    name, questions = read_questions(args.questions, args.data, args.limit)
+    model = EvaluatedModel(args.model, args.name, args.dtype)
+    plan = Plan(questions, name, choose(model, args.template, say), args.tokens, args.seed)
+    answering = Answering(model, engine(args.engine, model, decoding, args.batch), plan, args.out)
+    claim_name(model, args.out, say)
+    rows = answering.run()
+    found = counts(rows)
+    for key, what in (
+        ("empty", "are empty; they are kept"),
+        ("cut_off", "were cut off; --tokens, or the context, is the limit"),
+        ("no_room", f"had no room after their question in a context of {answering.context} tokens"),
+    ):
+        if found[key]:
+            say(f"{model.name}: {found[key]} of {len(rows)} answers {what}")
+    known = len(rows) - answering.computed
+    say(
+        f"{model.name}: {len(rows)} answers ({known} already known), template {plan.template}, in "
+        f"{answering.directory / OUTPUTS}"
+    )
+    return ExitCode.DONE
+
+
+def _judge(args: argparse.Namespace, say: Say) -> int:
+    asked = judge(args.judge)
+    if args.existing:
+        from eval.judging.existing import read_existing
+
+        if args.a or args.b or args.limit is not None:
+            raise UserError("--from brings its own answers; leave out --a, --b and --limit")
+        found = read_existing(args.existing, args.labelled, asked.name)
+        return _report(found, args, say)
+    pairs = _pairs(args, say)
+    if args.export:
+        count = write_prompts(asked, pairs, args.export, args.format, args.ask_for, args.tokens)
+        say(f"{count} prompts on {len(pairs.rows)} pairs in {args.export}")
+        return ExitCode.DONE
+    if args.replies:
+        replies = read_replies(asked, pairs, args.replies)
+        by = args.ask_for or asked.remote or asked.model or asked.name
+        return _report([of_replies(asked, by, pairs, replies, {"from": [args.replies.name]})], args, say)
+    return _report([_by_model(asked, pairs, args)], args, say)
+
+
+def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
+    if args.labelled and (args.a or args.b):
+        raise UserError("--labelled brings its own answers; leave out --a and --b")
+    if args.labelled:
+        pairs = labelled(args.labelled)
+    elif args.a and args.b:
+        pairs = of_answers(args.a, args.b)
+    else:
+        raise UserError("give --a and --b, --labelled FILE, or --from FILE")
+    for note in pairs.notes:
+        say(note)
+    return pairs.limited(args.limit)
+
+
+def _by_model(asked: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
+    from eval.judging.judging import Judging
+    from eval.model import EvaluatedModel
+
+    path = args.model or asked.model
+    if path is None:
+        raise UserError(
+            f"--judge {asked.name}: its model is behind a service; give --model of another one, or --export "
+            "the prompts and read the --replies"
+        )
+    model = EvaluatedModel(path, dtype=args.dtype)
+    judging = Judging(
+        asked, pairs, engine(args.engine, model, asked.decoding, args.batch), args.out, args.tokens
+    )
+    replies = judging.run()
+    facts: dict[str, Any] = {"tokens": judging.tokens, "chat_template": judging.chat}
+    if any(row["replies"] for row in replies):
+        facts |= judging.engine.identity
+    return of_replies(asked, path, pairs, replies, facts)
+
+
+def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:
+    from eval.judging.results import default_title, write
+    from eval.judging.terminal import lines
+    from eval.model import clean_name
+
+    titles = [default_title(one) for one in found]
+    if args.name:
+        titles = [clean_name(args.name if len(found) == 1 else f"{args.name}-{i}") for i in range(len(found))]
+    for judged, title in zip(found, titles, strict=True):
+        for line in lines(write(judged, title, args.out)):
+            say(line)
+    say(f"{args.out / 'judgements'}; the report: python -m eval report {args.out}")
+    return ExitCode.DONE

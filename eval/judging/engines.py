@@ -1,0 +1,165 @@
+"""What writes answers and verdicts: Transformers everywhere, vLLM where it is installed and asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from common.errors import UserError
+from eval import store
+from eval.generation.decoding import Decoding
+from eval.generation.tokens import end_ids, text_after
+
+if TYPE_CHECKING:
+    from eval.generation.sampling import Request
+    from eval.model import EvaluatedModel
+
+ENGINES = ("transformers", "vllm")
+Progress = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Beam search: the likeliest of `beams` texts, repeated tokens made less likely by `penalty`."""
+
+    beams: int
+    penalty: float
+
+
+class Reply(NamedTuple):
+    """ended: by an end token, not by the limit."""
+
+    text: str
+    ended: bool
+    tokens: int
+
+
+class Transformers:
+    """The weights in this process; texts as `python -m eval generate` samples them, or by beam search."""
+
+    name = "transformers"
+
+    def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> None:
+        if batch < 1:
+            raise UserError(f"--batch {batch} must be at least 1")
+        self.model, self.decoding, self.batch = model, decoding, batch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what it writes."""
+        alone = isinstance(self.decoding, Beams) or self.model.model.dtype.itemsize >= 4
+        return {
+            "engine": self.name,
+            "weights": self.model.digest,
+            "tokenizer": self.model.tokenizer_digest,
+            "dtype": str(self.model.model.dtype),
+            "ends": sorted(end_ids(self.model)),
+            "decoding": asdict(self.decoding),
+            "batch": None if alone else self.batch,  # in half precision it may decide close calls
+        }
+
+    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
+        """A text of at most `tokens` tokens per request, in their order."""
+        if isinstance(self.decoding, Beams):
+            return [self._searched(request, tokens, progress) for request in requests]
+        from eval.generation.sampling import Sampler
+
+        sampler = Sampler(self.model.model, self.decoding, end_ids(self.model), self.batch)
+        found = sampler.run(requests, tokens, progress)
+        return [
+            Reply(text_after(self.model.tokenizer, list(r.prompt), c.tokens), c.ended, len(c.tokens))
+            for r, c in zip(requests, found, strict=True)
+        ]
+
+    def _searched(self, request: Request, tokens: int, progress: Progress) -> Reply:
+        import torch
+        from transformers import GenerationConfig
+
+        assert isinstance(self.decoding, Beams)
+        model, ends = self.model.model, sorted(end_ids(self.model))
+        settings = GenerationConfig(
+            max_new_tokens=min(request.limit or tokens, tokens),
+            num_beams=self.decoding.beams,
+            repetition_penalty=self.decoding.penalty,
+            early_stopping=True,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+        )
+        prompt = torch.tensor([list(request.prompt)], device=model.device)
+        with torch.inference_mode():
+            whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+        ids = whole[0, prompt.shape[1] :].tolist()
+        progress(1)
+        ended = bool(ids) and ids[-1] in ends
+        return Reply(text_after(self.model.tokenizer, list(request.prompt), ids), ended, len(ids))
+
+
+class Vllm:
+    """vLLM's offline interface on this machine's GPUs. What it writes may change with its version."""
+
+    name = "vllm"
+
+    def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams) -> None:
+        if find_spec("vllm") is None:
+            raise UserError("--engine vllm: vLLM is not installed; install it, or leave --engine out")
+        if isinstance(decoding, Beams):
+            raise UserError(
+                "--engine vllm: its beam search has no repetition penalty, which this judge needs"
+            )
+        self.model, self.decoding = model, decoding
+
+    @cached_property
+    def llm(self) -> Any:
+        """The model in vLLM, over all GPUs that this process sees."""
+        import torch
+        from vllm import LLM
+
+        count = max(1, torch.cuda.device_count())
+        return LLM(str(self.model.path), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what it writes, its own rounding aside."""
+        return {
+            "engine": self.name,
+            "weights": self.model.digest,
+            "tokenizer": self.model.tokenizer_digest,
+            "dtype": self.model.dtype,
+            "decoding": asdict(self.decoding),
+        }
+
+    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
+        """A text of at most `tokens` tokens per request, in their order."""
+        prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        found = self.llm.generate(prompts, [self._sampling(r, tokens) for r in requests], use_tqdm=False)
+        progress(len(requests))
+        replies = []
+        for request, one in zip(requests, found, strict=True):
+            ids, reason = list(one.outputs[0].token_ids), one.outputs[0].finish_reason
+            text = text_after(self.model.tokenizer, list(request.prompt), ids)
+            replies.append(Reply(text, reason == "stop", len(ids)))
+        return replies
+
+    def _sampling(self, request: Request, tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        how = self.decoding
+        assert isinstance(how, Decoding)
+        return SamplingParams(
+            max_tokens=min(request.limit or tokens, tokens),
+            temperature=0.0 if how.greedy else how.temperature,
+            top_p=how.top_p,
+            top_k=how.top_k,  # 0: all, for vLLM too
+            seed=int(store.digest(request.seed)[:15], 16),
+        )
+
+
+def engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers | Vllm:
+    """The engine called `name`. UserError where it is unknown, not installed, or cannot decode so."""
+    if name not in ENGINES:
+        raise UserError(f"--engine {name!r} is not known; known: {', '.join(ENGINES)}")
+    return Vllm(model, decoding) if name == "vllm" else Transformers(model, decoding, batch)

@@ -1,0 +1,128 @@
+"""launches.jsonl: when the run was launched, on what, from which step, what was planned, and how it ended.
+
+A line when a launch begins to train and one when it ends. A launch without the second was killed, or runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import one_line
+from common.provenance import code_version, library_versions
+from pipeline.config import RunConfig
+from pipeline.planning import footprint
+from pipeline.planning.checks import Ready
+from pipeline.planning.ds_file import zero_stage
+from pipeline.planning.footprint import GIB, accelerator
+from pipeline.planning.host import on_gpu
+from pipeline.planning.plan import setup_of, sizes_of
+from pipeline.report.console import GREEN, YELLOW, Console
+from pipeline.run_dir import EXPORT, LAUNCHES
+from pipeline.stop import RESUME
+
+log = logging.getLogger(__name__)
+
+
+class Launch:
+    """This launch, as its user and launches.jsonl hear of it. On ranks other than 0 nothing is written."""
+
+    def __init__(self, run_dir: Path, console: Console, main: bool) -> None:
+        self.console = console
+        self.reason: str | None = None  # why it ends before the run is finished
+        self._run_dir, self._main = run_dir, main
+        self._step: int | None = None  # that was reached last; None: it has not begun to train
+
+    def begun(self, config: RunConfig, ready: Ready, step: int, tokens: int, hosts: int) -> None:
+        """Training goes on after `step`, on so many hosts."""
+        self._step = step
+        if not self._main:
+            return
+        batch = ready.batch
+        device = torch.cuda.get_device_name() if on_gpu() else "CPU"
+        log.info("objective %s on %s; %s", ready.objective, device, batch)
+        record = {
+            "event": "begin",
+            "time": time.time(),
+            "step": step,
+            "tokens": tokens,
+            "steps": ready.steps,
+            "ranks": batch.ranks,
+            "hosts": hosts,
+            "device": device,
+            "batch": batch.batch,
+            "micro_batch": batch.micro,
+            "accumulation": batch.accumulation,
+            "block": config.data.block,
+            "zero_stage": zero_stage(ready.ds_config),
+            "attention": ready.attention,
+            "planned": planned(config, ready, device),
+            "git": code_version(),
+            **library_versions("torch", "transformers", "deepspeed"),
+        }
+        append(self._run_dir / LAUNCHES, record)
+
+    def sampled(self, step: int, text: str | None) -> None:
+        """How the model went on with the first prompt."""
+        if text is not None:
+            line = f"step {step:,}  sample: {one_line(text, 100)}"
+            self.console.event("sample", line, step=step, text=text)
+
+    def stopping(self, step: int, reason: str | None) -> None:
+        """The ranks agreed to stop after `step`; without a reason, an error that is to come says why."""
+        self._step, self.reason = step, reason
+        if reason is not None:
+            self.console.event("stopping", f"stopping after step {step:,} ({reason}): saving", YELLOW,
+                               step=step, reason=reason)  # fmt: skip
+
+    def done(self, step: int, finished: bool) -> None:
+        """All is written."""
+        self._step = step
+        if finished:
+            export = self._run_dir / EXPORT
+            text = f"finished after {step:,} steps; export: {export}"
+            self.console.event("finished", text, GREEN, step=step, export=str(export))
+        else:
+            text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
+            self.console.event("stopped", text, YELLOW, step=step, reason=self.reason)
+
+    def ended(self, how: str, step: int) -> None:
+        """Note how it ended, finished, stopped or failed, and the last step that it took; 0 for none."""
+        if not self._main or self._step is None:
+            return
+        step = max(step, self._step)
+        record = {"event": "end", "time": time.time(), "step": step, "how": how, "reason": self.reason}
+        with contextlib.suppress(OSError):  # the full disk may be why it ends
+            append(self._run_dir / LAUNCHES, record)
+
+
+def planned(config: RunConfig, ready: Ready, device: str) -> dict[str, float] | None:
+    """What the footprint predicts of a step on a GPU that it knows: seconds, MFU, GiB; else None."""
+    gpu = accelerator(device)
+    if gpu is None:
+        return None
+    sizes = sizes_of(ready.model, ready.hf_config)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    seconds = footprint.step_time(sizes, setup, gpu).total
+    return {
+        "seconds": seconds,
+        "mfu": footprint.utilisation(sizes, setup, seconds, gpu),
+        "memory_gib": footprint.memory(sizes, setup).total / GIB,
+    }
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a file of JSON lines, also where a killed writer has left a piece of one."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            torn = file.read(1) != b"\n"
+        else:
+            torn = False
+        file.write(b"\n" * torn + json.dumps(record, allow_nan=False).encode() + b"\n")

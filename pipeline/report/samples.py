@@ -1,0 +1,129 @@
+"""samples.jsonl: how the model goes on with `train.sample_prompts`, at every save.
+
+Greedily, so that what differs between two checkpoints is the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import UserError
+from common.files import write_text
+from data_prep.tokenizer import load_tokenizer
+from pipeline.config import RunConfig
+from pipeline.engine import Engine
+from pipeline.export import unwrap
+from pipeline.run_dir import SAMPLES, read_records
+
+
+class Samples:
+    """The prompts of a run as token ids, and the file of their continuations."""
+
+    def __init__(self, config: RunConfig, step: int, writes: bool) -> None:
+        """step: after which the run goes on; what was sampled later is dropped, as in metrics.jsonl.
+
+        Raises UserError like `prompt_ids`.
+        """
+        self.prompts, self._tokens = config.train.sample_prompts, config.train.sample_tokens
+        self._path, self._writes = config.run_dir / SAMPLES, writes
+        self._ids = prompt_ids(config)
+        self._tokenizer: Any = _tokenizer(config) if self.prompts else None
+        if writes and self._path.is_file():
+            kept = [r for r in read_records(self._path)[0] if r["step"] <= step]
+            write_text(self._path, "".join(json.dumps(r) + "\n" for r in kept))
+
+    def take(self, trainer: Engine, step: int, tokens: int) -> str | None:
+        """Continue every prompt and write it down; all ranks must call. The first text, on rank 0."""
+        if self._tokenizer is None:
+            return None
+        end = self._tokenizer.eos_token_id
+        found = continuations(trainer, self._ids, self._tokens, end)
+        if not self._writes:
+            return None
+        texts = [self._text(*ids) for ids in zip(self._ids, found, strict=True)]
+        with self._path.open("a") as file:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
+                file.write(json.dumps(record) + "\n")
+        return self.prompts[0] + texts[0]
+
+    def _text(self, prompt: list[int], found: list[int]) -> str:
+        """What `found` adds to the text of the prompt; decoded alone, it could lose a space in front."""
+        before, whole = (
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + found)
+        )
+        return whole[len(before) :]
+
+
+def prompt_ids(config: RunConfig) -> list[list[int]]:
+    """The prompts as the data's documents begin: BOS, where there is one, and the text.
+
+    Raises UserError for a prompt without any token, and for one that does not fit into data.block with what
+    is to follow.
+    """
+    train = config.train
+    if not train.sample_prompts:
+        return []
+    tokenizer = _tokenizer(config)
+    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    found = []
+    for number, prompt in enumerate(train.sample_prompts):
+        ids = start + list(tokenizer(prompt, add_special_tokens=False).input_ids)
+        where = f"train.sample_prompts[{number}]"
+        if not ids:
+            raise UserError(
+                f"{where} has no token, and the tokenizer no BOS to begin with; give it some text"
+            )
+        if len(ids) + train.sample_tokens > config.data.block:
+            raise UserError(
+                f"{where} has {len(ids)} tokens, which with train.sample_tokens={train.sample_tokens} is "
+                f"more than data.block={config.data.block}; shorten it, or set fewer train.sample_tokens"
+            )
+        found.append(ids)
+    return found
+
+
+@torch.no_grad()
+def continuations(
+    trainer: Engine, prompts: Sequence[Sequence[int]], tokens: int, end: int | None
+) -> list[list[int]]:
+    """The likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
+
+    All ranks must call, with the same prompts. Every rank makes the same number of forward passes over the
+    same tokens, those of rank 0, because under ZeRO-3 all take part in each. No random number is drawn.
+    """
+    lengths = torch.tensor([len(ids) for ids in prompts], device=trainer.world.device)
+    widest = int(max(map(len, prompts)))
+    ids = lengths.new_zeros(
+        (len(prompts), widest + tokens)
+    )  # what comes later is not seen: attention is causal
+    for row, given in enumerate(prompts):
+        ids[row, : len(given)] = torch.tensor(given)
+    trainer.ds.eval()
+    with torch.compiler.set_stance("force_eager"):  # another length at every pass
+        for count in range(tokens):
+            last = lengths + (count - 1)
+            chosen = _next_logits(trainer, ids[:, : widest + count], last).argmax(-1)
+            dist.broadcast(chosen, 0)
+            ids[torch.arange(len(prompts), device=ids.device), last + 1] = chosen
+    found = [row[n : n + tokens] for row, n in zip(ids.tolist(), map(len, prompts), strict=True)]
+    return [row[: row.index(end)] if end in row else row for row in found]
+
+
+def _next_logits(trainer: Engine, ids: Tensor, last: Tensor) -> Tensor:
+    """Logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
+    rows = torch.arange(len(ids), device=ids.device)
+    if "logits_to_keep" in getattr(unwrap(trainer.model), "order", ()):  # the head need not see the others
+        places, which = last.unique(return_inverse=True)
+        return trainer.ds(input_ids=ids, logits_to_keep=places).logits[rows, which]
+    return trainer.ds(input_ids=ids).logits[rows, last]
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    return load_tokenizer(config.data.dir / "tokenizer")

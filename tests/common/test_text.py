@@ -1,0 +1,78 @@
+"""Text of others: it does not act on a terminal or in Markdown, and secrets in it are not passed on."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import FailureError, UserError, one_line
+from common.text import markdown, on_one_line, printable, without_secrets
+
+TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
+ACTING = [
+    "\x1b[2J",
+    TITLE,
+    "a\rb",
+    "a\bb",
+    "\x9b31m",
+    "\u202egpj.exe",
+    "\u2066x\u2069",
+    "\u2028",
+    "\ud800",
+    "\x7f",
+]
+
+
+@pytest.mark.parametrize("text", ACTING)
+def test_what_acts_on_a_terminal_is_written_out(text: str) -> None:
+    for shown in (printable(text), on_one_line(text), markdown(text), str(UserError(text)), one_line(text)):
+        shown.encode()
+        assert not set(shown) & set("\x1b\a\b\r\x7f\x9b\u202e\u2066\u2069\u2028\ud800")
+
+
+def test_plain_text_stays_as_it_is() -> None:
+    text = "na\u00efve \u65e5\u672c \U0001f642, 50 % of a/b_c.txt: tab\tand line\n"
+    assert printable(text) == text
+    assert on_one_line("two  spaces\nstay") == "two  spaces stay"
+
+
+def test_a_message_stays_the_one_line_that_it_is() -> None:
+    forged = UserError("no column a; there are: b\nerror: all is well\u2028finished")
+    assert len(str(forged).splitlines()) == 1
+    assert issubclass(FailureError, UserError)
+
+
+def test_markdown_makes_no_links_tags_or_cells() -> None:
+    assert markdown("see https://x.org and www.x.org") == "see https&#58;//x.org and www&#46;x.org"
+    assert markdown("<b>|[a](b)`c`") == "&lt;b&gt;\\|\\[a\\](b)\\`c\\`"
+
+
+SECRETS = {
+    "https://me:hunter2@host/x": "https://***@host/x",
+    "s3://KEY:SECRET@bucket/x": "s3://***@bucket/x",
+    "https://h/x?a=1&X-Amz-Signature=abc123&b=2": "https://h/x?a=1&X-Amz-Signature=***&b=2",
+    "https://h/x?access_token=abc": "https://h/x?access_token=***",
+    "Authorization: Bearer abcdefghijklmnopqrstuvwxyz": "Authorization: Bearer ***",
+    "401 for hf_" + "aB3" * 11: "401 for hf_***",
+    "ghp_" + "a1" * 18: "ghp_***",
+    "glpat-abcdefghijklmnopqrst": "glpat-***",
+}
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_secrets_are_left_out(text: str) -> None:
+    assert without_secrets(text) == SECRETS[text]
+    assert SECRETS[text] in str(UserError(f"cannot read {text}"))
+    assert SECRETS[text] in one_line(ValueError(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s3://bucket/x", "https://h:8080/x", "hf_checkpoints_of_a_llama", "the bearer of it", "git@host:a/b"],
+)
+def test_what_only_looks_like_one_stays(text: str) -> None:
+    assert without_secrets(text) == text
+
+
+def test_long_texts_take_no_time() -> None:
+    for text in ("a-" * 100_000, "://" + ":" * 100_000, "?" + "a" * 100_000, "://a" * 50_000):
+        assert without_secrets(text) == text

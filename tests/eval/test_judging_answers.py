@@ -1,0 +1,270 @@
+"""Answers to instructions: training's template, room, AlpacaEval's format, kills, bad questions."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import UserError
+from data_prep.encode import EncodeSettings, RowEncoder
+from data_prep.templates import VERSIONS, Conversation, Exchange
+from data_prep.tokenizer import save_tokenizer
+from eval.generation.decoding import Decoding
+from eval.judging import answers, templates
+from eval.judging.answers import Answering, Plan, read_answers
+from eval.judging.engines import Transformers, engine
+from eval.judging.questions import Question, read_questions
+from eval.model import EvaluatedModel
+from tests.helpers.evaluating import command, load, tiny_model
+
+FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+QUESTIONS = [
+    {"id": f"q{i}", "instruction": f"Say {'why ' * (i % 5)}the {name} is here.", "input": "It is." * (i % 2)}
+    for i, name in enumerate(["cat", "dog", "lamp", "town", "boat", "tree", "rain"])
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that was tuned with Alpaca's template, and questions."""
+    root = tmp_path_factory.mktemp("answers")
+    os.environ["EVAL_CACHE"] = str(root / "cache")
+    tiny_model(root / "tuned", max_position_embeddings=512)
+    (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
+    write(root / "questions.jsonl", QUESTIONS)
+    yield root
+    del os.environ["EVAL_CACHE"]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answer(world: Path, out: Path, *more: object) -> tuple[int, str, str]:
+    common = ["--model", world / "tuned", "--questions", world / "questions.jsonl", "--out", out]
+    return command("answer", *common, *more)
+
+
+def outputs(out: Path, decoding: str = "greedy") -> Path:
+    return out / "models" / "tuned" / "answers" / f"questions-{decoding}" / "model_outputs.json"
+
+
+def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
+    """Each greedy answer equals a plain argmax loop after BOS and the Alpaca prompt."""
+    code, out, _ = answer(world, tmp_path, "--tokens", 6)
+    rows = json.loads(outputs(tmp_path).read_text())
+    assert code == 0 and "7 answers (0 already known), template alpaca" in out
+    assert all({"dataset", "instruction", "output", "generator"} <= row.keys() for row in rows)
+    assert [row["instruction"] for row in rows] == [q["instruction"] for q in QUESTIONS]
+    assert {row["generator"] for row in rows} == {"tuned"} and {row["dataset"] for row in rows} == {
+        "questions"
+    }
+    model, tokenizer = load(world / "tuned")
+    for row, question in zip(rows[:3], QUESTIONS, strict=False):
+        context = f"### Input:\n{question['input']}\n\n" if question["input"] else ""
+        assert f"### Instruction:\n{question['instruction']}\n\n{context}### Response:" in plain_prompt(
+            question
+        )
+        ids = [tokenizer.bos_token_id, *tokenizer(plain_prompt(question), add_special_tokens=False).input_ids]
+        start = len(ids)
+        for _ in range(6):
+            if ids[-1] != tokenizer.eos_token_id or len(ids) == start:
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:start]))
+        assert row["output"] == whole[len(before) :].strip()
+
+
+def plain_prompt(question: dict[str, Any]) -> str:
+    """Stanford Alpaca's prompt, written out."""
+    if question["input"]:
+        return (
+            "Below is an instruction that describes a task, paired with an input that provides further "
+            "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+            f"{question['instruction']}\n\n### Input:\n{question['input']}\n\n### Response:"
+        )
+    return (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        f"request.\n\n### Instruction:\n{question['instruction']}\n\n### Response:"
+    )
+
+
+@pytest.mark.parametrize("template", VERSIONS)
+def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
+    """The ids of a prompt are those before the loss begins in the prepared example."""
+    facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
+    encoder = RowEncoder(EncodeSettings(tmp_path / "tokenizer", facts, template, 512, "drop", None))
+    model = EvaluatedModel(str(world / "tuned"))
+    for q in QUESTIONS:
+        exchange = Exchange(q["instruction"], "Because it is.", q["input"])
+        found = encoder.conversations([Conversation((exchange,))])
+        begin = int(found.spans[0][0][0])
+        asked = templates.ids(model, Question("", q["instruction"], q["input"]), template)
+        assert asked == found.ids[:begin].tolist()
+
+
+def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    tuned = EvaluatedModel(str(world / "tuned"))
+    assert templates.choose(tuned, "auto", said.append) == "alpaca" and not said
+    assert templates.choose(tuned, "chat", said.append) == "chat" and "alpaca/1" in said.pop()
+    bare = EvaluatedModel(str(tiny_model(tmp_path / "bare", tokenizer=tuned.tokenizer)))
+    assert templates.choose(bare, "auto", said.append) == "alpaca" and "nothing says" in said.pop()
+    with pytest.raises(UserError, match="without a chat template"):
+        templates.choose(bare, templates.OWN, said.append)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}A:"
+    (tmp_path / "bare" / "chat_template.jinja").write_text(template)
+    assert templates.choose(bare, "auto", said.append) == templates.OWN
+    ids = templates.ids(bare, Question("", "do", "this"), templates.OWN)
+    assert bare.tokenizer.decode(ids).replace(" ", "") == "<user>do\n\nthis<s>A:" and ids.count(1) == 1
+    assert templates.choose(bare, "alpaca", said.append) == "alpaca" and "chat template" in said.pop()
+    (tmp_path / "bare" / "export.json").write_text(
+        json.dumps({"step": 1, "tokens": 1, "template": "alpaca/0"})
+    )
+    old = EvaluatedModel(str(tmp_path / "bare"))
+    assert templates.choose(old, "auto", said.append) == "alpaca" and "alpaca/1 now" in said.pop()
+    with pytest.raises(UserError, match="--template 'vicuna' is not known"):
+        templates.choose(old, "vicuna", said.append)
+
+
+def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) -> None:
+    texts = []
+    for i, (seed, batch) in enumerate([(0, 64), (0, 2), (1, 64)]):
+        more = ["--tokens", 8, "--temperature", 0.9, "--top-p", 0.95, "--seed", seed, "--batch", batch]
+        assert answer(world, tmp_path / str(i), *more)[0] == 0
+        name = "t0.9-p0.95" + (f"-s{seed}" if seed else "")
+        texts.append(outputs(tmp_path / str(i), name).read_text())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
+    """One question longer than the context, one that leaves a few tokens: kept, and said."""
+    write(tmp_path / "long.jsonl", [{"text": "why " * 300}, {"text": "why " * 90}, {"text": "why?"}])
+    common = ["--model", world / "tuned", "--out", tmp_path, "--tokens", 400]
+    code, out, _ = command("answer", *common, "--questions", tmp_path / "long.jsonl")
+    rows = json.loads((tmp_path / "models/tuned/answers/long-greedy/model_outputs.json").read_text())
+    assert code == 0 and [row["fits"] for row in rows] == [False, True, True]
+    assert rows[0]["output"] == "" and 0 < rows[1]["tokens"] < 400
+    assert "1 of 3 answers had no room" in out and "1 of 3 answers are empty" in out
+
+
+def run(world: Path, out: Path) -> None:
+    """What `answer` does, in chunks of two."""
+    answers.CHUNK = 2
+    model = EvaluatedModel(str(world / "tuned"))
+    _, questions = read_questions(str(world / "questions.jsonl"), "hub")
+    plan = Plan(questions, "questions", "alpaca", 12, 5)
+    Answering(model, engine("transformers", model, Decoding(0.8), 3), plan, out).run()
+
+
+def test_killed_at_random_moments_the_same_answers(world: Path, tmp_path: Path) -> None:
+    """A quick form of tests/campaigns/judging.py."""
+    rng, kills = random.Random(0), 0
+    for out in (tmp_path / "whole", tmp_path / "killed"):
+        while True:
+            child = FORK.Process(target=run, args=(world, out))
+            child.start()
+            child.join(None if out.name == "whole" or kills == 5 else rng.uniform(0.05, 0.4))
+            if not child.is_alive():
+                assert child.exitcode == 0
+                break
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+            kills += 1
+    whole, killed = (outputs(tmp_path / name, "t0.8-s5").read_bytes() for name in ("whole", "killed"))
+    assert kills and whole == killed
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"id": 1, "instruction": "a"}, {"id": 1, "instruction": "b"}], "two questions: '1'"),
+        ([{"id": 1, "instruction": "a"}, {"instruction": "b"}], "1 of 2 questions have no id"),
+        ([{"instruction": " "}], "row 1: the instruction is empty"),
+        ([{"title": "x"}], "no text in instruction or"),
+        ([{"text": 3}], "its fields: text"),
+        ([], "has no rows"),
+        ([["a"]], "is not an object"),
+    ],
+)
+def test_bad_questions_are_refused(world: Path, tmp_path: Path, rows: list[Any], words: str) -> None:
+    path = write(tmp_path / "q.jsonl", rows)
+    code, _, err = command("answer", "--model", world / "tuned", "--questions", path, "--out", tmp_path / "o")
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--questions", "nothing.jsonl"], "neither a file nor one of alpaca_eval, vicuna"),
+        (["--questions", "vicuna", "--data", "nowhere"], "--data nowhere is not a directory"),
+        (["--questions", "vicuna"], "is not on the hub; give --data DIR with eval_prompts/vicuna.jsonl"),
+        (["--tokens", 0], "--tokens 0"),
+        (["--limit", 0], "--limit 0"),
+        (["--top-p", 0.5], "--top-p goes with --temperature"),
+        (["--engine", "llama.cpp"], "known: transformers, vllm"),
+        (["--batch", 0], "--batch 0"),
+    ],
+)
+def test_bad_options_are_refused(world: Path, tmp_path: Path, options: list[Any], words: str) -> None:
+    code, _, err = answer(world, tmp_path / "o", *options)
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+def test_vllm_is_asked_for_by_name(world: Path, tmp_path: Path) -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        code, _, err = answer(world, tmp_path / "o", "--engine", "vllm")
+        assert code == 2 and "vLLM is not installed" in err
+    else:
+        pytest.skip("vLLM is installed here")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("alpaca_eval", 403), ("vicuna", 40), ("koala", 108), ("wizardlm", 217), ("sinstruct", 85)],
+)
+def test_the_sets_are_found_by_name(shared_data: Path, name: str, count: int) -> None:
+    for place in (shared_data, shared_data / "instruct"):
+        found, questions = read_questions(name, str(place))
+        assert found == name and len(questions) == count
+    assert len({q.id or q.text for q in questions}) == count
+    assert all(q.instruction.strip() for q in questions)
+    if name == "sinstruct":
+        assert sum(bool(q.input) for q in questions) == 71
+    assert len(read_questions(name, str(shared_data), 10)[1]) == 10
+
+
+def test_answer_files_of_others_are_read(shared_data: Path) -> None:
+    folder = shared_data / "instruct" / "alpaca_eval" / "outputs"
+    found = read_answers(folder / "alpaca-7b.jsonl.zst")
+    assert found.generator == "alpaca-7b" and len(found.rows) == 403 and not found.by_id
+
+
+def test_beams_are_transformers_own(world: Path) -> None:
+    """Beam search with a repetition penalty is asked of transformers with PandaLM's settings."""
+    from eval.generation.sampling import Request
+    from eval.judging.judges import JUDGES
+
+    model = EvaluatedModel(str(world / "tuned"))
+    prompt = templates.plain_ids(model, "the cat sat")
+    found = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
+    plain, tokenizer = load(world / "tuned")
+    ids = torch.tensor([prompt])
+    whole = plain.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=4, repetition_penalty=1.2, early_stopping=True,
+        max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    assert found[0].text == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]

@@ -1,0 +1,210 @@
+"""Win rates, intervals, lengths and agreement: against plain arithmetic, and on real annotations."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from eval.judging import agreement
+from eval.judging.existing import read_existing
+from eval.judging.judged import Judged
+from eval.judging.pairs import labelled
+from eval.judging.results import summary
+from eval.judging.win_rates import bootstrap, length_controlled, paired
+
+# Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
+# make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
+CONTROLLED = {
+    "alpaca-7b": 26.297722,
+    "alpaca-farm-ppo-human": 31.469836,
+    "falcon-7b-instruct": 39.521650,
+    "gpt4": 81.011796,
+    "llama-2-7b-chat-hf": 19.314651,
+    "recycled-wizardlm-7b-v1.0": 43.522089,
+    "recycled-wizardlm-7b-v2.0": 50.0,
+    "text_davinci_001": 21.042102,
+}
+
+
+@pytest.fixture(scope="module")
+def instruct(shared_data: Path) -> Path:
+    if not (shared_data / "instruct").is_dir():
+        pytest.skip(f"no instruct data under {shared_data}")
+    return shared_data / "instruct"
+
+
+def plain_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows read without any of the project's code."""
+    with path.open("rb") as file:
+        text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "utf-8").read()
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def alpaca_file(instruct: Path, name: str) -> Path:
+    return instruct / "alpaca_eval" / "annotations_gpt4_vs_davinci003" / f"{name}.jsonl.zst"
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
+    """(n_2 + n_0 / 2) / n of the file, counted here; lengths and the length-controlled rate with it."""
+    path = alpaca_file(instruct, name)
+    rows = plain_rows(path)
+    (judged,) = read_existing([path], None, "alpaca_eval")
+    found = summary(judged, name)
+    n = Counter(int(row["preference"]) for row in rows)
+    wanted = 100 * (n[2] + n[0] / 2) / len(rows)
+    assert abs(100 * found["win_rate"]["value"] - wanted) < 0.01
+    assert found["win_rate"]["low"] < found["win_rate"]["value"] < found["win_rate"]["high"]
+    assert (found["counts"]["b"], found["counts"]["tie"], found["counts"]["a"]) == (n[2], n[0], n[1])
+    assert judged.b == rows[0]["generator_2"]  # falcon-7b-instruct's file is of falcon-40b-instruct
+    assert abs(100 * found["length_controlled"] - CONTROLLED[name]) < 0.01
+    assert found["lengths"]["b"] == pytest.approx(sum(len(r["output_2"]) for r in rows) / len(rows))
+
+
+def test_paired_differences_on_real_annotations(instruct: Path) -> None:
+    scores: list[dict[str, float]] = []
+    for name in ("alpaca-7b", "llama-2-7b-chat-hf"):
+        rows = plain_rows(alpaca_file(instruct, name))
+        scores.append({r["instruction"]: {1: 0.0, 2: 1.0, 0: 0.5}[int(r["preference"])] for r in rows})
+    keys = list(scores[0])
+    one, other = ([which[key] for key in keys] for which in scores)
+    mean, interval, p = paired(one, other, keys)
+    assert mean == pytest.approx(sum(other) / len(keys) - sum(one) / len(keys))
+    assert interval.low < mean < interval.high and p < 0.001
+    assert interval.high - interval.low < 0.15  # pairing: about 1.96 * 2 * sd / sqrt(403)
+
+
+def test_pandalm_labels_and_verdicts(instruct: Path) -> None:
+    path = instruct / "pandalm" / "test.jsonl.zst"
+    rows = plain_rows(path)
+    votes = [[row[f"annotator{i}"] for i in (1, 2, 3)] for row in rows]
+    gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
+    pairs = labelled(path)
+    names = {"tie": 0, "a": 1, "b": 2}
+    assert [names[agreement.majority(pair.human)] for pair in pairs.rows] == gold
+    by = {judged.by: judged for judged in read_existing([path], path, "pandalm")}
+    assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
+    for column, judged in by.items():
+        given = [{"tie": 0, "garbage": None}.get(str(r[column]).lower(), r[column]) for r in rows]
+        given = [None if value is None else int(value) for value in given]
+        assert [{**names, "unreadable": None}[row["outcome"]] for row in judged.rows] == given
+        found = summary(judged, column)["human"]
+        right = sum(g == v for g, v in zip(gold, given, strict=True)) / len(rows)
+        assert found["agreement"]["value"] == pytest.approx(right)
+        as_ties = sum(g == (v or 0) for g, v in zip(gold, given, strict=True)) / len(rows)
+        assert found["unreadable_as_ties"] == pytest.approx(as_ties)
+    assert summary(by["gpt_3_5_turbo"], "g")["counts"]["unreadable"] == 9
+
+
+def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> None:
+    """Its labels with verdicts made up here, as its own script counts: both orders right; both alike."""
+    path = instruct / "auto_j" / "pairwise.jsonl.zst"
+    rows, draw = plain_rows(path), random.Random(0)
+    straight = [draw.choice([row["label"], 0, 1, 2]) for row in rows]
+    exchange = {0: 1, 1: 0, 2: 2}
+    second = [v if draw.random() < 0.8 else draw.choice([0, 1, 2]) for v in straight]
+    files = [tmp_path / "o.jsonl", tmp_path / "e.jsonl"]
+    for file, values in zip(files, (straight, [exchange[v] for v in second]), strict=True):
+        file.write_text("".join(json.dumps({"output": v}) + "\n" for v in values))
+    (judged,) = read_existing(files, path, "auto-j")
+    found = summary(judged, "x")
+    n = len(rows)
+    alike = sum(a == b for a, b in zip(straight, second, strict=True)) / n
+    right = sum(a == b == r["label"] for a, b, r in zip(straight, second, rows, strict=True)) / n
+    assert found["consistency"] == pytest.approx(alike)
+    assert found["human"]["agreement"]["value"] == pytest.approx(right)
+    assert found["counts"]["changed"] == sum(a != b for a, b in zip(straight, second, strict=True))
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Samples of 60 questions with 1 to 3 pairs that agree: intervals hold the truth as often as they say."""
+    rng, hits, plain = np.random.default_rng(0), 0, 0
+    for seed in range(200):
+        sizes = rng.integers(1, 4, 60)
+        wins = np.repeat(rng.random(60) < 0.4, sizes).astype(float)
+        questions = [str(i) for i, size in enumerate(sizes) for _ in range(size)]
+        (one,) = bootstrap(wins[:, None], questions, draws=250, seed=seed)
+        (other,) = bootstrap(wins[:, None], [str(i) for i in range(len(wins))], draws=250, seed=seed)
+        hits += one.low <= 0.4 <= one.high
+        plain += other.low <= 0.4 <= other.high
+    assert 0.9 <= hits / 200 <= 0.98
+    assert plain / 200 < hits / 200 - 0.05  # drawing pairs instead of questions would promise too much
+
+
+def test_bootstrap_is_repeatable_and_of_all_columns() -> None:
+    values = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    found = bootstrap(values, list("abcd"))
+    assert found == bootstrap(values, list("abcd"))
+    assert found[0].low == pytest.approx(1 - found[1].high) and found[0].high == pytest.approx(1.0)
+
+
+def test_no_difference_has_no_small_p() -> None:
+    scores = [0.0, 1.0, 0.5, 1.0] * 10
+    assert paired(scores, scores, [str(i) for i in range(40)])[2] == 1.0
+    rng = np.random.default_rng(1)
+    one, other = (rng.choice([0.0, 0.5, 1.0], 200) for _ in range(2))
+    assert paired(one, other, [str(i) for i in range(200)])[2] > 0.05  # type: ignore[arg-type]
+
+
+def test_length_control_takes_out_what_length_gives() -> None:
+    """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
+    rng = np.random.default_rng(0)
+    d = rng.normal(60, 100, 600)  # B is longer
+    a, b = (np.full(600, 1000), (1000 + d).round().astype(int))
+    p = 1 / (1 + np.exp(-3 * np.tanh((b - a) / (b - a).std())))
+    scores = (rng.random(600) < p).astype(float)
+    found = length_controlled(scores.tolist(), a.tolist(), b.tolist())
+    assert scores.mean() > 0.62 and found is not None and abs(found - 0.5) < 0.06
+    assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing to learn from
+    assert length_controlled([1.0] * 3, [1, 2, 3], [3, 1, 2]) is None
+
+
+def test_kappas_of_textbooks() -> None:
+    """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
+    first = ["y"] * 25 + ["n"] * 25
+    second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
+    assert agreement.cohen(first, second) == pytest.approx(0.4)
+    table = [[0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
+             [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7]]  # fmt: skip
+    ratings = [[str(i) for i, count in enumerate(row) for _ in range(count)] for row in table]
+    assert agreement.fleiss(ratings) == pytest.approx(0.2099, abs=1e-4)
+    assert agreement.cohen(["a"] * 3, ["a"] * 3) is None and agreement.fleiss([["a", "a"]] * 3) is None
+
+
+def test_majorities_follow_pandalm() -> None:
+    assert agreement.majority(["b", "a", "a"]) == "a"
+    assert agreement.majority(["tie", "a", "b"]) == "tie"  # three different: the first
+    assert agreement.accuracy(["a", "b"], ["a", None]) == 0.5
+
+
+def test_weighted_preferences_are_means(tmp_path: Path) -> None:
+    """AlpacaEval 2's preferences between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
+    values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True]
+    rows = [
+        {"instruction": str(i), "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b",
+         "preference": value}
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+    path = tmp_path / "annotations.json"
+    path.write_text(json.dumps(rows))
+    (judged,) = read_existing([path], None, "alpaca_eval")
+    found = summary(judged, "w")
+    assert found["read"] == 6 and found["counts"]["unreadable"] == 5
+    assert found["win_rate"]["value"] == pytest.approx((0.2 + 0.9 + 0.5 + 0.5 + 1 + 0) / 6)
+    assert found["win"]["value"] == pytest.approx(2 / 6) and found["tie"]["value"] == pytest.approx(2 / 6)
+
+
+def test_nothing_readable_gives_no_numbers() -> None:
+    row = {"id": "1", "question": "q", "a": "x", "b": "", "verdicts": [None], "outcome": "unreadable",
+           "score": None, "human": [], "replies": [], "unasked": None, "cut": None}  # fmt: skip
+    found = summary(Judged("auto-j", "me", "a", "b", 1, [row]), "n")
+    assert found["read"] == 0 and found["win_rate"] is None and found["counts"]["empty_b"] == 1

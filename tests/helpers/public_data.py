@@ -1,0 +1,153 @@
+"""The public part of the real data that tests and benches read, fetched from the hub: `make data`.
+
+    python -m tests.helpers.public_data DIRECTORY
+
+The tasks' rows have the ids in eval/icl/tasks; the rest is listed here. What is there already stays, so the
+same command goes on where it stopped. What has no public id (small checkpoints, copies with halved test
+splits) is not fetched, and tests of it are skipped. Exit codes: 0 all is there, 1 something could not be
+fetched, 2 no directory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zstandard
+
+from common.errors import UserError, one_line
+from common.exit_codes import ExitCode
+from common.files import write_atomically
+from eval.icl.task_data import hub_rows
+from eval.icl.tasks import known_tasks, load_task
+
+
+class Rows(NamedTuple):
+    """A split of a data set, as rows of JSON or as lines of text."""
+
+    hub: str  # id, or a local directory
+    config: str | None
+    revision: str | None
+    split: str
+    columns: tuple[str, ...]  # `text` alone where the file is text
+    limit: int | None = None  # rows at most, its first ones
+
+
+class Files(NamedTuple):
+    """Files of a model, as they are."""
+
+    hub: str
+    names: tuple[str, ...]
+
+
+WIKITEXT = "b08601e04326c79dfdd32d625aee71d232d685c3"
+# Under the names that tests know: directory or file -> what it is made of.
+SETS: dict[str, Rows | Files] = {
+    **{
+        f"lm/{config}/{split}.txt.zst": Rows("Salesforce/wikitext", config, WIKITEXT, split, ("text",))
+        for config in ("wikitext-2-v1", "wikitext-2-raw-v1", "wikitext-103-v1")
+        for split in ("train", "validation", "test")
+    },
+    "lm/tinystories/train.jsonl.zst": Rows("roneneldan/TinyStories", None, None, "train", ("text",), 20_000),
+    "lm/tinystories/validation.jsonl.zst": Rows(
+        "roneneldan/TinyStories", None, None, "validation", ("text",), 2_000
+    ),
+    "instruct/alpaca_gpt4/train.jsonl.zst": Rows(
+        "vicgalle/alpaca-gpt4", None, None, "train", ("instruction", "input", "output")
+    ),
+    "tokenizers/gpt2": Files("openai-community/gpt2", ("vocab.json", "merges.txt")),
+    "tokenizers/opt": Files("facebook/opt-125m", ("vocab.json", "merges.txt")),
+    "tokenizers/llama": Files("huggyllama/llama-7b", ("tokenizer.model",)),
+}
+
+
+def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) -> list[str]:
+    """Make what is missing below `directory`; a line for each thing that could not be made."""
+    wanted: list[tuple[Path, Callable[[Path], None]]] = []
+    for name, made_of in sets.items():
+        if isinstance(made_of, Rows):
+            wanted.append((directory / name, lambda path, rows=made_of: _write(path, _rows(rows))))
+        else:
+            wanted += [
+                (directory / name / file, lambda path, hub=made_of.hub: _copy(hub, path))
+                for file in made_of.names
+            ]
+    for task in map(load_task, tasks):
+        for split in sorted({task.spec.splits.test, task.spec.splits.demonstrations}):
+            path = directory / "nlu" / task.name / f"{split}.jsonl.zst"
+            wanted.append((path, lambda path, task=task, split=split: _write(path, hub_rows(task, split)[0])))
+    return [line for path, make in wanted if (line := _made(path, make))]
+
+
+def _made(path: Path, make: Callable[[Path], None]) -> str:
+    """Empty where `path` is there in the end, else why not."""
+    if path.exists():
+        return ""
+    print(path, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make(path)
+    except UserError as error:
+        return f"{path}: {error}"
+    except Exception as error:  # the libraries raise a dozen kinds: no network, no such id, no access
+        return f"{path}: {type(error).__name__}: {one_line(error, 150)}"
+    return ""
+
+
+def _rows(wanted: Rows) -> Iterator[dict[str, Any]]:
+    """Rows as they come, so that the first of a large set are here before the rest is."""
+    from datasets import load_dataset
+
+    data = load_dataset(
+        wanted.hub, wanted.config, split=wanted.split, revision=wanted.revision, streaming=True
+    )
+    for row in islice(data, wanted.limit):
+        yield {column: row[column] for column in wanted.columns}
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A compressed file of JSON lines, or of text where its name says so; whole or not at all."""
+    text = path.name.endswith(".txt.zst")
+
+    def write(sink: Any) -> None:
+        with (
+            zstandard.ZstdCompressor().stream_writer(sink, closefd=False) as packed,
+            io.TextIOWrapper(packed, "utf-8", newline="") as lines,
+        ):
+            for row in rows:
+                line = row["text"] if text else json.dumps(row, ensure_ascii=False)
+                lines.write(line if line.endswith("\n") else line + "\n")
+
+    write_atomically(path, write)
+
+
+def _copy(hub: str, path: Path) -> None:
+    """A file of a model on the hub, or of a local directory."""
+    from huggingface_hub import hf_hub_download
+
+    found = Path(hub) / path.name if Path(hub).is_dir() else Path(hf_hub_download(hub, path.name))
+    with found.open("rb") as source:
+        write_atomically(path, lambda sink: shutil.copyfileobj(source, sink))
+
+
+def main(argv: list[str]) -> int:
+    """Fetch everything, and say what is missing."""
+    if len(argv) != 1:
+        print("usage: python -m tests.helpers.public_data DIRECTORY", file=sys.stderr)
+        return ExitCode.MISTAKE
+    directory = Path(argv[0])
+    missing = fetch(directory, SETS, known_tasks())
+    for line in missing:
+        print(f"error: {line}", file=sys.stderr)
+    print(f"{directory}: " + (f"{len(missing)} files are missing; run it again" if missing else "complete"))
+    return ExitCode.FAILURE if missing else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""The quickstart: what it runs is there, the comparison is fair, it stops when asked, its last lines work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import launch.quickstart as quickstart
+from data_prep.__main__ import main as data_prep
+from eval.cli import parser
+from pipeline.config import RunConfig, load_config
+from pipeline.planning.plan import print_plan
+from tests.conftest import REPO
+from tests.helpers.evaluating import tiny_model
+
+TRAIN = ["launch/continual.sh", "--num_gpus", "2", "--"]
+
+
+def commands() -> list[list[str]]:
+    return [command for _, side_by_side in quickstart.steps() for command in side_by_side]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, RunConfig]:
+    """The training runs by the names of their directories."""
+    monkeypatch.chdir(REPO)
+    given = [command[4:] for command in commands() if command[:4] == TRAIN]
+    found = [load_config(Path(recipe), overrides) for recipe, *overrides in given]
+    return {config.run_dir.name: config for config in found}
+
+
+def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) -> None:
+    base = runs["pretrain"]
+    for name in ("mle", "emo"):
+        assert runs[name].model.path == str(base.run_dir / "export")
+        assert runs[name].data.tokenizer == str(base.data.dir / "tokenizer")
+    evaluations = [command[3:] for command in commands() if command[1:3] == ["-m", "eval"]]
+    parsed = [parser().parse_args(arguments) for arguments in evaluations]
+    for one in parsed:
+        if one.command in ("run", "generate"):
+            assert one.model in {str(config.run_dir / "export") for config in runs.values()}
+    scored = [one.name for one in parsed if one.command == "run"]
+    (report,) = (one for one in parsed if one.command == "report")
+    trained = dict(one.split("=") for one in report.run)
+    assert list(trained) == scored and set(trained.values()) == {str(c.run_dir) for c in runs.values()}
+    assert set(report.baseline) < set(scored)
+    assert {name for one in parsed if one.command == "compare" for name in (one.a, one.b)} == set(scored)
+    recipes = [command[4] for command in commands() if command[3:4] == ["prepare"]]
+    assert [load_config(Path(path), []).data for path in recipes] == [base.data, runs["emo"].data]
+
+
+def test_objectives_differ_by_their_name_only(runs: dict[str, RunConfig]) -> None:
+    mle, emo = (runs[name].model_dump() for name in ("mle", "emo"))
+    assert (mle["objective"].pop("name"), emo["objective"].pop("name")) == ("mle", "emo")
+    assert mle.pop("run_dir") != emo.pop("run_dir")
+    assert mle == emo
+
+
+def test_the_base_model_has_not_read_what_it_is_continued_on(runs: dict[str, RunConfig]) -> None:
+    read = {name: [source.embedded for source in runs[name].data.sources] for name in runs}
+    assert read == {"pretrain": ["world-home"], "mle": ["world-abroad"], "emo": ["world-abroad"]}
+
+
+WAITING = """
+import sys
+sys.path.insert(0, {repo!r})
+from launch import quickstart
+wait = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
+quickstart.steps = lambda: [("Wait", [wait, wait]), ("Never", [["false"]])]
+sys.exit(quickstart.main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_reaches_every_command(how: signal.Signals) -> None:
+    """A container sends SIGTERM to this process alone; a terminal sends SIGINT to all."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING.format(repo=str(REPO))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    while said.count("up\n") < 2:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        said += line
+    (os.kill if how == signal.SIGTERM else os.killpg)(process.pid, how)
+    _, complaints = process.communicate(timeout=30)
+    assert process.returncode == 75 and "run the same command again" in complaints
+    assert said.startswith(quickstart.ABOUT)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nothing of it is left
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """main() takes SIGTERM for itself."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_step_that_fails_ends_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code, expected in ((2, 2), (-9, 1)):
+        failing = [
+            sys.executable,
+            "-c",
+            f"import os; os.kill(os.getpid(), 9) if {code} < 0 else exit({code})",
+        ]
+        monkeypatch.setattr(quickstart, "steps", lambda failing=failing: [("Fail", [failing])])
+        assert quickstart.main() == expected
+        assert f"step 1 ended with exit code {code}" in capfd.readouterr().err
+
+
+def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's file is prepared, training with it is planned, evaluation and report are understood."""
+    monkeypatch.chdir(REPO)
+    model = tiny_model(tmp_path / "model")
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"text": f"Page {i} of my diary. " * 20}) + "\n" for i in range(120)))
+    (prepare,), (train,), (evaluate, report) = quickstart.following(str(own))
+    assert Path(prepare[0]).absolute() == Path(sys.executable)
+    elsewhere = [f"data.dir={tmp_path / 'data'}", f"data.tokenizer={model}"]
+    assert prepare[1:3] == ["-m", "data_prep"] and data_prep([*prepare[3:], *elsewhere]) == 0
+    assert train[:4] == TRAIN
+    recipe, *overrides = train[4:]
+    print_plan(load_config(Path(recipe), [*overrides, *elsewhere, f"model.path={model}"]), quickstart.RANKS)
+    scored = parser().parse_args(evaluate[3:])
+    config = load_config(Path(recipe), overrides)
+    assert scored.model == str(config.run_dir / "export")
+    shown = parser().parse_args(report[3:])
+    assert shown.run == [f"{scored.name}={config.run_dir}"] and shown.results == [scored.out]
+    assert shown.baseline == ["base"]

@@ -1,0 +1,83 @@
+"""The documents name links, files, options and keys that exist. `make docs-test` runs their commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+from tests.helpers import documents
+
+WALK = re.compile(r"^\| (`[\w/.]+\.py`(?:, `[\w/.]+\.py`)*) \| (`.*?`) \|", re.M)
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
+def test_a_document_names_what_exists(path: Path) -> None:
+    assert documents.faults(path) == []
+
+
+def test_the_readme_is_short() -> None:
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= 150, f"README.md has {len(lines)} lines; what is longer belongs into docs/"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = (REPO / "README.md").read_text()
+    assert [path.name for path in (REPO / "docs").glob("*.md") if f"(docs/{path.name})" not in readme] == []
+
+
+def test_a_walk_names_functions_that_exist() -> None:
+    """In the tables of architecture.md: files, what is called there, and what happens."""
+    stations = WALK.findall((REPO / "docs" / "architecture.md").read_text())
+    assert len(stations) > 30
+    for files, names in stations:
+        defined = set().union(*(documents.functions(REPO / file) for file in re.findall(r"`(.*?)`", files)))
+        assert set(re.findall(r"`(.*?)`", names)) <= defined, files
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("[x](nowhere.md)", "nowhere.md"),
+        ("[x](#no-heading)", "#no-heading"),
+        ("![x](nowhere.png)", "nowhere.png"),
+        ("    make quickstart\n", "indented"),
+        ("```sh\nmake\n```", "language"),
+        ("```bash\n# needs: luck\nmake\n```", "luck"),
+        ("```bash\npython -m eval run --no-such 1\n```", "--no-such"),
+        ("```bash\npython -m pipeline plan RECIPE --seeds 1\n```", "--seeds"),  # eval's
+        ("```bash\n./launch/continual.sh launch/recipes/none.yaml\n```", "launch/recipes/none.yaml"),
+        ("```bash\n./launch/continual.sh RECIPE train.learning_rate=1\n```", "train.learning_rate"),
+        ("`python -m data_prep prepare --bst`", "--bst"),
+        ("`train.saveevery` says how often", "train.saveevery"),
+        ("`eval/nothing.py` does it", "eval/nothing.py"),
+        ("```yaml\ntrain: { rate: 1 }\n```", "train.rate"),
+        ("```yaml\n# a.yaml\ndata: { dir: a, tokenizer: b }\n```", "sources"),
+    ],
+)
+def test_a_mistake_is_found(text: str, fault: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{text}\n")
+    assert any(fault in found for found in documents.faults(page)), documents.faults(page)
+
+
+RIGHT = """# A page: of `code`
+
+[x](#a-page-of-code) `train.lr`, `objective.params.ratio_cap`, `--tasks sst2`
+
+```bash
+# needs: hosts
+./launch/continual.sh --hostfile HOSTS -- RECIPE train.lr=1e-5  # a remark
+```
+"""
+
+
+def test_what_is_right_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(RIGHT)
+    assert documents.faults(page) == []
+    (block,) = documents.blocks(page)
+    assert block.needs == ["hosts"]
+    assert block.commands == ["./launch/continual.sh --hostfile HOSTS -- RECIPE train.lr=1e-5"]

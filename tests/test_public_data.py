@@ -1,0 +1,82 @@
+"""`make data`, with local directories in the place of the hub's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+import zstandard
+
+from eval.icl.task_data import load_data
+from eval.icl.tasks import DIRECTORY, known_tasks, load_task
+from tests.helpers.public_data import SETS, Files, Rows, fetch
+
+
+def data_set(place: Path, split: str, rows: list[dict[str, object]]) -> str:
+    """A directory that the datasets library loads like one of the hub."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(place)
+
+
+def read(path: Path) -> str:
+    with zstandard.open(path, "rt", encoding="utf-8", newline="") as lines:
+        return str(lines.read())
+
+
+def test_rows_text_and_files_come_under_the_names_that_tests_know(tmp_path: Path) -> None:
+    wiki = data_set(tmp_path / "wiki", "train", [{"text": " = Ä = \n"}, {"text": ""}, {"text": "no end"}])
+    rows = [{"instruction": f"i{n}", "output": "o", "more": "x"} for n in range(9)]
+    alpaca = data_set(tmp_path / "alpaca", "train", rows)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "vocab.json").write_text("{}")
+    out = tmp_path / "out"
+    sets: dict[str, Rows | Files] = {
+        "lm/wiki/train.txt.zst": Rows(wiki, None, None, "train", ("text",)),
+        "instruct/a/train.jsonl.zst": Rows(alpaca, None, None, "train", ("instruction", "output"), 2),
+        "tokenizers/m": Files(str(tmp_path / "model"), ("vocab.json",)),
+    }
+    assert fetch(out, sets, []) == []
+    assert read(out / "lm/wiki/train.txt.zst") == " = Ä = \n\nno end\n"
+    taken = [json.loads(line) for line in read(out / "instruct/a/train.jsonl.zst").splitlines()]
+    assert taken == [{"instruction": "i0", "output": "o"}, {"instruction": "i1", "output": "o"}]
+    assert (out / "tokenizers/m/vocab.json").read_text() == "{}"
+
+
+def test_a_task_that_was_fetched_is_read_as_the_hubs_would_be(tmp_path: Path) -> None:
+    tree = yaml.safe_load((DIRECTORY / "sst2.yaml").read_text())
+    rows = [
+        {"text": f"t{n}", "label": n % 2, "label_text": ["negative", "positive"][n % 2]} for n in range(12)
+    ]
+    data_set(tmp_path / "hub", "train", rows)
+    tree["hub"] = {"path": data_set(tmp_path / "hub", "test", rows[:4])}
+    task = tmp_path / "mine.yaml"
+    task.write_text(yaml.safe_dump(tree))
+    assert fetch(tmp_path / "out", {}, [str(task)]) == []
+    local, hub = (load_data(load_task(str(task)), place) for place in (str(tmp_path / "out" / "nlu"), "hub"))
+    assert local.digests == hub.digests
+    assert local.rows["test"]["label"][:] == ["negative", "positive"] * 2
+
+
+def test_what_cannot_be_fetched_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    good = data_set(tmp_path / "good", "train", [{"text": "a"}])
+    sets: dict[str, Rows | Files] = {
+        "lm/no/train.txt.zst": Rows(str(tmp_path / "nowhere"), None, None, "train", ("text",)),
+        "lm/column/train.txt.zst": Rows(good, None, None, "train", ("words",)),
+        "lm/good/train.txt.zst": Rows(good, None, None, "train", ("text",)),
+    }
+    out = tmp_path / "out"
+    missing = fetch(out, sets, [])
+    assert [line.split(":")[0] for line in missing] == [str(out / name) for name in list(sets)[:2]]
+    assert [path.name for path in out.rglob("*") if path.is_file()] == ["train.txt.zst"]
+    (out / "lm/good/train.txt.zst").write_bytes(b"mine")
+    assert len(fetch(out, sets, [])) == 2
+    assert (out / "lm/good/train.txt.zst").read_bytes() == b"mine"  # what is there stays
+
+
+def test_every_built_in_task_has_a_hub_id() -> None:
+    assert all(load_task(name).spec.hub is not None for name in known_tasks())
+    assert all(
+        name.endswith((".jsonl.zst", ".txt.zst")) for name, one in SETS.items() if isinstance(one, Rows)
+    )
