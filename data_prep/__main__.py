@@ -85,14 +85,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _first_word(what: object) -> None:
     """Libraries take seconds; what the command is about is said before, on stderr."""
-    print(f"{what}: loading libraries", file=sys.stderr, flush=True)
+    print(printable(f"{what}: loading libraries"), file=sys.stderr, flush=True)
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    config = load_data_config(args.recipe, args.overrides)
     _first_word(args.recipe)
     from data_prep.prepare import prepare
 
-    config = load_data_config(args.recipe, args.overrides)
     prepare(config, args.shard, args.workers, args.force, args.finish, _say)
 
 
