@@ -97,7 +97,7 @@ def plain_prompt(question: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("template", VERSIONS)
+@pytest.mark.parametrize("template", sorted(VERSIONS.keys() - {templates.OWN}))
 def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
     """The ids of a prompt are those before the loss begins in the prepared example."""
     facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
@@ -126,6 +126,10 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
     ids = templates.ids(bare, Question("", "do", "this"), templates.OWN)
     assert bare.tokenizer.decode(ids).replace(" ", "") == "<user>do\n\nthis<s>A:" and ids.count(1) == 1
     assert templates.choose(bare, "alpaca", said.append) == "alpaca" and "chat template" in said.pop()
+    export = {"step": 1, "tokens": 1, "template": VERSIONS[templates.OWN]}
+    (tmp_path / "bare" / "export.json").write_text(json.dumps(export))
+    by_its_own = EvaluatedModel(str(tmp_path / "bare"))
+    assert templates.choose(by_its_own, "auto", said.append) == templates.OWN and not said
     (tmp_path / "bare" / "export.json").write_text(
         json.dumps({"step": 1, "tokens": 1, "template": "alpaca/0"})
     )
