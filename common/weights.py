@@ -79,10 +79,10 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
 
     check_directory(source)
     load: Any = AutoModelForCausalLM.from_pretrained
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options |= {"ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
         with _without_report(), without_code(source):
-            model, report = load(source, revision=revision, trust_remote_code=False, **options)
+            model, report = load(source, revision=revision, output_loading_info=True, **options)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = named[1] if named else one_line(error, 80)

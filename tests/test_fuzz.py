@@ -12,7 +12,7 @@ from common.errors import UserError
 from tests.helpers import fuzz_targets, fuzzing
 from tests.helpers.fuzzing import RAW, TARGETS, VALUES, Bench, Crash, Input, Target, bench, corpus, given
 
-LEAST, SECONDS = 12, 0.5  # inputs of each target, and more of them within that time
+LEAST, SECONDS = 6, 0.3  # inputs of each target, and more of them within that time
 
 
 @pytest.mark.parametrize("name", TARGETS)
