@@ -12,8 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol
 
-import pyarrow
-
 from common.errors import UserError, one_line
 from data_prep.config import Source
 from data_prep.rows import Payload, RowSpec, cuts, raw_rows
@@ -227,7 +225,11 @@ def unpacked_stream(raw: IO[bytes], path: File) -> Any:
     """The same bytes unpacked, if the file's name says that they are packed."""
     packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     try:
-        return raw if packed is None else pyarrow.input_stream(raw, compression=packed, buffer_size=PIECE)
+        if packed is None:
+            return raw
+        import pyarrow  # most of a second, which a command's first word does not wait for
+
+        return pyarrow.input_stream(raw, compression=packed, buffer_size=PIECE)
     except OSError as error:
         raise unreadable(path, error) from None
 

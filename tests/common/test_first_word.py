@@ -22,7 +22,7 @@ class First:
     def flush(self): pass
     def isatty(self): return False
 sys.stdout = sys.stderr = First()
-runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
 """
 RECIPE = "launch/recipes/stories260k-tinystories.yaml"
 COMMANDS = {

@@ -69,7 +69,9 @@ def test_the_base_model_has_not_read_what_it_is_continued_on(runs: dict[str, Run
 
 
 WAITING = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {repo!r})
 from launch import quickstart
 wait = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
