@@ -258,7 +258,7 @@ class Snapshots(TorchCheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Copy `state_dict`; every tensor becomes its own storage on the host."""
         # A shape stays what it is: as a plain tuple DeepSpeed's own zero_to_fp32 could not read it.
-        copied = pytree.tree_map_only(Tensor, _copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
+        copied = pytree.tree_map(_copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
         self._waiting.append((copied, path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -273,8 +273,11 @@ class Snapshots(TorchCheckpointEngine):
         return [Path(path) for _, path in waiting]
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _copy(leaf: Any) -> Any:
+    """A tensor on the host. The ZeRO stage as a number: Python 3.11.0 to 3.11.3 pickle an enum as a call."""
+    if isinstance(leaf, ZeroStageEnum):
+        return int(leaf)
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(sums: Any) -> Tensor:

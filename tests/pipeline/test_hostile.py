@@ -16,7 +16,7 @@ from common.errors import UserError
 from pipeline import checkpoint, resume
 from pipeline.cli import Printable
 from pipeline.config import Batch, RunConfig, dump_config, load_config
-from pipeline.engine import STATE_CLASSES, _only_data, to_universal
+from pipeline.engine import STATE_CLASSES, Snapshots, _only_data, to_universal
 from pipeline.export import _model_card
 from pipeline.planning.ds_file import REPORTS, deepspeed_config
 from pipeline.run_dir import (
@@ -104,6 +104,14 @@ def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None
     with pytest.raises(pickle.UnpicklingError, match="LossScaler"):  # outside the block nothing is allowed
         torch.save(STATE_CLASSES[0](1.0), state)
         torch.load(state, weights_only=True)
+
+
+def test_a_stage_is_saved_as_a_number(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr, which is more than data."""
+    states, path = Snapshots(None), tmp_path / "a.pt"
+    states.save({"zero_stage": STATE_CLASSES[1].weights, "x": torch.ones(2)}, str(path))
+    states.write()
+    assert torch.load(path, weights_only=True)["zero_stage"] == 3
 
 
 def test_states_are_converted_as_data(tmp_path: Path) -> None:
