@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from common.page.figures import NARROW, WIDE
 from common.page.parts import Markup, details, figure, join, legend, row, section, table, tag
 from common.text import markdown as plain
 from eval.judging.results import Judgement
 from eval.judging.terminal import remarks
 from eval.judging.win_rates import paired
-from eval.report import plots
 from eval.report.numbers import DASH, markdown_head, markdown_row, p_value, percent, points, span
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
@@ -92,6 +90,9 @@ def title(found: dict[str, Any]) -> str:
 
 
 def _figure(judgements: Sequence[Judgement]) -> Markup:
+    from common.page.figures import NARROW, WIDE  # matplotlib: only who draws waits for it
+    from eval.report import plots
+
     bars = [
         (
             title(j.found),

@@ -152,7 +152,7 @@ def test_data_that_are_complete_need_no_server(tmp_path: Path, web: str) -> None
         ("s3://bucket/a.jsonl", r"s3://bucket/a.jsonl needs what .* not installed \(pip install s3fs\)"),
         ("gs://bucket/*.jsonl", r"not installed \(pip install gcsfs\)"),
         ("nothing://bucket/a.jsonl", r"is no address that fsspec knows \(Protocol not known: nothing\)"),
-        ("https://me:secret@example.org/a.jsonl", "the address holds a name or password"),
+        ("https://me:secret@example.org/a.jsonl", "files holds a password or token, and would be copied"),
         ("memory://nowhere/a.jsonl", "no file matches memory://nowhere/a.jsonl"),
         ("memory://nowhere/*.jsonl", "no file matches memory://nowhere/"),
         ("memory://d", "no file matches memory://d; give a pattern of files, memory://d/"),

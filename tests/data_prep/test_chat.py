@@ -307,7 +307,7 @@ def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
             assert found.chat_template == CHATML
         assert AutoTokenizer.from_pretrained(tmp_path / f"saved-{name}").chat_template == CHATML
     (source / "tokenizer_config.json").write_text('{"chat_template": [3]}')
-    with pytest.raises(UserError, match=r"the chat_template of tokenizer .* cannot be read"):
+    with pytest.raises(UserError, match=r"the chat_template of .* cannot be read"):
         save_tokenizer(source, None, tmp_path / "x")
 
 

@@ -19,6 +19,7 @@ from data_prep.shards import TokenDataset
 from data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
+from tests.helpers.said import lines
 
 TRIALS = 10
 
@@ -151,7 +152,7 @@ def test_a_dead_worker_is_reported(corpus: tuple[Path, dict[str, bytes], float])
         code, _, err = job.result()
         if code != 0:
             break  # else the worker had nothing left to do when it was killed
-    assert code == 2 and err.startswith("error: a worker process died"), err
+    assert code == 2 and lines(err)[0].startswith("error: a worker process died"), err
     run(config_of(root, out))
     assert file_bytes(out) == expected
 

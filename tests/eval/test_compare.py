@@ -177,7 +177,7 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     view = json.loads(path.read_text())
     sealed = tmp_path / "store" / view["key"] / "result.json"
     publish_sealed(sealed, view["result"])
-    assert command("compare", "a", "b", "--results", tmp_path)[2] == ""
+    assert lines(command("compare", "a", "b", "--results", tmp_path)[2]) == []
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, out, err = command("compare", "a", "b", "--results", tmp_path)
     assert code == 0 and "not compared, for want of a result: trec (b)" in out

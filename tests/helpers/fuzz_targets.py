@@ -24,7 +24,7 @@ from data_prep.inspect import inspect
 from data_prep.rows import Rejected, RowSpec, parse
 from data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, open_prepared, parse_manifest
 from data_prep.sources import open_inputs
-from data_prep.templates import VERSIONS, Conversation, render
+from data_prep.templates import Conversation, render
 from data_prep.tokenizer import save_tokenizer
 from data_prep.verify import verify
 from eval import store
@@ -126,7 +126,7 @@ def _read_all(here: Path, kind: str, **source: Any) -> None:
             places += [] if piece.payload is None else [piece.place]
             for row in () if piece.payload is None else parse(piece.payload, one.spec):
                 if isinstance(row, Conversation):
-                    _ = [render(row, template) for template in VERSIONS]
+                    _ = [render(row, template) for template in ("alpaca", "chat")]
                 elif isinstance(row, Rejected):
                     _ = f"{row.reason} {row.detail}"
         for _ in one.read(places):

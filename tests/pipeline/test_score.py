@@ -23,6 +23,7 @@ from pipeline.run_dir import read_metrics
 from tests.conftest import REPO
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import BIN, ENVIRONMENT, run_alone, tiny_recipe
+from tests.helpers.said import lines
 
 
 def score(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +111,7 @@ def test_mistakes(
     assert main(["score", str(place / "recipe.yaml"), *given]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert len(error.strip().splitlines()) == 1
+    assert len(lines(error)) == 1
 
 
 @pytest.mark.parametrize(
