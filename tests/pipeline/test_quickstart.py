@@ -74,7 +74,7 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {repo!r})
 from launch import quickstart
-wait = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"]
+wait = [sys.executable, "-c", "import os, time; os.write(1, b'up' + bytes([10])); time.sleep(600)"]
 quickstart.steps = lambda: [("Wait", [wait, wait]), ("Never", [["false"]])]
 sys.exit(quickstart.main())
 """
