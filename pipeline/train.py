@@ -146,12 +146,7 @@ def _train(
     trainer = _load(config, world, ready, losses, saved, launch.console)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
-    if asked := first_reason(stop.reason):
-        told = {"event": "stopped", "step": step, "reason": asked}
-        line = f"stopped before step {step + 1} ({asked}), with nothing new to save; {RESUME}"
-        log.info(line, extra={"told": told})
-        if world.is_main:
-            stop.file.unlink(missing_ok=True)
+    if _stops_unstarted(stop, step, world, launch):
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
     on_main(world, lambda: resume.claim(config, data.fingerprint))
@@ -194,6 +189,9 @@ def _train(
     finished, first, saved_step = True, step, step
     if step == 0:
         validate()
+        if _stops_unstarted(stop, step, world, launch):
+            metrics.close()
+            return False
         launch.sampled(step, samples.take(trainer, step, tokens))
     if len(data.domains) > 1:
         tell_by_token(trainer.model)
@@ -251,6 +249,19 @@ def _train(
     if not finished and world.is_main:
         stop.file.unlink(missing_ok=True)
     return finished
+
+
+def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:
+    """Whether some rank was asked to stop before this launch took a step; all ranks must call."""
+    launch.reason = first_reason(stop.reason)
+    if launch.reason is None:
+        return False
+    told = {"event": "stopped", "step": step, "reason": launch.reason}
+    line = f"stopped before step {step + 1} ({launch.reason}), with nothing new to save; {RESUME}"
+    log.info(line, extra={"told": told})
+    if world.is_main:
+        stop.file.unlink(missing_ok=True)
+    return True
 
 
 def _peak_share(config: RunConfig, ready: Ready) -> float | None:

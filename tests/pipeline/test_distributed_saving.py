@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.exit_codes import ExitCode
-from pipeline.run_dir import HEARTBEAT, checkpoints, problem, read_metrics, step_of
+from pipeline.run_dir import HEARTBEAT, LAUNCHES, checkpoints, problem, read_metrics, read_records, step_of
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 
@@ -217,6 +217,35 @@ def test_a_stop_is_honoured_within_two_steps(long_run: list[str], tmp_path: Path
     # one step may end, and one may be under way, between the file and the look at the metrics
     assert step_of(saved) <= seen + 3
     assert not (run_dir / "STOP").exists()
+
+
+ASKED_WHILE_MEASURING = """
+import runpy, sys
+from pathlib import Path
+from pipeline import train
+
+def evaluate(*arguments, measure=train.evaluate):
+    Path(sys.argv[2].removeprefix("run_dir="), "STOP").touch()
+    return measure(*arguments)
+
+train.evaluate = evaluate
+sys.argv[0] = "launch/continual.sh"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_stop_while_the_first_step_is_yet_to_come(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (tmp_path / "script.py").write_text(ASKED_WHILE_MEASURING)
+    command = ["python", str(tmp_path / "script.py"), str(recipe), f"run_dir={run_dir}"]
+    stopped = launching.run_group(2, command)
+    assert stopped.returncode == ExitCode.STOPPED, stopped.stdout
+    assert "stopped before step 1 (the file" in stopped.stdout and not checkpoints(run_dir)
+    assert not (run_dir / "STOP").exists()
+    assert read_records(run_dir / LAUNCHES)[0][-1]["how"] == "stopped"
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stdout
+    assert [r["step"] for r in read_metrics(run_dir) if "validation_nll" in r].count(0) == 1
 
 
 def test_torchrun_restarts_what_was_killed(recipe: Path, tmp_path: Path) -> None:
