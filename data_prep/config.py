@@ -140,8 +140,11 @@ class DataConfig(Section):
         if not isinstance(tree, dict):
             return TypeAdapter(list[Source]).validate_python(tree)
         sets = TypeAdapter(dict[str, list[Source]]).validate_python(tree)
+        folded: dict[str, str] = {}
         for name, sources in sets.items():
             _checked_name(name)
+            if folded.setdefault(name.lower(), name) != name:  # one directory, on some file systems
+                raise ValueError(f"{folded[name.lower()]} and {name} differ in case alone; rename one")
             if not sources:
                 raise ValueError(f"the set {name} has no sources; give some, or leave it out")
         return sets or []

@@ -250,6 +250,7 @@ def test_what_sets_and_domains_cannot_be(tmp_path: Path) -> None:
     for data, message in {
         "a path": ({"validation": {"../x": source}}, rf"data\.validation: '\.\./x' {name}"),
         "a hidden one": ({"validation": {".x": source}}, rf"data\.validation: '\.x' {name}"),
+        "two cases": ({"validation": {"Home": source, "home": source}}, "Home and home differ in case alone"),
         "no sources": ({"validation": {"home": []}}, r"data\.validation: the set home has no sources"),
         "a misspelt key": (
             {"validation": {"home": [{"fils": "a"}]}},
