@@ -156,16 +156,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(evidence: Evidence, jobs: int) -> int:
     results = gather(evidence, jobs)
-    from experiments.report import html
+    from experiments.report import effect, html
 
     evidence.out.mkdir(parents=True, exist_ok=True)
     write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
     write_text(evidence.out / REPORT, html(evidence, results))
     for verdict in results["verdicts"].values():
-        print(
-            f"{verdict['question']} {verdict['answer']} "
-            f"({verdict['effect']:.4g} [{verdict['low']:.4g}, {verdict['high']:.4g}], n {verdict['n']})"
-        )
+        _, better, interval, pairs = effect(verdict)
+        print(f"{verdict['question']} {verdict['answer']} ({better} {interval}, n {pairs})")
     print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
     return ExitCode.DONE
 

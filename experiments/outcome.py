@@ -7,21 +7,22 @@ from collections.abc import Callable
 
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import DiskFullError
+from common.files import may_pass
 
 AGAIN = "run the same command again to resume"
 
 
 def outcome(work: Callable[[], int]) -> int:
-    """The exit code of a command: what `work` returns, 1 for a full disk, 2 for a mistake, 130 for Ctrl-C."""
+    """The exit code of a command: what `work` returns; 1 a failure that may pass, 2 a mistake, 130 Ctrl-C."""
     try:
         return work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.MISTAKE
-    except DiskFullError as error:
-        print(f"error: {one_line(error)}, and {AGAIN}", file=sys.stderr)
-        return ExitCode.FAILURE
+    except OSError as error:
+        passing = may_pass(error)
+        print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
+        return ExitCode.FAILURE if passing else ExitCode.MISTAKE
     except KeyboardInterrupt:
         print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -69,8 +69,9 @@ def html(evidence: Evidence, results: dict[str, Any]) -> Markup:
     cut = section("What was cut", tag("ul", *(tag("li", line) for line in evidence.cut)))
     lost = section("What was left out", definitions(missing) if missing else "")
     code = results["code"]
+    minutes = str(results["minutes"])
     made = section(
-        "How it was made", definitions([("code", str(code)), ("minutes", str(results["minutes"]))])
+        "How it was made", definitions([("code", str(code)), ("minutes of the last start", minutes)])
     )
     lead = "Objectives for language models where the truth is known, and where it is not."
     sections = [section("Answers", _answers(results["verdicts"])), *parts, lost, cut, made]
@@ -86,13 +87,13 @@ def _answers(verdicts: dict[str, Any]) -> Markup:
                 [
                     tag("span", found["question"], class_="method"),
                     tag("b", WORDS[found["answer"]]),
-                    *_effect(found),
+                    *effect(found),
                 ],
                 text=2,
             )
         )
         for part, other in found["also"].items():
-            lines.append(row([f"also: {part}", WORDS[other["answer"]], *_effect(other)], "quiet", text=2))
+            lines.append(row([f"also: {part}", WORDS[other["answer"]], *effect(other)], "quiet", text=2))
     head = ["question", "answer", "outcome", "better by", "95 % interval", "pairs"]
     caption = (
         "Better by: the least of the paired differences from what the objective is compared with; above zero "
@@ -102,9 +103,11 @@ def _answers(verdicts: dict[str, Any]) -> Markup:
     return table(head, lines, caption, text=2)
 
 
-def _effect(found: dict[str, Any]) -> list[str]:
-    span = f"[{found['low']:.4f}, {found['high']:.4f}]"
-    return [MEANING.get(found["outcome"], found["outcome"]), f"{found['effect']:.4f}", span, str(found["n"])]
+def effect(found: dict[str, Any]) -> list[str]:
+    """Of a verdict: the outcome, by how much it is better, the interval, and the pairs."""
+    better, *span = ("-" if found[key] is None else f"{found[key]:.4f}" for key in ("effect", "low", "high"))
+    outcome = MEANING.get(found["outcome"], found["outcome"])
+    return [outcome, better, f"[{', '.join(span)}]", str(found["n"])]
 
 
 def _sweep(name: str, found: dict[str, Any]) -> Markup:
@@ -123,7 +126,10 @@ def _sweep(name: str, found: dict[str, Any]) -> Markup:
         )
         for i in steps
     ]
-    return join(_dots(name, rows, outcomes), *tables)
+    lost = [
+        f"No number of {MEANING.get(key, key)}: {', '.join(runs)}." for key, runs in found["lacking"].items()
+    ]
+    return join(_dots(name, rows, outcomes), *tables, *(tag("p", line) for line in lost))
 
 
 def _row(one: dict[str, Any], names: list[str]) -> Markup:
@@ -157,7 +163,9 @@ def _dots(name: str, rows: list[dict[str, Any]], outcomes: list[str]) -> Markup:
                 axis.set_visible(False)
             for axis, outcome in zip(axes.flat, outcomes, strict=False):
                 for place, one in enumerate(rows):
-                    measure = one["measures"][outcome]
+                    measure = one["measures"].get(outcome)
+                    if measure is None or measure["mean"] is None:
+                        continue
                     if measure["low"] is not None:
                         axis.plot([measure["low"], measure["high"]], [place, place], color=colour(place))
                     axis.plot([measure["mean"]], [place], marker(place), color=colour(place))

@@ -93,6 +93,6 @@ def verdict(
     answer: Answer = "undecided"
     if all(gap.low > negligible for gap in gaps):
         answer = "yes"
-    elif all(gap.high < negligible or gap.high <= 0 for gap in gaps):
+    elif all(gap.high < negligible for gap in gaps):
         answer = "no"
     return Verdict(answer, weakest.mean, weakest.low, weakest.high, weakest.n)

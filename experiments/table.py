@@ -37,9 +37,10 @@ def gather(work: Work) -> dict[str, Any]:
     rows = [_row(experiment, labels, runs, values) for labels, runs in groups.items()]
     _compare(experiment, rows)
     verdicts = {name: _answer(experiment, name, rows) for name in experiment.questions}
+    lacking = _lacking(experiment, rows)
     for row in rows:
         del row["values"]
-    return {"code": code_version(), "rows": rows, "verdicts": verdicts}
+    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 
 def _row(
@@ -84,13 +85,28 @@ def _answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> di
     for row in rows:
         if row["labels"][axis] != question.better:
             continue
-        better += row["values"][question.outcome]
+        better += _outcomes(row, question.outcome)
         for place, label in enumerate(question.than):
             wanted = row["labels"] | {axis: label}
             other = next(r for r in rows if r["labels"] == wanted)
-            others[place] += other["values"][question.outcome]
+            others[place] += _outcomes(other, question.outcome)
     found = verdict(better, others, question.least, question.negligible)
     return {"question": question.text, "outcome": question.outcome, **found._asdict()}
+
+
+def _outcomes(row: dict[str, Any], name: str) -> list[float]:
+    """What a row's runs have of a measure, in their order; NaN where one has no number."""
+    return row["values"].get(name, [math.nan] * len(row["runs"]))
+
+
+def _lacking(experiment: Experiment, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """By each outcome that is asked for the runs that have no number of it."""
+    lacking: dict[str, list[str]] = {}
+    for name in dict.fromkeys(question.outcome for question in experiment.questions.values()):
+        for row in rows:
+            found = zip(row["runs"], _outcomes(row, name), strict=True)
+            lacking.setdefault(name, []).extend(run for run, value in found if not math.isfinite(value))
+    return {name: runs for name, runs in lacking.items() if runs}
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -116,6 +132,9 @@ def markdown(results: dict[str, Any]) -> str:
             f"{found['effect']:.4g} "
             f"[{found['low']:.4g}, {found['high']:.4g}], n {found['n']}."
         )
+    for name, runs in results["lacking"].items():
+        lines.append("")
+        lines.append(f"No number of {plain(name)}: {', '.join(map(plain, runs))}.")
     return "\n".join(lines) + "\n"
 
 

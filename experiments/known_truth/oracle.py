@@ -34,6 +34,7 @@ from experiments.outcome import outcome
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
+WIDEST = 3.0  # of the logarithm of a fitted temperature, up and down
 SAMPLES_SEED = 4  # not one of the corpus's
 
 
@@ -74,15 +75,17 @@ def measure(
         )
     rows = token_rows(oracle.tokenizer, texts)
     targets = torch.tensor([token for row in rows for token in row[1:]])
-    p, q = distributions.log_probs(logits_of(oracle.model, rows)), logits_of(model.model, rows)
+    shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
+    p = distributions.log_probs(logits_of(oracle.model, rows, shared))
+    q = logits_of(model.model, rows, shared)
     found: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
     found["deciles"] = by_decile(p, distributions.log_probs(q))
     if dev is not None:
-        fitted = fit_temperature(model.model, token_rows(oracle.tokenizer, dev))
+        fitted = fit_temperature(model.model, token_rows(oracle.tokenizer, dev), shared)
         found["temperature"] = fitted
         found["tempered"] = summary(p, q / fitted, targets)
     if baseline is not None:
-        base = logits_of(EvaluatedModel(str(baseline)).model, rows)
+        base = logits_of(EvaluatedModel(str(baseline)).model, rows, shared)
         matched = distributions.matching_temperature(base, found["at_1"]["entropy_q"])
         other = summary(p, base / matched, targets)
         found["baseline_temperature"] = matched
@@ -122,16 +125,20 @@ def by_decile(log_p: Tensor, log_q: Tensor) -> list[dict[str, float]]:
     return [{"log_p": float(p.mean()), "mean": float(g.mean()), "spread": float(g.std())} for g, p in parts]
 
 
-def fit_temperature(model: Any, rows: list[list[int]]) -> float:
+def fit_temperature(model: Any, rows: list[list[int]], vocabulary: int) -> float:
     """The temperature with the fewest nats per token of `rows`."""
-    logits = logits_of(model, rows)
+    logits = logits_of(model, rows, vocabulary)
     targets = torch.tensor([token for row in rows for token in row[1:]])[:, None]
 
     def nats(log_t: float) -> float:
         scaled = distributions.log_probs(logits, math.exp(log_t))
         return float(-scaled.gather(-1, targets).mean())
 
-    best = optimize.minimize_scalar(nats, bounds=(-1.5, 1.5), method="bounded", options={"xatol": 1e-4})
+    best = optimize.minimize_scalar(nats, bounds=(-WIDEST, WIDEST), method="bounded", options={"xatol": 1e-9})
+    if abs(best.x) > WIDEST - 1e-3:
+        raise UserError(
+            f"no temperature between 1/{math.exp(WIDEST):.0f} and {math.exp(WIDEST):.0f} suits it best"
+        )
     return math.exp(best.x)
 
 
@@ -139,9 +146,12 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
     """Texts of a jsonl file as token ids: their `ids`, or their `text` with the tokenizer's own beginning."""
     rows, contexts = [], 0
     with open_text(path) as lines:
-        for line in lines:
-            one = json.loads(line)
-            row = one["ids"] if "ids" in one else tokenizer(one["text"]).input_ids
+        for number, line in enumerate(lines, 1):
+            row = _tokens(tokenizer, line)
+            if row is None:
+                raise UserError(
+                    f"{path}, line {number}: expected an object with text, or with ids of the tokenizer"
+                )
             if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
                 contexts += len(row) - 1
@@ -150,16 +160,31 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
     return rows
 
 
+def _tokens(tokenizer: Any, line: str) -> list[int] | None:
+    """A line's ids; None for what is no row of a corpus."""
+    try:
+        one = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(one, dict):
+        return None
+    if "ids" not in one:
+        return tokenizer(one["text"]).input_ids if isinstance(one.get("text"), str) else None
+    ids, size = one["ids"], len(tokenizer)
+    good = isinstance(ids, list) and all(type(i) is int and 0 <= i < size for i in ids)
+    return ids if good else None
+
+
 @torch.no_grad()
-def logits_of(model: Any, rows: list[list[int]]) -> Tensor:
-    """Logits of every context of every row that is followed by a token, [n, V] float32."""
+def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
+    """Logits of the first `vocabulary` tokens in every context that a token follows, [n, V] float32."""
     longest = model.config.max_position_embeddings
     parts = []
     for row in rows:
         if len(row) > longest:
             raise UserError(f"a text of {len(row)} tokens is longer than the model's context of {longest}")
         ids = torch.tensor([row[:-1]], device=model.device)
-        parts.append(model(input_ids=ids).logits[0].float().cpu())
+        parts.append(model(input_ids=ids).logits[0, :, :vocabulary].float().cpu())
     logits = torch.cat(parts)
     if not torch.isfinite(logits).all():
         raise UserError("the model's logits are not finite")

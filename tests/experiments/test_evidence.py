@@ -109,7 +109,7 @@ def estimate(mean: float) -> dict[str, Any]:
 
 def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     """Numbers, marks and figures of a sweep's rows; a measure without an interval too."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "labels": {"objective": label},
             "chosen": {"lr": "0.001"},
@@ -118,11 +118,15 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
         }
         for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01))
     ]
+    rows.append({"labels": {"objective": "tailr"}, "measures": {}})
     verdict = {"answer": "no", "effect": -0.2, "low": -0.3, "high": -0.1, "n": 3, "outcome": "gap_js"}
     found = {"code": "c", "minutes": 1, "left_out": {}, "cut": []}
-    found["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}}}
-    found["verdicts"] = {"geometry": verdict | {"question": "Does it help?", "by": "study", "also": {}}}
+    found["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}, "lacking": {"js": ["tailr-s1"]}}}
+    alone = {"answer": "undecided", "effect": 0.2, "low": None, "high": None, "n": 1, "outcome": "js"}
+    found["verdicts"] = {
+        "geometry": verdict | {"question": "Does it help?", "by": "study", "also": {"p": alone}}
+    }
     shipped = load_section(Evidence, evidence(tmp_path), [])
     page = html(shipped, found)
-    for said in ("0.1151*", "± 0.1", "No.", "<svg", "JS minus tempered MLE"):
+    for said in ("0.1151*", "± 0.1", "No.", "<svg", "JS minus tempered MLE", "[-, -]", "tailr-s1"):
         assert said in page

@@ -95,6 +95,43 @@ def test_tempering_explains_a_tempered_model(root: Path) -> None:
     assert abs(found["over_tempered_baseline"]["kl_pq"]) < 1e-6
 
 
+def test_the_best_temperature_is_exact(root: Path) -> None:
+    """There the derivative of the nats by log T vanishes: sum over contexts of E_q[z] - z_target, scaled."""
+    dev = root / "corpus/dev.jsonl"
+    found = measured(root, "--dev", str(dev))
+    model, slope = EvaluatedModel(str(root / "learner")).model, 0.0
+    for row in rows(dev):
+        with torch.no_grad():
+            z = model(input_ids=torch.tensor([row])).logits[0, :-1].double() / found["temperature"]
+        slope += float((z.softmax(-1) * z).sum() - z.gather(-1, torch.tensor(row[1:])[:, None]).sum())
+    assert abs(slope / sum(len(row) - 1 for row in rows(dev))) < 1e-6
+
+
+def test_a_padded_head_is_cut(root: Path) -> None:
+    learner = EvaluatedModel(str(root / "learner"))
+    learner.model.resize_token_embeddings(learner.model.config.vocab_size + 8, mean_resizing=False)
+    learner.model.save_pretrained(root / "padded")
+    learner.tokenizer.save_pretrained(root / "padded")
+    assert measured(root, "--model", str(root / "padded"))["at_1"] == pytest.approx(measured(root)["at_1"])
+
+
+@pytest.mark.parametrize("line", ["{", "3", "{}", '{"ids": [1, 99999]}', '{"ids": ["a"]}', '{"text": 3}'])
+def test_what_is_no_row_is_named(line: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "bad.jsonl").write_text('{"ids": [1, 2]}\n' + line + "\n")
+    given = ["--oracle", str(root / "oracle"), "--model", str(root / "learner")]
+    assert oracle.main([*given, "--texts", str(root / "bad.jsonl"), "--out", str(root / "none.json")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and "bad.jsonl, line 2: expected an object" in said
+
+
+def test_a_place_that_cannot_be_written_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--oracle", str(root / "oracle"), "--model", str(root / "learner")]
+    given += ["--texts", str(root / "corpus/test.jsonl")]
+    assert oracle.main([*given, "--out", str(root / "corpus/test.jsonl/out.json")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and "File exists" in said
+
+
 def test_another_tokenizer_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer(root / "tokenizer")
     tokenizer.add_tokens(["zebra"])

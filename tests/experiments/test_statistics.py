@@ -57,6 +57,12 @@ def test_a_verdict_needs_every_comparison(shifts: tuple[float, float], answer: s
     assert found.n == 10
 
 
+def test_a_tie_decides_nothing() -> None:
+    same = [1.0, 2.0, 4.0]
+    assert verdict(same, [same], least=True).answer == "undecided"
+    assert verdict(same, [same, [2.0, 3.0, 5.0]], least=True).answer == "undecided"
+
+
 def test_a_negligible_gain_is_no_gain() -> None:
     rng = np.random.default_rng(3)
     other = rng.normal(size=20)

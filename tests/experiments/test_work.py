@@ -80,6 +80,15 @@ def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
     assert "Does EMO help?" in markdown(results)
 
 
+def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
+    work = Work(read_experiment(sweep(tmp_path, recipe), []))
+    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": float("nan"), "emo-2": float("nan")})
+    results = gather(work)
+    assert [v["answer"] for v in results["verdicts"].values()] == ["undecided"]
+    assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
+    assert "No number of validation_nll: emo-1, emo-2." in markdown(results)
+
+
 def test_each_validation_set_is_a_measure(tmp_path: Path, recipe: Path) -> None:
     """By its name, and how it changed; what is not finite is not there, and not what was before."""
     work = Work(read_experiment(sweep(tmp_path, recipe), []))
