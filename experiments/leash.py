@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
             _end(child, requests, parent)
         time.sleep(TICK)
     if child.returncode < 0:
-        signal.signal(-child.returncode, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL needs none
+            signal.signal(-child.returncode, signal.SIG_DFL)
         os.kill(os.getpid(), -child.returncode)
     return child.returncode
 

@@ -78,12 +78,3 @@ def test_the_others_finish_what_they_are_at(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the first fails"):
         crew.together(work, 2)
     assert done == [3]
-
-
-def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    crew = Crew()
-    with (tmp_path / "log").open("ab") as output:
-        assert crew.run(["/nowhere/program"], output, dict(os.environ)) == 2
-    assert (tmp_path / "log").read_text() == (
-        "error: /nowhere/program cannot be run: No such file or directory\n"
-    )
