@@ -94,7 +94,8 @@ class Work:
 
     def refuse_others(self) -> None:
         """Raises UserError where a run was begun or done with something else than it would be now."""
-        refuse_others((run.name, stage) for run in self.runs for stage in self._shared_and_own(run))
+        begun = [run for run in self.runs if self._data(run).exists() or self.directory(run).exists()]
+        refuse_others((run.name, stage) for run in begun for stage in self._shared_and_own(run))
 
     def before(self) -> list[Stage]:
         """The stages that all runs share, in order."""
