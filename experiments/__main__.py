@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 from common.commands import offer_completion, program
-from common.errors import UserError
+from common.errors import FailureError, UserError
 from common.exit_codes import ExitCode
+from experiments.crew import StoppedError, stoppable
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
-from experiments.outcome import outcome
+from experiments.outcome import AGAIN, outcome
 from experiments.work import Work
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 a run failed, 2 a mistake in the input, 130 interrupted."""
+    """Run a command. Exit codes: see common/exit_codes.py.
+
+    0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
+    """
     parser = _parser()
     offer_completion(parser)
     args = parser.parse_intermixed_args(argv)
@@ -41,29 +44,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
-    from experiments import schedulers
+    from experiments import checks, schedulers
 
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
     work = Work(experiment, lambda line: print(line, flush=True))
-    work.check()
+    here = not (args.dry_run or args.slurm is not None or args.kubernetes is not None)
+    checks.check(work, here)
     _plan(work, args.jobs)
     if args.slurm is not None:
         schedulers.slurm(args.file, args.overrides, args.workers, experiment.ranks, args.slurm)
     if args.kubernetes is not None:
         schedulers.kubernetes(args.file, args.overrides, args.workers, experiment.ranks, args.kubernetes)
-    if args.dry_run or args.slurm is not None or args.kubernetes is not None:
+    if not here:
         return ExitCode.DONE
     # Runs beside each other share the cores of a machine without a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
-    command = [sys.executable, "-m", "experiments", "run", str(args.file), *args.overrides]
-    others = [subprocess.Popen(command) for _ in range(args.jobs - 1)]
     try:
-        work.work()
-    finally:
-        codes = [process.wait() for process in others]
-    if any(codes):  # below zero: killed
-        return max(*codes, int(ExitCode.FAILURE))
+        with stoppable():
+            work.crew.together(work.work, args.jobs)
+    except StoppedError:
+        print(f"stopped; {AGAIN}", file=sys.stderr)
+        return ExitCode.STOPPED
+    except FailureError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.FAILURE
     return _table(args, experiment)
 
 
@@ -88,7 +93,9 @@ def _plan(work: Work, jobs: int) -> None:
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     from experiments.table import write
 
-    path = write(Work(experiment))
+    work = Work(experiment)
+    work.refuse_others()
+    path = write(work)
     print(path.read_text())
     print(f"{path}; numbers: {path.with_name(RESULTS)}")
     return ExitCode.DONE

@@ -36,6 +36,7 @@ name another text with the key `names.NAME`.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import shlex
 import string
@@ -142,6 +143,22 @@ class Experiment(Section):
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
 
     @model_validator(mode="after")
+    def _labels_differ(self) -> Experiment:
+        """Labels that change nothing would count one run as several."""
+        for axis in self.axes:
+            labels = self.labels(axis)
+            if not labels:
+                raise ValueError(f"axes.{axis} has no labels; give it some")
+            if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
+                continue
+            first: dict[str, str] = {}
+            for label, overrides in labels.items():
+                same = first.setdefault(json.dumps(_plain(overrides), sort_keys=True, default=str), label)
+                if same != label:
+                    raise ValueError(f"axes.{axis}: {same} and {label} are the same; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _names_are_free(self) -> Experiment:
         for name in self.names:
             if name in PLACES or name in self.axes:
@@ -149,6 +166,17 @@ class Experiment(Section):
         for name in self.measures:
             if name in STAGES:
                 raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
+        reads: dict[str, str] = {}
+        for name, measure in self.measures.items():
+            for number in measure.read:
+                if set_of(number) is not None:
+                    raise ValueError(
+                        f"measures.{name}.read.{number}: every run reports this itself; rename it"
+                    )
+                if reads.setdefault(number, name) != name:
+                    raise ValueError(
+                        f"measures.{name}.read.{number}: {reads[number]} reads it too; rename one"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -227,6 +255,9 @@ class Experiment(Section):
         if len(given) == 1:
             ((key, values),) = given.items()
             if isinstance(values, list):
+                repeated = next((v for v, times in Counter(map(str, values)).items() if times > 1), None)
+                if repeated is not None:
+                    raise ValueError(f"axes.{axis}: {key} is given {shown(repeated)} more than once")
                 return {str(value): {str(key): value} for value in values}
         for label, overrides in given.items():
             if not isinstance(overrides, Mapping):
@@ -321,6 +352,18 @@ def words(text: str, places: Mapping[str, Any], where: str) -> list[str]:
 def interpreted(command: list[str]) -> list[str]:
     """A command whose `python` is the one that runs this."""
     return [sys.executable, *command[1:]] if command[0] == "python" else command
+
+
+def _plain(value: Any) -> Any:
+    """A value for comparison: YAML takes 1e-3 for text, a recipe for a number."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _filled(value: Any, places: Mapping[str, Any], key: str) -> Any:

@@ -1,32 +1,34 @@
 """Doing the runs of an experiment: stage by stage, by the rooms' own commands, by any number of workers.
 
 The stages in `before` are done first, once for all runs. A run's own are preparation (shared by all runs with
-the same data), training, and its measures. A stage that is done leaves a note with the command that did it;
-when that command or one of those before it changes, the stage is done again. Workers take runs through
-leases, so the same command on more machines shares the work, and a worker that is killed loses one stage.
+the same data), training, and its measures. A stage that is done leaves a note (see stages.py). Workers take
+runs through leases, so the same command on more machines shares the work, and one that is killed loses one
+stage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-import subprocess
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from common.errors import UserError, nearest, one_line
-from common.files import write_text
+from common.errors import FailureError, UserError, one_line
+from common.exit_codes import ExitCode
 from common.lease import Lease, held
 from common.provenance import shipped
 from common.untrusted import read_json
 from data_prep.config import load_data_config
 from eval import store
+from experiments.crew import Crew
 from experiments.design import (
     CHANGE,
     PREPARE,
@@ -40,54 +42,17 @@ from experiments.design import (
     fill,
     interpreted,
     reported,
-    set_of,
     trials,
     words,
 )
-from pipeline.config import load_config, solve_batch
+from experiments.origin import command_origin, data_origin, flattened, run_origin
+from experiments.stages import SECONDS, Stage, in_order, read_note, refuse_others, said
+from pipeline.config import RunConfig, load_config
 from pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
+PORTS = 20_000, 32_768  # where the ranks of runs meet: below those that the kernel gives away
 SCRIPTS = {"text": "continual", "instruct": "instruct"}
-
-
-class Stage(NamedTuple):
-    """A command, and the note that says it was done."""
-
-    name: str
-    command: list[str]
-    note: Path
-    after: str = ""  # digest of the stages that it depends on
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """What its note says besides the time it took."""
-        return {"command": self.command, "after": self.after}
-
-    @property
-    def done(self) -> bool:
-        """Whether this very command has been done, after those that now go before it."""
-        note = read_note(self.note)
-        return note is not None and self.content.items() <= note.items()
-
-
-def in_order(stages: Iterable[Stage], *before: Stage) -> list[Stage]:
-    """Stages of which each depends on the one before it, the first on all of `before`."""
-    chain: list[Stage] = []
-    for stage in stages:
-        below = [one.content for one in (chain[-1:] or before)]
-        after = hashlib.sha256(json.dumps(below).encode()).hexdigest()[:16] if below else ""
-        chain.append(stage._replace(after=after))
-    return chain
-
-
-def read_note(path: Path) -> dict[str, Any] | None:
-    """A stage's note, or None where there is none that can be read."""
-    try:
-        note = read_json(path)
-    except (OSError, ValueError):
-        return None
-    return note if isinstance(note, dict) else None
 
 
 class Task(NamedTuple):
@@ -109,49 +74,44 @@ class Work:
 
     def __init__(self, experiment: Experiment, say: Callable[[str], None] = print) -> None:
         self.experiment, self.say = experiment, say
+        self.crew = Crew()
         self.runs = expand(experiment)
+        self._origins: dict[str, dict[str, Any]] = {}  # of runs, as of when their stages were last listed
         self.notes = experiment.out / "notes"
-        self.script = SCRIPTS[load_data_config(experiment.recipe, self._overrides(self.runs[0])).kind]
+        self.script = SCRIPTS[load_data_config(experiment.recipe, self.overrides(self.runs[0])).kind]
 
     def directory(self, run: Run) -> Path:
         """The run directory of a run."""
         return self.experiment.out / "runs" / run.name
 
-    def check(self) -> None:
-        """Read every run's recipe, so that a mistake in a late one is told before the first is trained.
+    def config(self, run: Run) -> RunConfig:
+        """The resolved recipe of a run. Raises UserError naming the run."""
+        overrides = [*self.overrides(run), f"data.dir={self._data(run)}", f"run_dir={self.directory(run)}"]
+        try:
+            return load_config(self.experiment.recipe, overrides)
+        except UserError as error:
+            raise UserError(f"{run.name}: {error}") from None
 
-        Raises UserError naming the run.
-        """
-        for run in self.runs:
-            overrides = [*self._overrides(run), f"run_dir={self.directory(run)}"]
-            try:
-                config = load_config(self.experiment.recipe, overrides)
-                solve_batch(config.train.batch, config.train.micro_batch, self.experiment.ranks)
-                self._check_sets(config.data.validation_sets)
-            except UserError as error:
-                raise UserError(f"{run.name}: {error}") from None
-
-    def _check_sets(self, sets: Sequence[str]) -> None:
-        """Raises UserError where a number decides that no validation set of a run reports."""
-        for wanted in self.experiment.decisive:
-            name = set_of(wanted)
-            if name is not None and name not in sets:
-                known = [reported(VALIDATION, one) for one in sets]
-                raise UserError(f"its data have no validation set for {wanted}; {nearest(wanted, known)}")
+    def refuse_others(self) -> None:
+        """Raises UserError where a run was begun or done with something else than it would be now."""
+        begun = [run for run in self.runs if self._data(run).exists() or self.directory(run).exists()]
+        refuse_others((run.name, stage) for run in begun for stage in self._shared_and_own(run))
 
     def before(self) -> list[Stage]:
         """The stages that all runs share, in order."""
         stages = []
         for name, text in self.experiment.before.items():
             command = interpreted(words(text, self.experiment.places, f"before.{name}"))
-            stages.append(Stage(name, command, self.notes / f"before.{name}.json"))
+            origin = command_origin(said(command), self.experiment.out)
+            stages.append(Stage(name, command, self.notes / f"before.{name}.json", origin))
         return in_order(stages)
 
     def whole(self, run: Run, baseline: Run | None = None) -> Task:
         """A run with all its measures; those against the baseline only where that is given."""
         own = {n: m for n, m in self.experiment.measures.items() if not m.against_baseline}
-        stages = [*self._training(run), *(self._measuring(run, name, m) for name, m in own.items())]
-        stages = in_order(stages, *self.before()[-1:])
+        measures = [self._measuring(run, name, measure) for name, measure in own.items()]
+        stages = self._shared_and_own(run)
+        stages += in_order(measures, stages[-1])
         if baseline is None:
             return Task(run, stages, len(stages))
         last = {n: m for n, m in self.experiment.measures.items() if m.against_baseline}
@@ -204,7 +164,7 @@ class Work:
                     found[reported(number, name)] = float(record[number])
         for name, measure in self.experiment.measures.items():
             if read_note(self.notes / run.name / f"{name}.json") is not None:
-                where, places = f"measures.{name}.read", self._places(run)
+                where, places = f"measures.{name}.read", self.places(run)
                 for key, given in measure.read.items():
                     files = [given] if isinstance(given, str) else given
                     found[key] = fmean(_number(fill(place, places, f"{where}.{key}")) for place in files)
@@ -214,23 +174,26 @@ class Work:
         """How long each run took that is done."""
         for task in self.tasks():
             notes = [read_note(stage.note) for stage in task.stages if stage.name != PREPARE]
-            if all(note is not None for note in notes):
-                yield sum(float(note["seconds"]) for note in notes if note is not None)
+            if all(note is not None and SECONDS in note for note in notes):
+                yield sum(float(note[SECONDS]) for note in notes if note is not None)
 
     def work(self) -> None:
         """Do what all runs share, then runs until none is left; wait for those that other workers hold.
 
-        Raises UserError, naming the log, when a command fails.
+        Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
+        EndedError when another worker of this process has failed.
         """
+        self.refuse_others()  # before what all runs share is made anew for some
         for stage in self.before():
             self._once("before", stage)
+        self._origins.clear()  # these stages may have made what runs begin from
         while left := [task for task in self.tasks() if not task.done]:
             worked = False
             for task in left:
                 with held(self._lease(task.run.name)) as mine:
                     worked |= mine and self._do(task)
             if not worked:
-                time.sleep(POLL)
+                self.crew.wait(POLL)
 
     def _do(self, task: Task) -> bool:
         """Do the stages that can be done now; whether there was one."""
@@ -238,6 +201,8 @@ class Work:
         for place, stage in enumerate(task.stages):
             if stage.done:
                 continue
+            if stage.place is not None:
+                self._look_again(task.run, stage)
             if place >= task.alone and task.baseline is not None and not self.whole(task.baseline).done:
                 break
             if stage.name == PREPARE:
@@ -247,6 +212,14 @@ class Work:
             worked = True
         return worked
 
+    def _look_again(self, run: Run, stage: Stage) -> None:
+        """Raises UserError where the recipe is not what it was when the stages were listed."""
+        self._origins.pop(run.name, None)
+        now = next(one for one in self._shared_and_own(run) if one.name == stage.name)
+        refuse_others([(run.name, now)])
+        if now.content != stage.content:
+            raise UserError(f"{run.name}: what it is made with has just changed; run the same command again")
+
     def _once(self, owner: str, stage: Stage) -> None:
         """What several runs share: one worker does it, the others wait."""
         while not stage.done:
@@ -254,45 +227,66 @@ class Work:
                 if mine and not stage.done:
                     self._run(owner, stage)
             if not mine:
-                time.sleep(POLL)
+                self.crew.wait(POLL)
 
     def _lease(self, name: str) -> Lease:
         return store.lease(self.experiment.out / "leases", name)
 
     def _run(self, owner: str, stage: Stage) -> None:
+        stage.claim()
         log = self.experiment.out / "logs" / f"{owner}.{stage.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self.say(f"{owner}: {stage.name}")
-        began = time.monotonic()
+        began, command = time.monotonic(), stage.command
+        if stage.name == TRAIN:
+            command = [*command[:1], "--master_port", str(_port(f"{log.resolve()}")), *command[1:]]
         with log.open("ab") as sink:
-            done = subprocess.run(stage.command, stdout=sink, stderr=subprocess.STDOUT, env=_environment())
-        if done.returncode:
-            reason = _reason(log.read_text(errors="replace"))
-            raise UserError(f"{owner}: {stage.name} ended with code {done.returncode} ({log}): {reason}")
-        stage.note.parent.mkdir(parents=True, exist_ok=True)
-        note = stage.content | {"seconds": round(time.monotonic() - began, 1)}
-        write_text(stage.note, json.dumps(note, indent=1))
+            before = sink.tell()
+            code = self.crew.run(command, sink, _environment())
+        if code:
+            told = f"{owner}: {stage.name} ended with code {code} ({log}): {_reason(log, before)}"
+            raise UserError(told) if code == ExitCode.MISTAKE else FailureError(told)
+        stage.finish(time.monotonic() - began)
 
-    def _training(self, run: Run) -> list[Stage]:
-        data = self._data(run)
-        overrides = self._overrides(run)
+    def _shared_and_own(self, run: Run) -> list[Stage]:
+        """Preparing the data and training, after all that runs share."""
+        shared = self.before()
+        data, place = self._data(run), self.directory(run)
+        notes = self.notes / f"{data.name}.json", self.notes / run.name / f"{TRAIN}.json"
+        origins = self._origins.get(run.name)
+        if origins is None:
+            config, note = self.config(run), (place.exists() and read_note(notes[1])) or {}
+            recorded = note.get("made_with")
+            training = run_origin(config, recorded if isinstance(recorded, dict) else {})
+            origins = self._origins[run.name] = {PREPARE: data_origin(config.data), TRAIN: training}
+        before = flattened({f"before.{stage.name}": dict(stage.made_with) for stage in shared})
+        prepare, train = (before | origins[name] for name in (PREPARE, TRAIN))
+        commands = self._training(run, data)
+        return in_order(
+            [
+                Stage(PREPARE, commands[0], notes[0], prepare, place=data),
+                Stage(TRAIN, commands[1], notes[1], train, place=place),
+            ],
+            *shared[-1:],
+        )
+
+    def _training(self, run: Run, data: Path) -> tuple[list[str], list[str]]:
+        """The commands that prepare a run's data and train."""
+        overrides = self.overrides(run)
         of_data = [text for text in overrides if text.startswith("data.")]
         recipe, place = str(self.experiment.recipe), f"data.dir={data}"
         prepare = [sys.executable, "-m", "data_prep", "prepare", recipe, *of_data, place]
         train = [_bin("deepspeed"), "--num_gpus", str(self.experiment.ranks)]
-        train += ["--master_port", str(_port(run)), str(shipped(Path(f"launch/{self.script}.sh"))), recipe]
-        train += [*overrides, place, f"run_dir={self.directory(run)}"]
-        return [
-            Stage(PREPARE, prepare, self.notes / f"{data.name}.json"),
-            Stage(TRAIN, train, self.notes / run.name / f"{TRAIN}.json"),
-        ]
+        train += [str(shipped(Path(f"launch/{self.script}.sh"))), recipe]
+        return prepare, [*train, *overrides, place, f"run_dir={self.directory(run)}"]
 
     def _measuring(self, run: Run, name: str, measure: Measure, baseline: Run | None = None) -> Stage:
-        command = interpreted(words(measure.command, self._places(run, baseline), f"measures.{name}"))
-        return Stage(name, command, self.notes / run.name / f"{name}.json")
+        command = interpreted(words(measure.command, self.places(run, baseline), f"measures.{name}"))
+        origin = command_origin(said(command), self.experiment.out)
+        return Stage(name, command, self.notes / run.name / f"{name}.json", origin)
 
     @staticmethod
-    def _overrides(run: Run) -> list[str]:
+    def overrides(run: Run) -> list[str]:
         """A run's overrides as on a command line."""
         return [f"{key}={_yaml(value)}" for key, value in run.overrides.items()]
 
@@ -302,7 +296,7 @@ class Work:
         key = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
         return self.experiment.out / f"data-{key}"
 
-    def _places(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
+    def places(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
         """What the commands of a run can refer to."""
         directory = self.directory(run)
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
@@ -311,9 +305,11 @@ class Work:
         return dict(run.labels) | places | self.experiment.places | dict(run.names)
 
 
-def _reason(log: str) -> str:
-    """The last line of a log that says what went wrong."""
-    lines = [line for line in log.splitlines() if line.strip()]
+def _reason(log: Path, start: int) -> str:
+    """The last line of a log that says what went wrong; earlier attempts are before the byte `start`."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
 
 
@@ -339,9 +335,19 @@ def _bin(name: str) -> str:
     return str(beside) if beside.exists() else name
 
 
-def _port(run: Run) -> int:
-    """A rendezvous port of its own, so that runs may stand beside each other."""
-    return 20000 + int(hashlib.sha256(run.name.encode()).hexdigest()[:8], 16) % 20000
+def _port(of: str) -> int:
+    """A free port where the ranks of a run meet; those of other runs begin to look at another one."""
+    first, end = PORTS
+    start = int(hashlib.sha256(of.encode()).hexdigest()[:8], 16)
+    for offset in range(end - first):
+        port = first + (start + offset) % (end - first)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # what a run that has ended left is free
+            probe.bind(("", port))
+            return port
+    raise FailureError(f"no port of this host between {first} and {end} is free")
 
 
 def _environment() -> dict[str, str]:

@@ -35,6 +35,10 @@ def write(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+def reads(number: str, place: str = "x.json:x") -> dict[str, Any]:
+    return {"command": "python -c pass", "read": {number: place}}
+
+
 LABEL = {"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}
 
 
@@ -105,6 +109,18 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> No
         ({"choose": {"axis": "lr", "by": "x"}, "measures": AGAINST}, "needs the baseline"),
         ({"measures": {"train": {"command": "python -c pass"}}}, "measures.train"),
         ({"names": {"export": "x"}}, "{export} already means something else"),
+        ({"axes": FILE["axes"] | {"seed": {"train.seed": [1, 1]}}}, "train.seed is given '1' more than once"),
+        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, 0.001]}}}, "'0.001' more than once"),
+        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, "1e-3"]}}}, "0.001 and 1e-3 are the same"),
+        (
+            {"axes": FILE["axes"] | {"lr": {"a": {"train.lr": 1}, "b": {"train.lr": 1}}}},
+            "a and b are the same",
+        ),
+        ({"axes": FILE["axes"] | {"seed": {"train.seed": []}}}, "axes.seed has no labels"),
+        ({"axes": FILE["axes"] | {"seed": {}}}, "axes.seed has no labels"),
+        ({"measures": {"a": reads("x"), "b": reads("x")}}, "measures.b.read.x: a reads it too"),
+        ({"measures": {"a": reads("validation_nll")}}, "every run reports this itself"),
+        ({"measures": {"a": reads("x", "{plase}/x.json:x")}}, "measures.a.read.x: '{plase}/x.json:x' cannot"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -122,8 +138,15 @@ def test_labels_may_be_numbers(tmp_path: Path) -> None:
     assert [run.name for run in runs[:2]] == ["mle-0.1-1", "mle-0.1-2"]
 
 
+def test_labels_that_a_command_tells_apart_may_have_the_same_overrides(tmp_path: Path) -> None:
+    measures = {"a": {"command": "python -c pass {temperature}", "read": {"x": "x.json:x"}}}
+    axes = FILE["axes"] | {"temperature": {"cold": {}, "hot": {}}}
+    assert len(expand(read_experiment(write(tmp_path, axes=axes, measures=measures), []))) == 24
+
+
 def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
-    axes = FILE["axes"] | {"lr": {"a-1": {}, "a": {}}, "seed": {"1": {}, "1-1": {}}}
+    lr = {"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}
+    axes = FILE["axes"] | {"lr": lr, "seed": {"1": {"train.seed": 1}, "1-1": {"train.seed": 2}}}
     with pytest.raises(UserError, match="both called mle-a-1-1"):
         read_experiment(write(tmp_path, axes=axes), [])
 

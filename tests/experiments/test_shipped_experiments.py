@@ -99,7 +99,7 @@ def test_numbers_are_read_where_they_are_written(path: Path) -> None:
     """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
     work = Work(experiment(path))
     run = work.runs[-1]
-    places = work._places(run)
+    places = work.places(run)
     texts = [place for m in experiment(path).measures.values() for place in m.read.values()]
     files = [one.format(**places) for text in texts for one in ([text] if isinstance(text, str) else text)]
     written = []
@@ -119,7 +119,7 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
     last = {run.label("objective"): run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
-        overrides = [*Work._overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
+        overrides = [*Work.overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
         assert check(config, experiment(path).ranks, here=False).batch.batch == config.train.batch
 

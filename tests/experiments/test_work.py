@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from common.exit_codes import ExitCode
+from experiments.__main__ import main
 from experiments.design import Run, read_experiment
 from experiments.table import gather, markdown
-from experiments.work import Work
+from experiments.work import Work, _port
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
@@ -62,8 +65,9 @@ def pretend(work: Work, nll: dict[str, float], runs: Iterable[Run] | None = None
             json.dumps({"step": 3, "set": "validation", "validation_nll": nll[run.name]}) + "\n"
         )
         for stage in (work.whole(run) if whole else work.trial(run)).stages:
-            stage.note.parent.mkdir(parents=True, exist_ok=True)
-            stage.note.write_text(json.dumps(stage.content | {"seconds": 1.0}))
+            if stage.place is not None:
+                stage.place.mkdir(parents=True, exist_ok=True)
+            stage.finish(1.0)
         (work.experiment.out / f"{run.name}.json").write_text(json.dumps({"letters": [len(run.name)]}))
 
 
@@ -132,6 +136,56 @@ def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path) -> None:
     work.whole(work.runs[0]).stages[-1].note.unlink()
     with pytest.raises(UserError, match=r"mle-1: broken ended with code 3 .*\.broken\.log"):
         work.work()
+
+
+def test_a_failed_attempt_is_told_by_its_own_last_line(tmp_path: Path, recipe: Path) -> None:
+    """The log holds every attempt; the second one of these is killed without a word."""
+    once = "import os, pathlib, sys; p = pathlib.Path(sys.argv[1]); d = p.exists(); p.touch(); "
+    script = tmp_path / "twice.py"
+    script.write_text(f"{once}os.kill(os.getpid(), 9) if d else sys.exit('error: the first')")
+    path = sweep(tmp_path, recipe, before={"corpus": f"python {script} {tmp_path}/there"})
+    with pytest.raises(UserError, match=r"ended with code 1 .*: error: the first"):
+        Work(read_experiment(path, []), lambda _: None).work()
+    with pytest.raises(UserError, match=r"before: corpus ended with code -9 \(") as told:
+        Work(read_experiment(path, []), lambda _: None).work()
+    assert "the first" not in str(told.value)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
+def test_a_failure_is_told_once_whoever_met_it(
+    tmp_path: Path, recipe: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two workers; each would try the same command."""
+    path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
+    assert main(["run", str(path), "--jobs", "2"]) == expected
+    said = capsys.readouterr()
+    assert said.out.count("before: corpus\n") == 2  # the plan's line, and one attempt
+    assert said.err.count("error") == 1
+
+
+def test_a_sweep_that_is_asked_to_stop_says_so(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "stop.py"
+    script.write_text(
+        "import os, psutil, signal, time\n"
+        "os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)\n"  # above it is what leads it
+        "time.sleep(600)\n"
+    )
+    path = sweep(tmp_path, recipe, before={"corpus": f"python {script}"})
+    assert main(["run", str(path), "--jobs", "2"]) == ExitCode.STOPPED
+    assert "run the same command again" in capsys.readouterr().err
+    assert not (tmp_path / "out/notes").exists()
+
+
+def test_runs_meet_at_ports_of_their_own() -> None:
+    """Whose turn it is changes nothing: what another process holds is passed by."""
+    usual = _port("a run")
+    assert usual == _port("a run") != _port("another run")
+    with socket.socket() as taken:
+        taken.bind(("", usual))
+        taken.listen()
+        assert _port("a run") == usual + 1
 
 
 def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:

@@ -578,13 +578,14 @@ def watch(here: Path) -> None:
 
 
 def make_notes(here: Path) -> None:
-    (here / "note.json").write_text(json.dumps({"command": ["a"], "after": "", "seconds": 1.5}))
+    (here / "note.json").write_text(json.dumps({"made_with": {}, "after": "", "seconds": 1.5}))
     (here / "value.json").write_text(json.dumps({"result": {"accuracy": 0.5, "list": [1, 2]}}))
 
 
 @target("notes and measures", make_notes, "note.json", "value.json")
 def notes(here: Path) -> None:
-    from experiments.work import Stage, _number
+    from experiments.stages import Stage
+    from experiments.work import _number
 
     _ = Stage("a", ["a"], here / "note.json").done
     _number(f"{here / 'value.json'}:result.accuracy")

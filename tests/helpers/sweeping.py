@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from experiments.stages import SECONDS, read_note
 from tests.helpers.launching import popen
 
 MEASURE = (
@@ -49,4 +50,6 @@ def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def notes(out: Path) -> dict[str, int]:
-    return {str(p.relative_to(out)): p.stat().st_mtime_ns for p in (out / "notes").rglob("*.json")}
+    """When the note of each stage that is done was written."""
+    found = [path for path in (out / "notes").rglob("*.json") if SECONDS in (read_note(path) or {})]
+    return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in found}

@@ -1,0 +1,110 @@
+"""The workers of one sweep process: threads that run commands, and that all end together.
+
+When one fails, the others finish the command that they are at. When the sweep is asked to stop, so are their
+commands, and all are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import IO
+
+LOOK = 0.2  # seconds
+
+
+class StoppedError(BaseException):
+    """The sweep was asked to stop. Nothing is wrong: as with Ctrl-C, no handler of errors may take it."""
+
+
+class EndedError(Exception):
+    """This worker has nothing more to do, as another one failed or the sweep stops."""
+
+
+class Crew:
+    """Workers that share their end, and the commands that they are at."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()  # no further command is begun
+        self._stopped = False  # and those that run were asked to end
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def together(self, work: Callable[[], None], count: int) -> None:
+        """`count` threads that do `work`. Raises the first error of any of them, once all have ended."""
+        errors: list[BaseException] = []
+
+        def worker() -> None:
+            try:
+                work()
+            except EndedError:
+                pass
+            except BaseException as error:  # of any kind: the thread that waits raises it
+                errors.append(error)
+                self._over.set()
+
+        threads = [threading.Thread(target=worker) for _ in range(count)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(LOOK)
+        except BaseException:
+            self._stop()
+            for thread in threads:
+                thread.join()
+            raise
+        if errors:
+            raise errors[0]
+
+    def run(self, command: list[str], output: IO[bytes], environment: dict[str, str]) -> int:
+        """The exit code of a command. Raises EndedError when it was not begun, or was asked to end."""
+        with self._lock:
+            self.wait(0)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "experiments.leash", str(os.getpid()), *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches it through `_stop` alone
+            )
+            self._running.add(process)
+        code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        if self._stopped:
+            raise EndedError
+        return code
+
+    def wait(self, seconds: float) -> None:
+        """Raises EndedError as soon as no further command is to be begun."""
+        if self._over.wait(seconds):
+            raise EndedError
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._over.set()
+        with self._lock:
+            for process in self._running:
+                process.terminate()
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Within the block SIGTERM raises StoppedError in the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

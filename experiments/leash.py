@@ -1,0 +1,75 @@
+"""python -m experiments.leash PID COMMAND...: a command that ends, with all that it started, when it is to.
+
+It runs in a process group of its own. SIGTERM and SIGINT become a SIGTERM to the whole group, so that
+trainers save; what is left of it after GRACE seconds, or at a second signal, is killed. When the process
+PID, which waits for it, is gone, the group is killed at once: nothing stands beside what the same command
+starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from common.exit_codes import ExitCode
+from pipeline.stop import die_with_parent
+
+TICK = 0.1  # seconds
+GRACE = 60.0
+
+
+def main(argv: list[str]) -> int:
+    """The exit code of the command; killed by a signal, this process ends by the same one."""
+    parent, command = int(argv[0]), argv[1:]
+    requests: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: requests.append(number))
+    try:
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    except OSError as error:
+        print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    while child.poll() is None:
+        if requests or os.getppid() != parent:
+            _end(child, requests, parent)
+        time.sleep(TICK)
+    if child.returncode < 0:
+        with contextlib.suppress(OSError):  # SIGKILL needs none
+            signal.signal(-child.returncode, signal.SIG_DFL)
+        os.kill(os.getpid(), -child.returncode)
+    return child.returncode
+
+
+def _end(child: subprocess.Popen[bytes], requests: list[int], parent: int) -> None:
+    """End the whole group, and wait until it has."""
+    if requests:
+        _send(child.pid, signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while child.poll() is None or _lives(child.pid):
+        if os.getppid() != parent or len(requests) > 1 or time.monotonic() > until:
+            _send(child.pid, signal.SIGKILL)
+        time.sleep(TICK)
+
+
+def _send(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group has not ended."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
