@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from common.commands import offer_completion, program
-from common.errors import FailureError, UserError
+from common.errors import UserError
 from common.exit_codes import ExitCode
 from experiments.crew import StoppedError, stoppable
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
@@ -66,9 +66,6 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     except StoppedError:
         print(f"stopped; {AGAIN}", file=sys.stderr)
         return ExitCode.STOPPED
-    except FailureError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.FAILURE
     return _table(args, experiment)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
 
@@ -18,7 +18,7 @@ def outcome(work: Callable[[], int]) -> int:
         return work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
+        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         passing = may_pass(error)
         print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
