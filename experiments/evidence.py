@@ -26,6 +26,7 @@ from common.provenance import code_version
 from common.recipe import Section, load_section
 from experiments.design import RESULTS, fill, interpreted, words
 from experiments.outcome import outcome
+from pipeline.stop import die_with_parent
 
 REPORT = "report.html"
 COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
@@ -132,7 +133,7 @@ def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> 
 def _run(command: list[str]) -> None:
     """One command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
-    code = subprocess.run(interpreted(command)).returncode
+    code = subprocess.run(interpreted(command), preexec_fn=die_with_parent).returncode
     if code:
         raise UserError(f"{shlex.join(command)} ended with exit code {code}; cure that and run this again")
 

@@ -342,9 +342,7 @@ def _port(of: str) -> int:
     for offset in range(end - first):
         port = first + (start + offset) % (end - first)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # what a run that has ended left is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended runs leave theirs free
             probe.bind(("", port))
             return port
     raise FailureError(f"no port of this host between {first} and {end} is free")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -14,6 +18,7 @@ from common.recipe import load_section
 from experiments.evidence import Evidence, main
 from experiments.report import html
 from tests.conftest import REPO
+from tests.helpers import launching
 
 STUDY = {
     "extends": str(REPO / "experiments/known-truth.yaml"),
@@ -101,6 +106,21 @@ def test_the_shipped_files_are_whole() -> None:
         assert all((REPO / file).is_file() for file in files)
     with pytest.raises(UserError, match="unknown key"):
         load_section(Evidence, REPO / "experiments/evidence.yaml", ["part=1"])
+
+
+def test_a_killed_command_takes_its_part_with_it() -> None:
+    code = "from experiments.evidence import _run; _run(['sleep', '300'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as whole:
+        launching.wait_for(lambda: psutil.Process(whole.pid).children(), "the part")
+        (part,) = psutil.Process(whole.pid).children()
+        whole.kill()
+
+    def ended() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return part.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    launching.wait_for(ended, "the part's end", timeout=30)
 
 
 def estimate(mean: float) -> dict[str, Any]:
