@@ -191,7 +191,7 @@ def test_killed_at_random_moments_the_same_answers(
 ) -> None:
     """A quick form of tests/campaigns/judging.py, in chunks of two."""
     monkeypatch.setattr(answers, "CHUNK", 2)
-    whole, killed = undisturbed_and_killed(run, world, tmp_path, 0, 0.4)
+    whole, killed = undisturbed_and_killed(run, world, tmp_path, 0)
     assert outputs(whole, "t0.8-s5").read_bytes() == outputs(killed, "t0.8-s5").read_bytes()
 
 

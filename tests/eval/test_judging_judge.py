@@ -391,7 +391,7 @@ def test_killed_at_random_moments_the_same_replies(
 ) -> None:
     """A quick form of tests/campaigns/judging.py, in chunks of one pair."""
     monkeypatch.setattr(judging, "CHUNK", 1)
-    whole, killed = undisturbed_and_killed(run, world, tmp_path, 1, 0.3)
+    whole, killed = undisturbed_and_killed(run, world, tmp_path, 1)
     assert (whole / "replies.json").read_bytes() == (killed / "replies.json").read_bytes()
 
 

@@ -60,8 +60,8 @@ def header_commands(path: Path) -> list[list[str]]:
 
 
 @every_experiment
-def test_a_dry_run_needs_no_network(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(path), "--dry-run"]) == 0, capsys.readouterr().err
+def test_a_dry_run_needs_no_network(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(path), "--dry-run", f"out={tmp_path}"]) == 0, capsys.readouterr().err
     assert "to do" in capsys.readouterr().out
 
 
@@ -71,7 +71,7 @@ def test_the_command_in_a_header_can_be_run(path: Path, tmp_path: Path) -> None:
     assert command[:4] == ["python", "-m", "experiments", "run"]
     assert REPO / command[4] == path
     arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[4:]]
-    assert main(["run", *arguments, "--dry-run"]) == 0
+    assert main(["run", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
     for script in tmp_path.glob("*.sbatch"):
         assert f"#SBATCH --gpus={experiment(path).ranks}\n" in script.read_text()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import random
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,14 +34,20 @@ def to_the_end(
 
 
 def undisturbed_and_killed(
-    run: Callable[[Path, Path], object], world: Path, place: Path, seed: int, longest: float
+    run: Callable[[Path, Path], object], world: Path, place: Path, seed: int
 ) -> tuple[Path, Path]:
-    """Directories that run(world, directory) filled: undisturbed, and killed once or twice at random moments.
-
-    longest: seconds that a process has at most until it is killed.
-    """
+    """Directories that run(world, directory) filled: undisturbed, and killed once or twice at random."""
     whole, killed = place / "whole", place / "killed"
     draw = random.Random(seed)
+    began = time.monotonic()
     run(world, whole)
-    assert to_the_end(run, (world, killed), 2, lambda: draw.uniform(0.05, longest))
+    took = time.monotonic() - began
+
+    def moment(share: float) -> float:
+        return draw.uniform(0.1, 0.9) * share * took
+
+    share = 1.0
+    while not to_the_end(run, (world, killed), 2, functools.partial(moment, share)):
+        shutil.rmtree(killed)  # it had ended before the first kill
+        share /= 2
     return whole, killed
