@@ -136,7 +136,7 @@ class TextInput(Input):
         for chunk in chunks(stream, self.name):
             buffer = buffer[-STRADDLE:] + chunk
             at += len(chunk)
-            place = next(filter(None, cuts(buffer, self.spec)), None)
+            place = next(cuts(buffer, self.spec), None)
             if place is not None:
                 at += place - len(buffer)
                 break

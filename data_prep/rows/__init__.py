@@ -54,7 +54,10 @@ __all__ = [
 HEAD = 64  # rows whose columns are told
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
-_HEADING = re.compile(rb"(?:\A|(?<=\n))[ \t]*\r?\n(?= ?= (?!=)[^\n]* = *\r?\n[ \t]*\r?\n)")
+_TITLE = rb"(?:\A|(?<=\n))[ \t]*\r?\n(?= ?= (?!=)[^\n]* = *\r?\n(?:%s))"
+_HEADING = re.compile(_TITLE % rb"[ \t]*\r?\n")
+# Of a payload, which ends where a row does: the blank line after its last title may be the next heading's.
+_HEADING_OR_LAST = re.compile(_TITLE % rb"[ \t]*\r?\n|\Z")
 _NEWLINE = re.compile(rb"\n")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -89,7 +92,7 @@ def raw_rows(payload: Payload, spec: RowSpec) -> list[Any]:
     if spec.format == "document":
         cuts = [payload]
     elif spec.format == "wikitext":
-        cuts = _HEADING.split(payload)
+        cuts = _HEADING_OR_LAST.split(payload)
     elif spec.format == "paragraphs":
         cuts = [cut.strip(b"\r\n") for cut in _BLANK_LINES.split(payload)]
     else:
@@ -102,7 +105,8 @@ def cuts(payload: bytes, spec: RowSpec) -> Iterator[int]:
     if spec.format == "wikitext":
         return (match.start() for match in _HEADING.finditer(payload) if match.start())
     if spec.format == "paragraphs":
-        return (match.start() for match in _BLANK_LINES.finditer(payload) if match.start())
+        # Their ends: where the lines begin depends on how many of them a stretch of the file has.
+        return (match.end() for match in _BLANK_LINES.finditer(payload))
     return (match.end() for match in _NEWLINE.finditer(payload))
 
 
