@@ -16,6 +16,7 @@ from torch import Tensor
 from common.errors import UserError
 from eval.generation import distributions
 from eval.generation.tokens import context_of, split_ids
+from eval.icl.batching import DENSE_CPU, DENSE_GPU, Limits
 from eval.icl.layout import Item
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.scores import NotFiniteError
@@ -120,22 +121,20 @@ def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
 
     The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
     """
-    p, p_mass, p_log = _weights(p_logits)
-    q, q_mass, q_log = _weights(q_logits)
-    forward = q_log - _sum(p, q_logits) / p_mass
-    return {"forward_ce": forward, "reverse_ce": p_log - _sum(q, p_logits) / q_mass}
+    weights = torch.empty_like(p_logits)
+    p_mass, p_log = _weigh(p_logits, weights)
+    forward = weights.mul_(q_logits).sum(dim=-1, dtype=torch.float64) / p_mass
+    q_mass, q_log = _weigh(q_logits, weights)
+    reverse = weights.mul_(p_logits).sum(dim=-1, dtype=torch.float64) / q_mass
+    return {"forward_ce": q_log - forward, "reverse_ce": p_log - reverse}
 
 
-def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(logits - largest) [n, V], its sum and the logarithm of the sum of exp(logits), float64 [n]."""
+def _weigh(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """out: exp(logits - largest) [n, V]; its sum and the logarithm of the sum of exp(logits), float64 [n]."""
     largest = logits.amax(dim=-1, keepdim=True)
-    weights = (logits - largest).exp_()
-    mass = weights.sum(dim=-1, dtype=torch.float64)
-    return weights, mass, largest[:, 0].double() + mass.log()
-
-
-def _sum(weights: Tensor, values: Tensor) -> Tensor:
-    return (weights * values).sum(dim=-1, dtype=torch.float64)
+    torch.sub(logits, largest, out=out).exp_()
+    mass = out.sum(dim=-1, dtype=torch.float64)
+    return mass, largest[:, 0].double() + mass.log()
 
 
 def all_measures(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
@@ -157,12 +156,10 @@ def side_by_side(
     totals: dict[str, np.ndarray] = {}
     for part in _batches(rows, p_model, q_model):
         ids, valid = _padded([rows[i] for i in part], [0] * len(part))
-        p, q = (_logits(model, ids[:, :-1], valid) for model in (p_model, q_model))
+        p, q = (_logits(model, ids[:, :-1]) for model in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
-        step = _rows_at_once(p)
-        chunks = [
-            measure(a[:, :shared], b[:, :shared]) for a, b in zip(p.split(step), q.split(step), strict=True)
-        ]
+        places = valid.flatten().nonzero()[:, 0].to(p.device).split(_rows_at_once(p))
+        chunks = [measure(p[some, :shared].float(), q[some, :shared].float()) for some in places]
         found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
         for name, values in found.items():
@@ -175,14 +172,14 @@ def side_by_side(
     return means
 
 
-def _logits(model: Any, ids: np.ndarray, valid: Tensor) -> Tensor:
-    """float32 [positions, V] at the valid places of a batch.
+def _logits(model: Any, ids: np.ndarray) -> Tensor:
+    """[positions, V] of a batch.
 
     Padding is on the right, where a causal model does not see it: no mask is needed.
     """
     device = next(model.parameters()).device
-    logits = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
-    return (logits.flatten(0, 1) if bool(valid.all()) else logits[valid.to(device)]).float()
+    logits: Tensor = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
+    return logits.flatten(0, 1)
 
 
 def _batches(rows: Sequence[Sequence[int]], *models: Any) -> Iterator[list[int]]:
@@ -190,14 +187,8 @@ def _batches(rows: Sequence[Sequence[int]], *models: Any) -> Iterator[list[int]]
     gpu = next(models[0].parameters()).device.type != "cpu"
     vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in models)
     room = (LOGITS_GPU if gpu else LOGITS_CPU) // (4 * vocabulary)
-    batch: list[int] = []
-    for i in sorted(range(len(rows)), key=lambda i: -len(rows[i])):
-        if batch and (len(batch) + 1) * len(rows[batch[0]]) > room:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
+    limits = Limits(room, DENSE_GPU if gpu else DENSE_CPU)
+    return limits.batches({i: len(row) for i, row in enumerate(rows)})
 
 
 def _require_room(model: EvaluatedModel, longest: int) -> None:

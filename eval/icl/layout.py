@@ -137,6 +137,11 @@ class TreeBatch:
         self._owner.append(np.full(len(target), self._sums + place))
 
     @property
+    def causal(self) -> bool:
+        """Whether every token may attend to all before it in its row, at the places where they stand."""
+        return self._context == 0 and all(len(item.tails) <= 1 for item in self.items)
+
+    @property
     def allowed(self) -> Tensor:
         """Causal, and a key must be of the context, the prefix or the query's own segment."""
         own = torch.from_numpy(self._segment)

@@ -61,7 +61,7 @@ def _with_tail(item: Item, k: int) -> Item:
 
 
 def made_up_items(vocabulary: int) -> list[Item]:
-    """Small items of every shape: a group with a shared beginning, tails of different lengths, padding."""
+    """Small items of every shape: with a shared beginning, tails of different lengths, one tail, padding."""
     ids = (np.arange(MIN_CONTEXT + 24) * 7919 + 13) % vocabulary
     start = ids[: MIN_CONTEXT + 4]
     shared = [
@@ -69,7 +69,8 @@ def made_up_items(vocabulary: int) -> list[Item]:
         for j in range(4)
     ]
     far = Item(ids[:9], [ids[4:20], ids[7:30], ids[2:22], ids[11:20]])
-    return [*shared, far, Item(ids[:9], [ids[4:6], ids[7:10]]), Item(ids[5:6], [ids[9:12]])]
+    alone = [Item(ids[j : 6 + 2 * j], [ids[9:12]], "alone") for j in range(4)]
+    return [*shared, far, Item(ids[:9], [ids[4:6], ids[7:10]]), Item(ids[5:6], [ids[9:12]]), *alone]
 
 
 def samples_of(items: Sequence[Item]) -> list[Item]:
