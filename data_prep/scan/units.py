@@ -18,7 +18,7 @@ from data_prep.inputs import Input
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored
-POLL = 0.5  # seconds between looks at what other jobs have done
+POLL = 0.5  # seconds between looks at what other jobs have done, at most: those that began together soon end
 
 
 class Stretch(NamedTuple):
@@ -101,7 +101,7 @@ def shared_out(
     """
     start = int(first * len(units))
     left = units[start:] + units[:start]
-    told = False
+    told, pause = False, POLL / 32
     while True:
         busy: list[str] = []  # who has the units that this job cannot have
         yield from _free(left, place, done, busy)
@@ -113,7 +113,8 @@ def shared_out(
             count = f"{len(left)} of {len(units)}"
             waiting(f"waiting for {count} parts of the sources; other jobs read them: {busy[0]}")
         if busy:
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL)
 
 
 def _free(
