@@ -37,9 +37,16 @@ PASSING = {
 }
 
 
-def may_pass(error: OSError) -> bool:
-    """Whether the same command may succeed at another time."""
-    return isinstance(error, DiskFullError) or error.errno in PASSING
+# Only a change by the user cures these. Libraries raise the classes without a number as well.
+LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+
+
+def may_pass(error: OSError) -> bool | None:
+    """Whether the same command may succeed at another time; None where the error alone does not tell."""
+    if isinstance(error, DiskFullError) or error.errno in PASSING:
+        return True
+    return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
 
 
 @contextlib.contextmanager

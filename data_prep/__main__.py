@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from pathlib import Path
@@ -11,22 +10,12 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from common.commands import first_word, offer_completion, program
-from common.errors import FailureError, UserError, one_line
+from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.outcome import outcome
 from common.recipe import parse_arguments
 from common.text import printable
 from data_prep.config import load_data_config
-
-# A file or directory that is not there or not allowed is a mistake; other system errors may pass.
-MISTAKES = (
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,19 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
-    try:
+
+    def work() -> int:
         COMMANDS[args.command](args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
-    except OSError as error:
-        again = "" if error.errno in MISTAKES else "; run the same command again to resume"
-        print(f"error: {one_line(error)}{again}", file=sys.stderr)
-        return ExitCode.MISTAKE if error.errno in MISTAKES else ExitCode.FAILURE
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return ExitCode.INTERRUPTED
-    return ExitCode.DONE
+        return ExitCode.DONE
+
+    return outcome(work)
 
 
 def _parser() -> argparse.ArgumentParser:

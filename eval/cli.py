@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from common.commands import first_word, offer_completion, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
+from common.files import may_pass
 from common.text import on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
@@ -39,9 +39,6 @@ DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
 SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
 BASELINE_HELP = "the others are compared with it (the first); again: another one, in a table of its own"
 EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); may be repeated"
-# What the system says of a mistake: nothing but a change by the user makes it pass.
-_MISTAKES = "EACCES EPERM EROFS ENOENT ENOTDIR EISDIR ENAMETOOLONG EEXIST ELOOP EINVAL"
-PERMANENT = {getattr(errno, name) for name in _MISTAKES.split()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -302,7 +299,7 @@ def main() -> int:
     except StoreConflictError as error:
         return _end(f"error: {error}; another computation came to another result", ExitCode.FAILURE)
     except OSError as error:
-        if error.errno in PERMANENT:
+        if may_pass(error) is False:
             return _end(f"error: {one_line(error)}", ExitCode.MISTAKE)
         return _end(
             f"error: {one_line(error)}; this may pass: run the same command again to resume", ExitCode.STOPPED

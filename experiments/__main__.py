@@ -10,9 +10,9 @@ from pathlib import Path
 from common.commands import offer_completion, program
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.outcome import AGAIN, outcome
 from experiments.crew import StoppedError, stoppable
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
-from experiments.outcome import AGAIN, outcome
 from experiments.work import Work
 
 

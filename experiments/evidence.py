@@ -22,10 +22,10 @@ from pydantic import Field, model_validator
 from common.errors import UserError, nearest
 from common.exit_codes import ExitCode
 from common.files import write_text
+from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from experiments.design import RESULTS, fill, interpreted, words
-from experiments.outcome import outcome
 from pipeline.stop import die_with_parent
 
 REPORT = "report.html"

@@ -19,7 +19,7 @@ from typing import NoReturn
 from common.commands import first_word, offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import may_pass
+from common.files import LASTING, may_pass
 from common.recipe import parse_arguments
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
@@ -239,10 +239,6 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     leave(code)  # the other ranks may be waiting for this one in a collective
 
 
-# Trying again does not cure these.
-LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
-
-
 def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     """Exit code of an error, and the line that it needs instead of a traceback, if one says all.
 
@@ -253,11 +249,10 @@ def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     from torch import OutOfMemoryError
     from torch import distributed as dist
 
-    from pipeline.export import ExportError
     from pipeline.ranks import lost_a_peer
 
     line = one_line(error)
-    if isinstance(error, LASTING | ExportError):
+    if isinstance(error, LASTING):
         return ExitCode.MISTAKE, line
     if isinstance(error, SafetensorError) and "os error" not in line:  # what it calls a failed write
         return ExitCode.MISTAKE, line

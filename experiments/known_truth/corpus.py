@@ -17,12 +17,12 @@ from pathlib import Path
 
 from common.exit_codes import ExitCode
 from common.files import write_text
+from common.outcome import outcome
 from eval.generation.decoding import Decoding
 from eval.generation.prefixes import given
 from eval.generation.records import Generation, Plan
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
-from experiments.outcome import outcome
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
 

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from common.exit_codes import ExitCode
 from common.files import write_text
+from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
-from experiments.outcome import outcome
 from experiments.statistics import estimate, verdict
 from pipeline.loss import Objective, get_objective
 

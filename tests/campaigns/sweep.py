@@ -2,8 +2,9 @@
 
     python -m tests.campaigns.sweep [--kills 20] [--seed 0] [--parts kills slurm]
 
-kills   all processes of the sweep are killed at seeded random moments and the same command is run again.
-        Nothing that was done may be done again, and the table must be that of an undisturbed sweep.
+kills   all processes of the sweep are killed at seeded random moments, within half of what it takes
+        undisturbed, and the same command is run again. Nothing that was done may be done again, and the table
+        must be that of the undisturbed sweep.
 slurm   `experiments run --slurm` writes an array job; its workers share the runs; the same table. Needs root
         and Debian's packages, as the cluster campaign does.
 
@@ -39,9 +40,12 @@ def finished(path: Path, out: Path) -> str:
     return (out / "table.md").read_text()
 
 
-def kills(path: Path, expected: str, count: int, rng: random.Random, show: Campaign) -> None:
-    """Kill sweeps, one after the other until there were `count` kills; each must end with the same table."""
-    killed, sweeps, repeated, equal = 0, 0, 0, True
+def kills(path: Path, expected: str, count: int, took: float, rng: random.Random, show: Campaign) -> None:
+    """Kill sweeps, one after the other until there were `count` kills; each must end with the same table.
+
+    took: seconds of an undisturbed sweep.
+    """
+    killed, sweeps, repeated, equal, most = 0, 0, 0, True, 0
     while killed < count:
         sweeps += 1
         out = path.parent / f"killed-{sweeps}"
@@ -49,7 +53,7 @@ def kills(path: Path, expected: str, count: int, rng: random.Random, show: Campa
         while killed < count:
             process = start(path, f"out={out}", "--jobs", str(1 + killed % 2))
             try:
-                process.communicate(timeout=rng.uniform(0.5, 20))
+                process.communicate(timeout=rng.uniform(0.5, max(20, took / 2)))
                 break
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -57,11 +61,17 @@ def kills(path: Path, expected: str, count: int, rng: random.Random, show: Campa
             killed += 1
             now = notes(out)
             repeated += sum(now.get(name) != when for name, when in kept.items())
-            kept = now
+            kept, most = now, max(most, len(now))
             print(f"kill {killed}: {len(now)} stages done", flush=True)
         equal &= finished(path, out) == expected
         repeated += sum(notes(out).get(name) != when for name, when in kept.items())
     show("kills", f"{killed} kills of {sweeps} sweeps: the table", "the same" if equal else "DIFFERS", equal)
+    show(
+        "kills",
+        f"stages done before a kill, of {len(notes(path.parent / 'undisturbed'))}",
+        str(most),
+        most > 1,
+    )
     show("kills", "stages done twice", str(repeated), repeated == 0)
 
 
@@ -101,9 +111,11 @@ def main() -> int:
     show = Campaign("sweep")
     with tempfile.TemporaryDirectory() as directory:
         path = sweep(Path(directory), tiny_recipe(Path(directory), steps=3))
+        began = time.monotonic()
         expected = finished(path, Path(directory) / "undisturbed")
+        took = time.monotonic() - began
         if "kills" in args.parts:
-            kills(path, expected, args.kills, random.Random(args.seed), show)
+            kills(path, expected, args.kills, took, random.Random(args.seed), show)
         if "slurm" in args.parts and (os.geteuid() != 0 or shutil.which("apt-get") is None):
             show("slurm", "everything", "skipped: needs root on Debian", True)
         elif "slurm" in args.parts:

@@ -19,6 +19,7 @@ from common.files import (
     claim,
     foreign,
     locked,
+    may_pass,
     remove_made,
     sha256,
     write_once,
@@ -58,6 +59,24 @@ def test_a_full_disk_is_told_with_its_place_and_may_pass(
         claim(tmp_path / "new", "marker.json", "{}", "dir")
     assert not isinstance(caught.value, UserError)
     assert [p.name for p in tmp_path.rglob("*")] == ["new"], "nothing half stays"
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (DiskFullError("no space left"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (FileNotFoundError("not in the cache, and the hub cannot be reached"), False),  # without a number
+        (OSError(errno.EROFS, "Read-only file system"), False),
+        (OSError("nobody knows"), None),
+        (OSError(errno.ENODEV, "No such device"), None),
+    ],
+)
+def test_errors_tell_whether_they_may_pass(error: OSError, passes: bool | None) -> None:
+    assert may_pass(error) is passes
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -1,4 +1,4 @@
-"""How the commands of this room end: expected errors as one line each, and the exit code."""
+"""How commands that can be run again end: expected errors as one line each, and the exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def outcome(work: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
-        passing = may_pass(error)
+        passing = may_pass(error) is not False
         print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
         return ExitCode.FAILURE if passing else ExitCode.MISTAKE
     except KeyboardInterrupt:
