@@ -7,15 +7,21 @@ from collections.abc import Iterable
 
 from common.text import on_one_line, printable, without_secrets
 
+LONGEST = 1500  # characters of a line
+
 
 class UserError(Exception):
     """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set.
 
-    The line may quote data and other programs: secrets, and what could act on a terminal, are left out.
+    The line may quote data and other programs: secrets, and what could act on a terminal, are left out, and
+    the middle of what is very long.
     """
 
     def __str__(self) -> str:
-        return without_secrets(on_one_line(super().__str__()))
+        text = without_secrets(on_one_line(super().__str__()))
+        if len(text) <= LONGEST:
+            return text
+        return f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"  # its end says what to do
 
 
 class FailureError(UserError):

@@ -12,17 +12,22 @@ from common.files import may_pass
 AGAIN = "run the same command again to resume"
 
 
-def outcome(work: Callable[[], int]) -> int:
-    """The exit code of a command: what `work` returns; 1 a failure that may pass, 2 a mistake, 130 Ctrl-C."""
+def outcome(work: Callable[[], int], alone: bool = True) -> int:
+    """The exit code of a command: what `work` returns; 1 a failure that may pass, 2 a mistake, 130 Ctrl-C.
+
+    alone: False where another process of this host says the errors that all of them meet.
+    """
     try:
         return work()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if alone:
+            print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         passing = may_pass(error) is not False
         print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
         return ExitCode.FAILURE if passing else ExitCode.MISTAKE
     except KeyboardInterrupt:
-        print(f"interrupted; {AGAIN}", file=sys.stderr)
+        if alone:
+            print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -147,11 +147,11 @@ def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
-    if not path.exists():
-        raise UserError(f"recipe {path} does not exist; see {REPOSITORY / 'launch/recipes'} for examples")
-    if not path.is_file():
-        raise UserError(f"recipe {path} is not a file")
     try:
+        if not path.exists():
+            raise UserError(f"recipe {path} does not exist; see {REPOSITORY / 'launch/recipes'} for examples")
+        if not path.is_file():
+            raise UserError(f"recipe {path} is not a file")
         return _decoded(read_bytes(path, FILE_BYTES))
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None

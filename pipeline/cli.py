@@ -20,6 +20,7 @@ from common.commands import first_word, offer_completion, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import LASTING, may_pass
+from common.outcome import outcome
 from common.recipe import parse_arguments
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
@@ -79,12 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     _quieten()
     if _is_first_of_host():
         first_word(args.command)
-    try:
-        return commands[args.command](args)
-    except UserError as error:
-        if _is_first_of_host():
-            print(f"error: {error}", file=sys.stderr)
-        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
+    return outcome(lambda: commands[args.command](args), alone=_is_first_of_host())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,6 +41,12 @@ def test_a_message_stays_the_one_line_that_it_is() -> None:
     assert issubclass(FailureError, UserError)
 
 
+def test_a_long_line_keeps_its_ends() -> None:
+    line = str(UserError(f"ds.json: unknown key {'x' * 10_000}; did you mean stage?"))
+    assert len(line) < 2000
+    assert line.startswith("ds.json: unknown key x") and line.endswith("x; did you mean stage?")
+
+
 def test_markdown_makes_no_links_tags_or_cells() -> None:
     assert markdown("see https://x.org and www.x.org") == "see https&#58;//x.org and www&#46;x.org"
     assert markdown("<b>|[a](b)`c`") == "&lt;b&gt;\\|\\[a\\](b)\\`c\\`"
