@@ -247,7 +247,7 @@ def _change(holder: Any, key: Any, what: str, value: Any) -> None:
     elif what == "k" and isinstance(holder, dict) and isinstance(value, str):
         holder[value] = holder.pop(key)
     elif what == "m" and isinstance(holder[key], int | float) and isinstance(value, int | float):
-        holder[key] = holder[key] + value if abs(value) < 2**70 else value
+        holder[key] = holder[key] + value if max(abs(holder[key]), abs(value)) < 2**70 else value
     else:
         holder[key] = value
 
