@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
+from tokenize import TokenError
 from typing import Any
+
+from common.errors import one_line
 
 JSON_BYTES = 32 << 20  # of a JSON file at most: the index of the largest published checkpoint has 9 MB
 LONGEST_NAME = 255  # bytes; file systems take no longer ones
+PACKED = (UnpicklingError, zipfile.BadZipFile, zlib.error)
 HUB_SNAPSHOTS = "snapshots"  # in the hub's cache files are links to ../../blobs
 
 
@@ -41,6 +48,18 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+@contextlib.contextmanager
+def arrays() -> Iterator[None]:
+    """In the block NumPy reads files: whatever it raises for what they hold, OSError apart, is a ValueError.
+
+    A header is Python for it, and where that cannot be evaluated, Python's tokenizer has errors of its own.
+    """
+    try:
+        yield
+    except (EOFError, KeyError, MemoryError, SyntaxError, TokenError, *PACKED) as error:
+        raise ValueError(one_line(error)) from None
 
 
 def check_unpacked(path: Path) -> None:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from common.errors import UserError, nearest, one_line
 from common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
 from common.recipe import Section
-from common.untrusted import read_json
+from common.untrusted import arrays, read_json
 from data_prep.shards import TokenDataset
 
 SCORES, ABOUT, BEGUN, HASH = "scores", "scores.json", "begun.json", ".sha256"
@@ -84,8 +84,9 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
     try:
-        scores = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+        with arrays():
+            scores = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}") from None
     if scores.dtype != np.float32 or scores.shape != (tokens,):
         raise UserError(

@@ -11,11 +11,8 @@ import hashlib
 import importlib.util
 import logging
 import uuid
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from tqdm import tqdm
 
 from common.errors import UserError, one_line
 from common.files import sha256, write_atomically
-from common.untrusted import check_unpacked, links_outside
+from common.untrusted import arrays, check_unpacked, links_outside
 from eval import store
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
 
@@ -157,22 +154,15 @@ class Encoder:
             if path.name in self._read:
                 continue
             try:
-                check_unpacked(path)
-                with np.load(path) as segment:
-                    keys, vectors = segment["keys"], segment["vectors"]
+                with arrays():
+                    check_unpacked(path)
+                    with np.load(path) as segment:
+                        keys, vectors = segment["keys"], segment["vectors"]
                 if vectors.ndim != 2 or len(keys) != len(vectors) or not np.isfinite(vectors).all():
                     raise ValueError("not one vector per key")
             except FileNotFoundError:
                 continue
-            except (
-                ValueError,
-                KeyError,
-                EOFError,
-                MemoryError,
-                UnpicklingError,
-                zipfile.BadZipFile,
-                zlib.error,
-            ):
+            except ValueError:
                 self._say(f"{path} is damaged: embedding its texts again")
                 path.unlink(missing_ok=True)
                 continue

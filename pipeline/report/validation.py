@@ -15,6 +15,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from common.files import write_atomically
+from common.untrusted import arrays
 from pipeline.run_dir import VALIDATION, step_directory, step_of
 
 LEVEL = 0.95
@@ -95,8 +96,9 @@ def write(run_dir: Path, name: str, step: int, found: Documents) -> Documents:
 def read(run_dir: Path, name: str, step: int) -> Documents | None:
     """That measurement; None where it is not there or cannot be read."""
     try:
-        rows = np.load(_file(run_dir, name, step), mmap_mode="r")  # which asks for no more than the file has
-    except (OSError, ValueError, EOFError):
+        with arrays():
+            rows = np.load(_file(run_dir, name, step), mmap_mode="r")  # no more memory than the file has
+    except (OSError, ValueError):
         return None
     if rows.dtype != KIND or rows.ndim != 1 or not rows["tokens"].all():
         return None

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.lease import Lease
-from common.untrusted import check_unpacked, is_plain_name, links_outside, read_bytes, read_json
+from common.untrusted import arrays, check_unpacked, is_plain_name, links_outside, read_bytes, read_json
 from common.weights import check_directory, load_causal_lm, load_config
 
 
@@ -31,6 +31,23 @@ def test_reading_is_bounded(tmp_path: Path) -> None:
     for name in ("pipe", "."):
         with pytest.raises(ValueError, match="not a file"):
             read_bytes(tmp_path / name, 10)
+
+
+@pytest.mark.parametrize(
+    ("found", "there"),
+    [(b"'<f4'", b"'<f4("), (b"'descr'", b"'d\\x'cr"), (b"NUMPY", b"NUMBY"), (b"(9,)", b"(8,,")],
+)
+def test_damaged_arrays_are_value_errors(found: bytes, there: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros(9, np.float32))
+    sound = path.read_bytes()
+    assert found in sound
+    path.write_bytes(sound.replace(found, there))
+    with pytest.raises(ValueError, match=r"."), arrays():
+        np.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"."), arrays():
+        np.load(path)
 
 
 def test_plain_names() -> None:
