@@ -449,7 +449,8 @@ def results(here: Path) -> None:
     from eval.results import pick, read_models
 
     report = gather([here], {})
-    text = summary.markdown(report) + store.dump(as_json(report))
+    assert "\x1b" not in store.dump(as_json(report))
+    text = summary.markdown(report)
     for part in (
         evidence.samples,
         evidence.confusions,
