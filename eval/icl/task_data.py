@@ -6,6 +6,7 @@ full split.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,20 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not an object")
+        if "\\ud" in line.lower() and not _is_text(row):
+            raise UserError(
+                f"{path} line {number} holds half of a surrogate pair (\\ud...), which is no text"
+            )
         yield row
+
+
+def _is_text(row: dict[str, Any]) -> bool:
+    """Whether UTF-8 can hold all of a row."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:

@@ -275,6 +275,7 @@ def test_wrong_task_names(names: str, message: str) -> None:
         ('{"text": "a", "label_text": "positive"}', r"8 demonstrations wanted of 1 rows"),
         ('{"text": null, "label_text": "positive"}', r"column text is None, not text"),
         ('{"text": ["a"], "label_text": "positive"}', r"column text is \['a'\], not text"),
+        ('{"text": "a\\ud83d", "label_text": "positive"}', r"line 1 holds half of a surrogate pair"),
     ],
 )
 def test_wrong_rows_are_one_clear_line(rows: str, message: str, tmp_path: Path) -> None:
