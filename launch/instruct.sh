@@ -8,10 +8,14 @@ launch/instruct.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry-
 deepspeed launch/instruct.sh RECIPE.yaml [key=value ...] [--dry-run]
 """
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# Threads that spin while they wait take a busy CPU from those that work. OpenMP reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from pipeline.stop import Watch
 

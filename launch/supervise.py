@@ -31,12 +31,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.exit_codes import ExitCode
-from pipeline.stop import CONSOLE, REPORTS, REQUESTS
+from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 HERE = Path(__file__).resolve().parent
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
-PORT = 29500  # where its ranks meet when no other is named
 MEETING = ("--master_port", "--master_addr", "--node_rank")  # options of those who know where ranks meet
 # Options under which other programs, which use their standard input, stand between launcher and ranks.
 ELSEWHERE = ("--launcher", "--force_multi")
@@ -83,7 +82,8 @@ class Supervisor:
             return
         environment[CONSOLE] = "stdin"
         if not any(one.startswith(MEETING) for one in options):
-            command[1:1] = _another_port()
+            port = environment[CHOSEN_PORT] = _free_port()
+            command[1:1] = [f"--master_port={port}"]
         with self.log.open("a+b") as log:
             self.launcher = subprocess.Popen(
                 command, env=environment, stdin=sys.stdout, stdout=log, start_new_session=True
@@ -145,18 +145,14 @@ class Supervisor:
         return found
 
 
-def _another_port() -> list[str]:
-    """Options of `deepspeed` by which a run leaves its usual port to one that has it, if one has."""
-    with socket.socket() as usual, socket.socket() as other:
-        usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a run that has ended left is free
-        try:
-            usual.bind(("", PORT))
-            return []
-        except OSError:
-            other.bind(("", 0))
-            port = other.getsockname()[1]
-    print(f"port {PORT} of this host is taken; the ranks meet at {port}", flush=True)
-    return [f"--master_port={port}"]
+def _free_port() -> str:
+    """A port for the ranks of this host to meet at.
+
+    DeepSpeed's usual port may look free while another run that has just started is about to take it.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
 
 
 def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool = False) -> int:
@@ -194,7 +190,11 @@ def main(argv: list[str]) -> int:
     try:
         return Supervisor(options, script, arguments, reports).run()
     except FileNotFoundError as error:
-        print(f"error: {error.filename} is not installed; run make setup", file=sys.stderr)
+        name = error.filename
+        print(
+            f"error: {name} is not installed; run make setup, or pip install {name}",
+            file=sys.stderr,
+        )
         return ExitCode.MISTAKE
     finally:
         shutil.rmtree(reports, ignore_errors=True)
@@ -202,20 +202,22 @@ def main(argv: list[str]) -> int:
 
 def continual() -> NoReturn:
     """The command `emo-continual`."""
-    _installed("continual.sh")
+    _installed("emo-continual", "continual.sh")
 
 
 def instruct() -> NoReturn:
     """The command `emo-instruct`."""
-    _installed("instruct.sh")
+    _installed("emo-instruct", "instruct.sh")
 
 
-def _installed(script: str) -> NoReturn:
-    """Become what `script` beside this file becomes: ranks know their supervisor by this file's name.
+def _installed(command: str, script: str) -> NoReturn:
+    """As `command`, become what `script` beside this file becomes.
 
-    The `deepspeed` of this Python is taken, be its environment active or not.
+    Ranks know their supervisor by this file's name. The `deepspeed` of this Python is taken, be its
+    environment active or not.
     """
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.environ[CALLED] = command
     os.execv(sys.executable, [sys.executable, __file__, str(HERE / script), *sys.argv[1:]])
 
 

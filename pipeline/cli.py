@@ -26,7 +26,7 @@ from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter, split
-from pipeline.stop import RESUME, Watch
+from pipeline.stop import CALLED, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")  # without one: "required"
 
 
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
@@ -197,9 +197,24 @@ def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) 
     return ExitCode.DONE if finished else ExitCode.STOPPED
 
 
+class _OfScript(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with `message`; users may give the launcher's options where those of training belong."""
+        if message.startswith("unrecognized arguments"):
+            way = f"{self.prog.removeprefix('deepspeed ')} --num_gpus 2 -- RECIPE"
+            message += f"; options of the launcher come first and end with --: {way}"
+        super().error(message)
+
+
+def _command(kind: str) -> str:
+    """What the user has called: a console script, a launch script, or `deepspeed` with one."""
+    script = f"launch/{SCRIPTS[kind]}.sh"
+    return os.environ.get(CALLED) or (f"./{script}" if REPORTS in os.environ else f"deepspeed {script}")
+
+
 def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"deepspeed launch/{SCRIPTS[kind]}.sh",
+    parser = _OfScript(
+        prog=_command(kind),
         description="Train a recipe. Run the same command again to resume.",
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, create_model, field_validator, mode
 
 from common.errors import UserError
 from common.recipe import Section, mark, parse_section, read_recipe
+from common.text import counted
 from data_prep.config import DataConfig
 
 FREE = "free"  # marks fields that may change when a run resumes: none of them changes what is learned
@@ -195,7 +196,7 @@ class MixtureConfig(Section):
     def label(self) -> str:
         """As in `(0.3 to 0.1) general + 0.7 abroad, by tokens`."""
         parts = " + ".join(_labelled(share, name) for name, share in self.shares.items())
-        most = ", ".join(f"{epochs} epochs of {name}" for name, epochs in self.max_epochs.items())
+        most = ", ".join(f"{counted(epochs, 'epoch')} of {name}" for name, epochs in self.max_epochs.items())
         told = f"{parts or f'temperature {self.temperature:g}'}, by {self.by}"
         return f"{told}; at most {most}" if most else told
 
@@ -257,7 +258,13 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give exactly one of epochs and steps")
+            one, other = (
+                f"train.steps={self.steps or 'N'}",
+                f"train.epochs={self.epochs or 'N'}".removesuffix(".0"),
+            )
+            if self.steps is not None:
+                one, other = f"{one} train.epochs=null", f"{other} train.steps=null"
+            raise ValueError(f"give exactly one of epochs and steps: {one}, or {other}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.clip:
@@ -289,7 +296,7 @@ class Batch(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.batch} rows per step = {self.micro} per pass x {self.accumulation} accumulated "
-            f"x {self.ranks} ranks"
+            f"x {counted(self.ranks, 'rank')}"
         )
 
 
@@ -322,7 +329,7 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     """
     if batch % ranks:
         raise UserError(
-            f"train.batch={batch} does not divide over {ranks} ranks; "
+            f"train.batch={batch} does not divide over {counted(ranks, 'rank')}; "
             f"set train.batch={max(ranks, batch - batch % ranks)} or change the number of ranks"
         )
     per_rank = batch // ranks
@@ -330,8 +337,8 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     if per_rank % micro:
         fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
         raise UserError(
-            f"train.micro_batch={micro} does not divide the {per_rank} rows that each of {ranks} ranks "
-            f"takes of train.batch={batch}; set train.micro_batch={fits}"
+            f"train.micro_batch={micro} does not divide the {per_rank} rows that each of "
+            f"{counted(ranks, 'rank')} takes of train.batch={batch}; set train.micro_batch={fits}"
         )
     return Batch(batch, micro, per_rank // micro, ranks)
 
@@ -347,8 +354,8 @@ def total_steps(train: TrainConfig, rows: int) -> int:
     steps = int(train.epochs * rows / train.batch)
     if steps == 0:
         raise UserError(
-            f"{rows} rows x {train.epochs} epochs are less than one batch of {train.batch}; "
-            "set a smaller train.batch or more train.epochs"
+            f"{counted(rows, 'row')} x {counted(train.epochs, 'epoch')} are less than one batch of "
+            f"{train.batch}; set a smaller train.batch or more train.epochs"
         )
     return steps
 

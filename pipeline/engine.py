@@ -42,7 +42,7 @@ from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.host import check_gpus, threads
 from pipeline.planning.optimizer import import_muon, muon, parameter_groups
 from pipeline.ranks import PATIENCE, World, gather_objects
-from pipeline.stop import die_with_parent
+from pipeline.stop import CHOSEN_PORT, RESUME, die_with_parent
 
 
 class DomainSums(NamedTuple):
@@ -101,12 +101,20 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        port = os.environ["MASTER_PORT"]
-        raise UserError(f"port {port} of this host is taken; set another one: --master_port") from None
+        raise _port_taken(os.environ["MASTER_PORT"]) from None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads())
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _port_taken(port: str) -> UserError:
+    """The error of a port that another program has: of the user's choice, or of this program's own."""
+    if os.environ.get(CHOSEN_PORT) == port:
+        return FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}")
+    return UserError(
+        f"port {port} of this host is taken; name another one: launch/continual.sh --master_port N -- RECIPE"
+    )
 
 
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:

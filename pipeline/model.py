@@ -46,7 +46,7 @@ from pipeline.loss import (
     weighted_sum,
 )
 from pipeline.loss.documents import by_segments, refusal
-from pipeline.loss.health import TWIN_COST, twins
+from pipeline.loss.health import TWIN_COST, USUAL_TWINS, twins
 from pipeline.planning.attention import usable_attention, without_segments
 from pipeline.ranks import gather_objects
 from pipeline.run_dir import INITIAL
@@ -173,10 +173,10 @@ def load_losses(config: RunConfig, vocab_size: int) -> Losses:
     measured = objective.needs_cost and kind not in ("constant", "numbers")
     if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
         found, among = twins(cost)
-        if found:
+        if found > USUAL_TWINS * among:
             log.info(
-                "cost embedding: %d of %d tokens looked at have a twin (a cost below %g), as tokens that are "
-                "never seen have; should the model ever favour one, weight_max tells",
+                "objective.cost hardly tells tokens apart: %d of %d that were looked at are within a cost of "
+                "%g of another one, and about half is usual; watch weight_max in metrics.jsonl",
                 found,
                 among,
                 TWIN_COST,

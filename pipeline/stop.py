@@ -32,6 +32,8 @@ TICK = 0.2  # seconds between looks at the launchers
 GRACE = 20.0
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
+CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
+CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
 LIBC = ctypes.CDLL(None)
 RESUME = "run the same command again to resume"
 

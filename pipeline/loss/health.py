@@ -16,6 +16,7 @@ from pipeline.loss.cost import CostEmbedding
 LOWEST, HIGHEST, PER_OCTAVE = -20, 20, 4  # weights from 2^-20 to 2^20, in steps of a quarter of an octave
 BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1
 TWIN_COST = 1e-3  # of two tokens that are one to the costs
+USUAL_TWINS = 0.75  # of tokens; in real heads about half have a twin, as tokens that never occur stay alike
 SAMPLE = 1024  # tokens that are looked at
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from torch.utils import cpp_extension
 
 from common.errors import UserError, nearest, one_line
-from common.provenance import shipped
+from common.provenance import REPOSITORY, shipped
 from common.untrusted import JSON_BYTES, read_bytes
 from pipeline.config import Batch, RunConfig, TrainConfig
 from pipeline.planning.host import check_compiler, on_gpu, ranks_here
@@ -134,7 +134,10 @@ def check_host(ds_config: dict[str, Any]) -> None:
 
 def _read(path: Path, given: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"deepspeed={given} is not a file; see ds_configs/")
+        names = [
+            one.relative_to(REPOSITORY).as_posix() for one in sorted(REPOSITORY.glob("ds_configs/*.json"))
+        ]
+        raise UserError(f"deepspeed={given} is not a file; {nearest(str(given), names)}")
     try:
         text = read_bytes(path, JSON_BYTES).decode()
         tree = json.loads(text, object_pairs_hook=_without_repeats)

@@ -7,6 +7,7 @@ memory by part, the largest micro-batch that fits, step time, hours, and what to
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from common.errors import UserError
+from common.text import counted
 from data_prep.config import DataConfig
 from pipeline.config import Batch, RunConfig
 from pipeline.export import unwrap
@@ -26,9 +28,15 @@ from pipeline.planning import footprint
 from pipeline.planning.checks import Ready, check, meta_model
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
+from pipeline.planning.host import on_gpu
 from pipeline.planning.mixture import REPEATED
 from pipeline.planning.order import BatchOrder, MixedOrder
 
+log = logging.getLogger(__name__)
+
+FEW = 10  # steps; a run of fewer has hardly warmed up
+TINY = 0.1 * GIB  # less is shown in MiB
+MIB = 2**20
 BYTES_PER_TOKEN = 4.0  # of English text in a vocabulary of 32,000 to 50,000
 PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
 PACKED = 3.0  # bytes of text per byte of a compressed file
@@ -156,11 +164,13 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table.add_row("ZeRO", f"stage {setup.stage}" + _offloads(setup))
     found = footprint.memory(sizes, setup)
     states = {"weights": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
-    table.add_row("states per rank", sum_line({k: v / GIB for k, v in states.items()}, 2, "GiB"))
+    table.add_row("states per rank", memory_line(states, 2))
     fits = True
     if cluster is not None:
         fits = _add_cluster(table, length, sizes, setup, cluster)
     Console().print(table)
+    for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
+        log.warning(warning)
     return fits
 
 
@@ -177,7 +187,7 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
         whole = data.manifest.valid_tokens
         counts = {f"domain {one.name}": one.valid_tokens for one in data.manifest.domains}
         return [
-            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {epochs:.2g} epochs")
+            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {_passes(epochs)}")
             for name, n in counts.items()
         ]
     assert mixture is not None
@@ -186,9 +196,30 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
         first, last = (f"{share:.1%}" for share in one.shares)
         share = first if first == last else f"{first} to {last}"
         often = f", more than {REPEATED}" if one.epochs > REPEATED else ""
-        text = f"{share} of {mixture.by}; {one.tokens:,.0f} tokens, {one.epochs:.2g} epochs{often}"
+        text = f"{share} of {mixture.by}; {one.tokens:,.0f} tokens, {_passes(one.epochs)}{often}"
         rows.append((f"domain {one.name}", text))
     return rows
+
+
+def _passes(epochs: float) -> str:
+    return counted(float(f"{epochs:.2g}"), "epoch")
+
+
+def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
+    """Warnings on a run that can be trained, and perhaps not as its user thinks."""
+    found = repeated(ready)
+    if on_cpu and config.model.dtype == "bfloat16":
+        found.append(
+            "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new run_dir"
+        )
+    train, data, steps = config.train, ready.data, ready.steps
+    if train.epochs is not None and data is not None and steps is not None and steps < FEW:
+        found.append(
+            f"only {counted(steps, 'step')}: {counted(train.epochs, 'epoch')} of "
+            f"{counted(len(data), 'packed row')} of {config.data.block:,} tokens each, "
+            f"{counted(train.batch, 'row')} per step; a smaller train.batch or more train.epochs gives more"
+        )
+    return found
 
 
 def repeated(ready: Ready) -> list[str]:
@@ -215,18 +246,19 @@ def run_length(config: RunConfig, ready: Ready) -> Length:
     """Steps as configured, as the prepared data have them, or estimated from the sizes of their sources."""
     if config.train.steps is not None:
         return Length(config.train.steps, False, f"{config.train.steps:,}")
-    epochs = config.train.epochs
+    epochs = config.train.epochs or 0
+    passes = counted(epochs, "epoch")
     if ready.data is not None and ready.steps is not None:
         rows = len(ready.data)
-        return Length(ready.steps, False, f"{ready.steps:,} ({rows:,} rows, {epochs:g} epochs)")
+        return Length(ready.steps, False, f"{ready.steps:,} ({counted(rows, 'row')}, {passes})")
     guess = estimated_rows(config.data)
     if guess is None:
-        return Length(None, False, f"{epochs:g} epochs; their steps are known once the data are prepared")
-    steps = max(1, int((epochs or 0) * guess / config.train.batch))
+        return Length(None, False, f"{passes}; their steps are known once the data are prepared")
+    steps = max(1, int(epochs * guess / config.train.batch))
     return Length(
         steps,
         True,
-        f"about {steps:,} (estimated: the sources' sizes suggest {guess:,} rows, {epochs:g} epochs)",
+        f"about {steps:,} (estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes})",
     )
 
 
@@ -260,7 +292,14 @@ def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
     for name in by_remainder[: total - sum(whole.values())]:
         whole[name] += 1
     shown = [f"{name} {value / scale:.{digits}f}" for name, value in whole.items() if value]
-    return f"{total / scale:.{digits}f} {unit} = " + (" + ".join(shown) or "nothing")
+    return f"{total / scale:.{digits}f} {unit}" + (f" = {' + '.join(shown)}" if shown else "")
+
+
+def memory_line(parts: dict[str, float], digits: int) -> str:
+    """Bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
+    if sum(parts.values()) < TINY:
+        return sum_line({name: value / MIB for name, value in parts.items()}, 1, "MiB")
+    return sum_line({name: value / GIB for name, value in parts.items()}, digits, "GiB")
 
 
 def _offloads(setup: Setup) -> str:
@@ -276,7 +315,7 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
     found = footprint.memory(sizes, setup)
     table.add_section()
     table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
-    table.add_row("memory per GPU", sum_line({n: v / GIB for n, v in found.peak.items()}, 1, "GiB"))
+    table.add_row("memory per GPU", memory_line(found.peak, 1))
     table.add_row("fits", fit(sizes, setup, room, cluster))
     time = footprint.step_time(sizes, setup, gpu, cluster.network_gb)
     tokens = setup.tokens * setup.accumulation * setup.ranks / time.total

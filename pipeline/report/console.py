@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from pipeline.report.streams import Chatter
 
 Kind = Literal["terminal", "lines", "json", "quiet", "silent"]  # silent: ranks other than 0, errors alone
 DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # seconds between two drawings, and between two plain lines of progress
+REMEMBERED = 20  # messages: what is checked before and after loading has others between
 BOLD, YELLOW, GREEN = "1", "33", "32"
 WARNING = logging.WARNING
 ENDS = ("finished", "stopped")  # events that --quiet shows
@@ -37,7 +39,7 @@ class Progress:
 
     step: int
     steps: int
-    loss: float  # of the last step, per supervised token
+    loss: float  # per supervised token, over the steps since the record before
     tokens_per_s: float | None
     left: float | None  # seconds
     upcoming: str  # what comes next, as `pace.upcoming` says it
@@ -69,7 +71,7 @@ class Console:
         self._colour, self._clock = colour, clock
         self._last = -math.inf  # when progress was last shown
         self._bar: tqdm[Any] | None = None
-        self._said: tuple[int, str] | None = None  # the last message that was no warning
+        self._said: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # messages that were no warnings
 
     def progress(self, make: Callable[[], Progress]) -> None:
         """A step was taken. Drawn on a terminal, and only as often as an eye can follow."""
@@ -96,10 +98,10 @@ class Console:
 
     def message(self, text: str, level: int = logging.INFO) -> None:
         """A line of a library or of this program's log."""
-        if (self.kind == "silent" and level < logging.ERROR) or (level, text) == self._said:
+        if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._said:
             return  # who checks before and after loading says the same twice
         if level < WARNING:
-            self._said = level, text
+            self._said.append((level, text))
         if self.kind == "json":
             self._object("message", {"level": logging.getLevelName(level).lower(), "text": text})
         elif level >= WARNING:

@@ -97,6 +97,15 @@ class Run:
         given = number(self.launches[-1].begin.get("steps")) if self.launches else None
         return None if given is None else int(given)
 
+    @property
+    def reached(self) -> int | None:
+        """The last step that is known of: a run that was stopped has taken some since its last record."""
+        records = self.trained[-1:]
+        for launch in self.launches[-1:]:
+            records += [launch.begin, launch.end or {}]
+        known = [number(one.get("step")) for one in (*records, self.beat)]
+        return max((int(step) for step in known if step is not None), default=None)
+
     def value(self, *keys: str) -> Any:
         """What the configuration says under these keys, or None."""
         found: Any = self.config

@@ -16,13 +16,14 @@ import torch
 
 from common.errors import one_line
 from common.provenance import code_version, library_versions
+from common.text import counted
 from pipeline.config import RunConfig
 from pipeline.planning import footprint
 from pipeline.planning.checks import Ready
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import GIB, accelerator
 from pipeline.planning.host import on_gpu
-from pipeline.planning.plan import domain_rows, repeated, setup_of, sizes_of
+from pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
 from pipeline.report.console import GREEN, YELLOW, Console
 from pipeline.run_dir import EXPORT, LAUNCHES
 from pipeline.stop import RESUME
@@ -49,7 +50,7 @@ class Launch:
         log.info("objective %s on %s; %s", ready.objective, device, batch)
         for name, text in domain_rows(config, ready):
             log.info("%s: %s", name, text)
-        for warning in repeated(ready):
+        for warning in remarks(config, ready, on_cpu=not on_gpu()):
             log.warning(warning)
         record = {
             "event": "begin",
@@ -91,7 +92,7 @@ class Launch:
         self._step = step
         if finished:
             export = self._run_dir / EXPORT
-            text = f"finished after {step:,} steps; export: {export}"
+            text = f"finished after {counted(step, 'step')}; export: {export}"
             self.console.event("finished", text, GREEN, step=step, export=str(export))
         else:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"

@@ -159,7 +159,8 @@ class Metrics:
         self._window.add(sums, grad_norm, now - self._mark)
         self._pace.step(now - self._mark, sums.tokens)
         self._mark = now
-        self._step, self._loss = step, _mean(sums.loss, sums.tokens)
+        self._step = step
+        self._loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
         self._console.progress(self._progress)
 
     def log(self, step: int, tokens: int, lr: float) -> None:

@@ -109,7 +109,7 @@ def _summary(runs: Sequence[Run]) -> Markup:
             run.state(time.time()),
             str(run.value("model", "path") or "a new model"),
             _objective(run),
-            f"{last['step']:,}{of}" if last else DASH,
+            f"{run.reached:,}{of}" if run.reached is not None else DASH,
             _shown(last.get("tokens"), "{:,.0f}"),
             _shown(last.get("nll"), "{:.4g}"),
             f"{held_out[-1]:.4g}" if held_out else DASH,
@@ -120,9 +120,9 @@ def _summary(runs: Sequence[Run]) -> Markup:
 
     head = ["Run", "State", "From", "Objective", "Steps", "Tokens", "NLL", "Held-out NLL", "Skipped", "Time"]
     caption = (
-        "Tokens: supervised ones. NLL: the last record's, in nats per token; held-out: the last validation, "
-        "of one set. Skipped: steps without a finite gradient, which changed no weight. Time: of training "
-        "the kept steps, without saving, validation and loading."
+        "Steps: the last that is known of. Tokens (supervised ones) and NLL (nats per token): the last "
+        "record's; held-out: the last validation, of one set. Skipped: steps without a finite gradient, "
+        "which changed no weight. Time: of training the kept steps, without saving, validation and loading."
     )
     rows = [line(i, run) for i, run in enumerate(runs)]
     return section("Runs" if len(runs) > 1 else "Run", table(head, rows, caption, text=4))
@@ -154,6 +154,11 @@ def _curves(runs: Sequence[Run], over: str) -> Markup:
     if not wide:
         return Markup()
     caption = "Means over the steps since the record before. Open circles: validation."
+    if any(_objective(run) == "emo" for run in runs) and len(_distinct(runs)) < len(QUANTITIES):
+        caption += (
+            " EMO's loss has the value of the NLL, because its weight, a token's NLL over its DEMD, makes "
+            "both of its terms equal; its gradient is another."
+        )
     longest = max(len(run.trained) for run in runs)
     if longest > MOST:
         caption += f" Curves of more than {MOST} records: means of neighbours."

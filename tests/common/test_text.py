@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import FailureError, UserError, one_line
-from common.text import markdown, on_one_line, printable, publishable, without_secrets
+from common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
 
 TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
 ACTING = [
@@ -102,3 +102,11 @@ def test_long_texts_take_no_time() -> None:
         assert without_secrets(text) == text
     for text in ("~" * 100_000, "/" * 100_000, "a/" * 50_000, "/" + "!" * 100_000):
         assert publishable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(1, "1 step"), (1.0, "1 step"), (0, "0 steps"), (2.5, "2.5 steps"), (1000, "1,000 steps")],
+)
+def test_a_number_has_its_noun(count: float, said: str) -> None:
+    assert counted(count, "step") == said

@@ -88,6 +88,21 @@ def test_an_unknown_option_is_reported_too() -> None:
     assert cli.run_recipe("text", watch, [str(RECIPE), "--nonsense"]) == ExitCode.MISTAKE == watch.code
 
 
+def test_what_the_user_called_is_what_a_mistake_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIPELINE_RANK_REPORTS", raising=False)
+    cli.run_recipe("text", Nothing(), [])
+    said = capsys.readouterr().err
+    assert "usage: deepspeed launch/continual.sh" in said and "are required: recipe\n" in said
+    cli.run_recipe("text", Nothing(), ["--num_gpus", "2", str(RECIPE)])
+    assert "come first and end with --: launch/continual.sh --num_gpus 2 -- RECIPE" in capsys.readouterr().err
+    monkeypatch.setenv("PIPELINE_COMMAND", "emo-continual")
+    cli.run_recipe("text", Nothing(), [str(RECIPE), "--num_gpus", "2"])
+    said = capsys.readouterr().err
+    assert "usage: emo-continual " in said and "with --: emo-continual --num_gpus 2 -- RECIPE" in said
+
+
 @pytest.mark.parametrize(
     ("error", "stepped", "code", "traceback"),
     [

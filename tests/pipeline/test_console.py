@@ -146,7 +146,7 @@ def test_other_ranks_show_errors_alone() -> None:
 
 def test_what_is_said_twice_is_shown_once() -> None:
     shown, stream = console("lines")
-    for text in ("attention: sdpa", "attention: sdpa", "resumed from x"):
+    for text in ("attention: sdpa", "resumed from x", "attention: sdpa"):
         shown.message(text)
     for _ in range(2):
         shown.message("late", logging.WARNING)

@@ -174,3 +174,9 @@ def test_a_file_may_leave_zero_out(tmp_path: Path) -> None:
     assert zero_stage(resolved(path)) == 0
     path.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": null}}')
     assert zero_stage(resolved(path)) == 2
+
+
+@pytest.mark.parametrize("given", ["ds_configs/zero1", "ds_configs/zero1.jsn"])
+def test_a_file_that_is_not_there_has_a_neighbour(given: str) -> None:
+    with pytest.raises(UserError, match=r"is not a file; did you mean ds_configs/zero1\.json\?"):
+        resolved(Path(given))

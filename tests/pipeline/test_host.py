@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from common.errors import FailureError, UserError
+from pipeline.engine import _port_taken
 from pipeline.planning import host
 from pipeline.planning.host import BINDING, Gpus, check_compiler, refusal, threads
 from tests.conftest import REPO
@@ -118,7 +119,15 @@ def test_a_rank_takes_its_share_of_the_cores_and_no_port_of_another() -> None:
         timeout=120,
     )
     assert done.stdout.split()[-2:] == ["3", "1"], done.stderr
-    assert re.search(r"UserError: port \d+ of this host is taken; set .* --master_port$", done.stderr.strip())
+    assert re.search(
+        r"UserError: port \d+ of this host is taken; .* --master_port N -- RECIPE$", done.stderr.strip()
+    )
+
+
+def test_a_port_of_our_choice_that_is_taken_is_worth_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_PORT", "4000")
+    assert isinstance(_port_taken("4000"), FailureError)
+    assert not isinstance(_port_taken("4001"), FailureError), "the user's own"
 
 
 def test_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,10 +231,11 @@ def test_the_console_hears_of_records_and_of_what_is_left(tmp_path: Path) -> Non
     metrics.validation(30, 300, "home", Sums(10.0, 20.0, math.nan, 10, False), documents(2.5))
     metrics.close()
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "step 10/100  loss 1  5 tokens/s  3 min left  validation at 25"
-    assert lines[2].startswith("step 30/100  loss 3  5 tokens/s  2 h") and lines[2].endswith("save at 40")
+    assert lines[0] == "step 10/100  loss 0.55  5 tokens/s  3 min left  validation at 25"
+    assert lines[2].startswith("step 30/100  loss 2.55  5 tokens/s  2 h") and lines[2].endswith("save at 40")
     measured = "loss 1, NLL 2, perplexity 7.389"
     change = "NLL since step 0 +0.5000 [+0.5000, +0.5000]"
+    assert [r["loss"] for r in read_metrics(run.run_dir) if "loss" in r][-1] == pytest.approx(2.55)
     assert lines[3] == f"step 0/100  validation: {measured}"
     assert lines[4] == f"step 30/100  validation: {measured}, {change}"
     assert lines[5] == f"step 30/100  validation home: {measured}"

@@ -13,7 +13,7 @@ from data_prep.config import load_data_config
 from pipeline.config import load_config
 from pipeline.planning.checks import check
 from pipeline.planning.order import MixedOrder
-from pipeline.planning.plan import domain_rows, model_sizes, print_plan, repeated
+from pipeline.planning.plan import domain_rows, memory_line, model_sizes, print_plan, remarks, repeated
 from tests.conftest import REPO
 from tests.helpers import corpus
 
@@ -179,3 +179,22 @@ def test_a_deepspeed_file_must_not_own_what_the_recipe_owns(tmp_path: Path) -> N
     config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [f"deepspeed={path}"])
     with pytest.raises(UserError, match=r"sets train_batch_size; remove it and set train.batch"):
         print_plan(config, ranks=4)
+
+
+def test_what_a_user_may_not_expect_is_remarked(two_domains: list[str]) -> None:
+    given = [*two_domains, "train.steps=null", "train.epochs=1", "model.dtype=bfloat16"]
+    long = load_config(QUICKSTART, [*given, "train.batch=1", "train.micro_batch=1"])
+    assert remarks(long, check(long, 1, here=False), on_cpu=False) == []
+    rows = len(check(long, 1, here=False).data or ())
+    short = load_config(QUICKSTART, [*given, f"train.batch={rows}", "train.micro_batch=1"])
+    slow, few = remarks(short, check(short, 1, here=False), on_cpu=True)
+    assert "model.dtype=float32" in slow
+    assert (
+        few.startswith(f"only 1 step: 1 epoch of {rows} packed rows of ") and f", {rows} rows per step" in few
+    )
+
+
+def test_little_memory_is_told_in_mib() -> None:
+    assert memory_line({"weights": 2.0 * 2**20, "optimizer": 0.0}, 2) == "2.0 MiB = weights 2.0"
+    assert memory_line({"weights": 2.0 * 2**30}, 2) == "2.00 GiB = weights 2.00"
+    assert memory_line({"weights": 0.0}, 2) == "0.0 MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import time
@@ -129,6 +130,7 @@ def test_a_loss_that_is_the_likelihood_is_drawn_once(tmp_path: Path) -> None:
     for step in (10, 20):
         append(run / METRICS, train_record(step, loss=3.0, nll=3.0 + 1e-6))
     text, _ = shown(run)
+    assert "EMO's loss has the value of the NLL" in html.unescape(text)
     assert "Loss, which is the NLL" in text and "what the objective minimises" not in text
 
 
@@ -153,6 +155,9 @@ def test_the_state_is_what_is_known(tmp_path: Path) -> None:
     assert state() == "ended without a word"
     append(run / LAUNCHES, {"event": "end", "time": 1.7e9, "step": 40, "how": "stopped", "reason": "SIGTERM"})
     assert state() == "stopped: SIGTERM"
+    append(run / LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 40, "steps": 100})
+    append(run / LAUNCHES, {"event": "end", "time": 1.7e9, "step": 43, "how": "stopped"})
+    assert read_runs([run])[0].reached == 43, "three steps since the last record"
     (run / EXPORT).mkdir()
     assert state() == "finished"
 

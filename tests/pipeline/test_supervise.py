@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.exit_codes import ExitCode
-from launch.supervise import PORT, verdict
+from launch.supervise import verdict
 from tests.conftest import REPO
 
 DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
@@ -151,14 +149,11 @@ def test_a_launcher_that_fails_by_itself_is_heard(tmp_path: Path) -> None:
     assert "no host answers" in done.stderr and "called with --master_port=1 rank.py" in done.stderr
 
 
-def test_a_second_run_on_a_host_meets_elsewhere(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as first:
-        with contextlib.suppress(OSError):  # it may be taken already
-            first.enter_context(socket.create_server(("", PORT)))
-        done = failing(tmp_path)
-    port = re.fullmatch(rf"port {PORT} of this host is taken; the ranks meet at (\d+)\n", done.stdout)
-    assert port is not None and int(port[1]) != PORT
-    assert f"called with --master_port={port[1]} rank.py" in done.stderr
+def test_runs_of_a_host_meet_at_ports_of_their_own(tmp_path: Path) -> None:
+    """Also where two start at once, and neither has taken its port when the other looks."""
+    said = [failing(tmp_path).stderr for _ in range(2)]
+    ports = [re.search(r"called with --master_port=(\d+) rank.py", one) for one in said]
+    assert len({port[1] for port in ports if port is not None}) == 2
 
 
 def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
@@ -168,3 +163,19 @@ def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
     code, seconds = run.end(lambda: os.kill(launcher, signal.SIGKILL))
     assert code == STOPPED
     assert seconds > 1
+
+
+@pytest.mark.parametrize("script", ["continual", "instruct"])
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_threads_that_wait_leave_the_cpu_to_others(script: str, given: str | None, found: str) -> None:
+    """Before torch, with its OpenMP, is imported; what the user sets is left."""
+    program = (
+        "import os, runpy, sys; import pipeline.cli as cli; assert 'torch' not in sys.modules\n"
+        "cli.run_recipe = lambda *_: print(os.environ['OMP_WAIT_POLICY']); cli.leave = lambda _: None\n"
+        f"runpy.run_path('launch/{script}.sh')"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    said = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, env=environment, text=True)
+    assert said == f"{found}\n"
