@@ -29,6 +29,7 @@ from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
 from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
+from eval.report.numbers import count
 from eval.store import StoreConflictError
 
 if TYPE_CHECKING:
@@ -146,11 +147,12 @@ def _run(args: argparse.Namespace) -> int:
         from eval.results import pick, read_models
 
         pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
-    with _libraries(f"{model.name}: {len(tasks)} tasks"):
+    with _libraries(f"{model.name}: {count(len(tasks), 'task')}"):
         from eval.icl.job import run_all
     results = run_all(model, tasks, settings, args.out, say)
     mean = sum(r["accuracy"] for r in results) / len(results)
-    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {len(results)} tasks; results in {args.out}")
+    over = count(len(results), "task")
+    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.out}")
     if args.fail_on_regression:
         models = read_models([args.out])
         verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
@@ -167,18 +169,18 @@ def _watch(args: argparse.Namespace) -> int:
         raise UserError(f"run directory {args.run_dir} does not exist")
     out = args.out or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
-    with _libraries(f"{args.run_dir}: {len(tasks)} tasks"):
+    with _libraries(f"{args.run_dir}: {count(len(tasks), 'task')}"):
         from eval.report.gather import gather
         from eval.report.write import write
         from eval.watch import Watch
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        count = watch.once()
-        if count and not args.no_report:
+        evaluated = watch.once()
+        if evaluated and not args.no_report:
             write(gather([out], {}), out)
         if args.once or watch.troubled or (args.until_finished and watch.finished()):
             break
-        time.sleep(0 if count else args.poll)
+        time.sleep(0 if evaluated else args.poll)
     worse = watch.regressions(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
     for sentence in worse:
         say(sentence)
@@ -220,7 +222,8 @@ def quiet_libraries() -> None:
     if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
         transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+    for noisy in ("sentence_transformers", "huggingface_hub", "urllib3", "httpx"):  # retries, above all
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
@@ -234,11 +237,15 @@ def _report(args: argparse.Namespace) -> int:
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
     target = args.out or args.results[0]
     write(report, target)
-    judged = f", {len(report.judgements)} comparisons by judges" if report.judgements else ""
+    judged = f", {count(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
     say(
-        f"report of {len(report.models)} models on {len(report.tasks)} tasks{judged}: "
+        f"report of {count(len(report.models), 'model')} on {count(len(report.tasks), 'task')}{judged}: "
         f"{target / 'report.html'}"
     )
+    if report.other_baselines:
+        say(f"changes are against {report.baseline} (--baseline NAME for another: {report.other_baselines})")
+    for remark in report.remarks:
+        print(on_one_line(remark), file=sys.stderr)
     return ExitCode.DONE
 
 

@@ -17,7 +17,7 @@ from common.weights import Loaded, check_directory, load_causal_lm
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eval import store
 from eval.icl.scores import NotFiniteError
-from pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
+from pipeline.run_dir import CONFIG, EXPORT, EXPORT_INFO, HF, checkpoints, read_export_info, step_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,9 @@ class EvaluatedModel:
         self.name = name or default_name(Path(path))
         self.dtype = dtype
         if not (self.path / "config.json").is_file():
-            raise UserError(f"{self.path} is not a model directory: config.json is missing")
+            export = self.path / EXPORT
+            hint = f"; give the run's export, {export}" if (export / "config.json").is_file() else ""
+            raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
         check_directory(self.path)
         if not _weight_files(self.path):
             raise UserError(f"{self.path} has no weights ({', '.join(WEIGHTS[:2])})")
@@ -208,8 +210,8 @@ def _weight_files(path: Path) -> list[Path]:
 def _local_directory(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
-    if path.count("/") != 1 or path.startswith((".", "/")):
-        raise UserError(f"model directory {path} does not exist")
+    if path.count("/") != 1 or path.startswith((".", "/")) or _of_unfinished_run(Path(path)):
+        raise UserError(f"model directory {path} does not exist{_of_unfinished_run(Path(path))}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -218,3 +220,13 @@ def _local_directory(path: str) -> Path:
         raise UserError(
             f"{path} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
+
+
+def _of_unfinished_run(path: Path) -> str:
+    """Why there is no such export, as the end of a sentence; empty where it would be of no run."""
+    run = path.parent
+    if path.name != EXPORT or not (run / CONFIG).is_file():
+        return ""
+    saved = checkpoints(run)
+    last = f"last checkpoint: step {step_of(saved[-1])}" if saved else "no checkpoint either"
+    return f": the run in {run} has no export yet ({last}); run its training command again to finish it"

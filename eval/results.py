@@ -229,6 +229,15 @@ class Model:
         return self._outcomes[task]
 
 
+def only_answer(result: dict[str, Any]) -> str | None:
+    """The label that a model answers on every row of a task, although more than one is right; else None."""
+    answered = [
+        label for label, *counts in zip(result["labels"], *result["confusion"], strict=True) if any(counts)
+    ]
+    several = sum(any(counts) for counts in result["confusion"]) > 1
+    return answered[0] if len(answered) == 1 and several else None
+
+
 def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
     """Describe the model under its name. Views of other weights under the same name are removed."""
     directory = out / MODELS / model.name

@@ -30,7 +30,7 @@ from eval.icl.task_data import TaskData, load_data
 from eval.icl.task_metrics import row_text, row_texts, summarise, worst
 from eval.icl.tasks import GROUP, LABEL, ROW, Task
 from eval.model import EvaluatedModel
-from eval.results import MODELS, claim_name
+from eval.results import MODELS, claim_name, only_answer
 
 CHUNK = 256  # rows; what a killed job loses at most
 POLL_SECONDS = 0.2
@@ -241,9 +241,23 @@ def run_all(
         how = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
         low, high = (100 * result["interval"][end] for end in ("low", "high"))
         note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
+        answer = only_answer(result)
+        note += f", answers {answer} only" if answer is not None else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
             f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({how})"
         )
+        if 2 * result["rows_shortened"] >= result["n"]:
+            # Asking for the context loads the model: only where that has been done anyway.
+            context = model.context_length() if job.computed > before else None
+            say(f"{model.name}  {task.spec.title}: {_lost(result, settings.max_tokens or context)}")
         results.append(result)
     return results
+
+
+def _lost(result: dict[str, Any], limit: int | None) -> str:
+    """What the prompts of a task lost to the limit on their length; None: it is not known."""
+    kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+    kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
+    lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {what}" for rows, what in kinds)
+    return f"{lost} to " + ("the model's context" if limit is None else f"the context of {limit:,} tokens")

@@ -18,6 +18,7 @@ from eval.judging.pairs import Pairs, labelled, of_answers
 from eval.judging.questions import SETS, read_questions
 from eval.judging.rows import named, repeated
 from eval.judging.templates import CHOICES
+from eval.report.numbers import count
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -144,7 +145,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
             say(f"{model.name}: {found[key]} of {len(rows)} answers {what}")
     known = len(rows) - answering.computed
     say(
-        f"{model.name}: {len(rows)} answers ({known} already known), template {plan.template}, in "
+        f"{model.name}: {count(len(rows), 'answer')} ({known} already known), template {plan.template}, in "
         f"{answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE
@@ -161,8 +162,8 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
         return _report(found, args, say)
     pairs = _pairs(args, say)
     if args.export:
-        count = write_prompts(asked, pairs, args.export, args.format, args.ask_for, args.tokens)
-        say(f"{count} prompts on {len(pairs.rows)} pairs in {args.export}")
+        prompts = write_prompts(asked, pairs, args.export, args.format, args.ask_for, args.tokens)
+        say(f"{count(prompts, 'prompt')} on {count(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
         replies = read_replies(asked, pairs, args.replies)

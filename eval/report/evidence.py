@@ -39,7 +39,7 @@ COLUMNS = ("Rows", *SETTINGS.values(), DATA)
 def samples(report: Report) -> Markup:
     """The first sampled texts of each model."""
     cards = []
-    for number, model in enumerate(report.models):
+    for number, model in enumerate(report.everyone):
         quotes = [
             tag("blockquote", tag("i", s["prefix"]), s["text"], "" if s["ended"] else " …")
             for s in model.samples[:SAMPLES_SHOWN]
@@ -178,7 +178,7 @@ def _conditions(model: Model, task: str) -> dict[str, str]:
 def made_with(report: Report) -> Markup:
     """Where models and numbers come from, and what could not be read."""
     items: list[tuple[str, str]] = []
-    for number, model in enumerate(report.models):
+    for number, model in enumerate(report.everyone):
         facts = "; ".join(f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items())
         where = f"{model.description['path']}; weights {model.description['weights'][:16]}"
         items.append((join(chip(css_colour(number)), model.name), f"{where}{'; ' + facts if facts else ''}"))

@@ -20,10 +20,12 @@ from eval.judging.results import Judgement, read_judgements
 from eval.report.judged import Pairing, pairings
 from eval.report.judged import as_json as judged_as_json
 from eval.report.order import arrange
+from eval.report.remarks import remarks
 from eval.results import MODELS, Model, pick, read_models
 from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
+NAMES_SHOWN = 6
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 
 
@@ -41,12 +43,28 @@ class Report:
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, str]
     skipped: list[str] = field(default_factory=list)  # files that could not be read
+    remarks: list[str] = field(default_factory=list)  # what to know before trusting the numbers
+    unscored: list[Model] = field(default_factory=list)  # with text or a log only, beside models with scores
+    chosen: bool = False  # whether the baseline was asked for
     judgements: list[Judgement] = field(default_factory=list)
     pairings: list[Pairing] = field(default_factory=list)
 
     @property
     def models(self) -> list[Model]:
         return [model for _, models in self.groups for model in models]
+
+    @property
+    def everyone(self) -> list[Model]:
+        """The models and, after them, those without a score."""
+        return [*self.models, *self.unscored]
+
+    @property
+    def other_baselines(self) -> str:
+        """What --baseline could name instead, where nobody chose one; else empty."""
+        if self.baseline is None or self.chosen:
+            return ""
+        names = [m.name for m in self.models if m.name != self.baseline]
+        return ", ".join([*names[:NAMES_SHOWN], *(["..."] if len(names) > NAMES_SHOWN else [])])
 
     @property
     def scores(self) -> list[str]:
@@ -104,7 +122,8 @@ def gather(
     seeds: dict[str, list[str]] | None = None,
 ) -> Report:
     """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
-    baselines: models that the others are compared with, the report's own first; none: the first model.
+    baselines: models that the others are compared with, the report's own first; none: the first row of
+    the tables, which is a base model, or else MLE, if they are there.
 
     UserError when there are no results, or none of a model that is named. Files that cannot be read are
     skipped and listed.
@@ -124,9 +143,12 @@ def gather(
         if model.name in runs:
             model.metrics = _metrics(runs[model.name])
             overlaps[model.name] = _contamination(runs[model.name])
-    groups = arrange(models, list(runs), baselines[0] if baselines else None)
+    models, unscored = _scored(models, tasks, runs)
+    # Which curves are shown does not decide what the others are compared with.
+    default = [members[0].name for _, members in arrange(models, [], None)[:1]]
+    groups = arrange(models, list(runs), next(iter((*baselines, *default)), None))
     models = [model for _, members in groups for model in members]
-    firsts = [pick(models, name) for name in dict.fromkeys(baselines)] or models[:1]
+    firsts = [pick(models, name) for name in dict.fromkeys(baselines or default)]
     against = {first.name: _comparisons(first, models, tasks) for first in firsts}
     against = {name: found for name, found in against.items() if found}
     return Report(
@@ -139,10 +161,32 @@ def gather(
         baseline=firsts[0].name if firsts and firsts[0].name in against else None,
         seeds=seeds or {},
         metadata=metadata(),
+        remarks=remarks([*models, *unscored], tasks, runs),
+        unscored=unscored,
+        chosen=bool(baselines),
         judgements=judgements,
         pairings=pairings(judgements, skipped),
         skipped=skipped,
     )
+
+
+def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
+    """Models for the tables, and those that have text or a log only; all are for them where none has a score.
+
+    Text that the same weights wrote under another name goes to the model with scores, if it has none.
+    """
+    scored = [m for m in models if m.results or m.unreadable.keys() & set(tasks)]
+    if not scored:
+        return models, []
+    rest = []
+    for model in (m for m in models if m not in scored):
+        weights = model.description["weights"]
+        same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
+        if same is None or model.name in runs:
+            rest.append(model)
+        else:
+            same.samples = model.samples
+    return scored, rest
 
 
 def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
@@ -225,7 +269,7 @@ def metadata() -> dict[str, str]:
 def as_json(report: Report) -> dict[str, Any]:
     """The numbers of the report."""
     models = []
-    for model in report.models:
+    for model in report.everyone:
         mean = report.mean(model)
         facts: dict[str, Any] = {"mean_accuracy": None if mean is None else mean[0]}
         if mean is not None:
@@ -235,6 +279,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "title": report.title,
         "notice": report.notice,
+        "remarks": report.remarks,
         "rows": report.rows,
         "baseline": report.baseline,
         "comparisons": [

@@ -50,6 +50,7 @@ OVERLAP_TEXT = (
 def html(report: Report) -> str:
     """The whole page."""
     sections = [
+        section("Remarks", *_remarks(report)),
         _results(report),
         *(_differences(report, first) for first in report.against),
         _scores(report),
@@ -65,13 +66,18 @@ def html(report: Report) -> str:
     return page(report.title, _lead(report), sections, report.notice)
 
 
+def _remarks(report: Report) -> list[Markup]:
+    found = [tag("li", remark) for remark in report.remarks]
+    return [tag("ul", *found, class_="plain")] if found else []
+
+
 def _lead(report: Report) -> str:
     judged = f"{count(len(report.judgements), 'comparison')} of answers by judges."
     if not report.rows and report.judgements:
         return judged
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-    how = "; ".join(f"{shots} demonstrations ({by})" for shots, by in kinds)
+    how = "; ".join(f"{shots} ({by})" for shots, by in kinds)
     lead = (
         f"{count(len(report.models), 'model')}, {count(len(report.tasks), 'task')}, "
         f"{rows:,} test rows per model. Demonstrations per prompt: {how or 'none'}. Scored through OpenICL."
@@ -154,6 +160,8 @@ def _results_caption(report: Report) -> str:
         caption += " Seeds: mean ± standard deviation."
     if report.baseline:
         caption += f" ↑ ↓: surely better or worse than {report.baseline} on the same rows; see below."
+    if report.other_baselines:
+        caption += f" Another baseline: --baseline NAME ({report.other_baselines})."
     return caption
 
 
@@ -216,7 +224,8 @@ def _differences(report: Report, baseline: str) -> Markup:
     caption = (
         "Points, with 95 % intervals (Bonett and Price) and p-values: for tasks of the exact McNemar test, "
         "after Holm's correction over the tasks; for the mean of random signs on the rows that one alone "
-        f"gets right. ↑ ↓: p < {ALPHA} and an interval without zero; so many tasks were gained and lost."
+        f"gets right. ↑ ↓: p < {ALPHA} and an interval without zero. Tasks: how many were surely "
+        "gained or lost."
     )
     reasons = [
         tag("li", f"{c.model}, {report.of_task(task)['title']}: {reason}")
@@ -240,7 +249,7 @@ def _changes(report: Report, baseline: str) -> Markup:
                 drawn.append(Shift(title, number, *(100 * x for x in limits)))
     if not drawn:
         return Markup()
-    unit = f"points since {shortened_name(baseline)} (left of zero: lost, right: gained)"
+    unit = f"points from {shortened_name(baseline)} (left of zero: worse, right: better)"
     figure_name = f"changes-{list(report.against).index(baseline)}"
     wide, narrow = (shifts_figure(drawn, unit, w, figure_name, "Gained and lost") for w in (WIDE, NARROW))
     named = {shift.number for shift in drawn}
@@ -273,7 +282,7 @@ def _scores(report: Report) -> Markup:
 
 
 def _training(report: Report) -> Markup:
-    logs = [(i, m) for i, m in enumerate(report.models) if m.metrics]
+    logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
     if not logs:
         return Markup()
     wide, narrow = (plots.training_figure([(i, m.metrics) for i, m in logs], w) for w in (WIDE, NARROW))

@@ -9,6 +9,7 @@ from eval.report.gather import Report
 from eval.report.numbers import (
     UNREADABLE,
     arrow,
+    count,
     markdown_head,
     markdown_row,
     p_value,
@@ -35,6 +36,8 @@ def markdown(report: Report) -> str:
     lines = [f"# {plain(report.title)}", ""]
     if report.notice:
         lines += [f"> {plain(report.notice)}", ""]
+    if report.remarks:
+        lines += [*(f"- {plain(remark)}" for remark in report.remarks), ""]
     if report.rows:
         lines += _accuracy(report)
         lines += [line for first in report.against for line in _differences(report, first)]
@@ -62,7 +65,7 @@ def _accuracy(report: Report) -> list[str]:
             lines.append(markdown_row([base, *cells]))
     for label, names in report.seeds.items():
         found = [spread(report.over_seeds(label, t)) for t in (*report.tasks, None)]
-        lines.append(markdown_row(["", f"{label} ({len(names)} seeds)", *found]))
+        lines.append(markdown_row(["", f"{label} ({count(len(names), 'seed')})", *found]))
     for name in ("chance", "majority"):
         values = [report.of_task(t)[name] for t in report.tasks]
         lines.append(markdown_row(["", name, *map(percent, [*values, sum(values) / len(values)])]))

@@ -196,7 +196,7 @@ def test_a_model_whose_only_result_is_damaged_keeps_its_row(tmp_path: Path) -> N
     (tmp_path / "models" / "b" / "sst2.json").write_text("{")
     (tmp_path / "models" / "b" / "notes.json").write_text("{}")
     code, out, _ = command("report", tmp_path)
-    assert code == 0 and "report of 2 models on 1 tasks" in out
+    assert code == 0 and "report of 2 models on 1 task:" in out
     assert (tmp_path / "report.html").read_text().count(">unreadable</span>") == 1
 
 

@@ -110,6 +110,31 @@ def test_an_overflow_is_one_line_and_publishes_nothing(copy: Path, root: Path, t
     assert not list((tmp_path / "out").rglob("result.json"))
 
 
+def test_a_run_without_an_export_is_named(tmp_path: Path, copy: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"runs/mine/export does not exist$"):
+        EvaluatedModel(str(run / "export"))
+    (run / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=r"has no export yet \(no checkpoint either\); run its training"):
+        EvaluatedModel(str(run / "export"))
+    (run / "step-000013").mkdir()
+    (run / "step-000013" / "COMPLETE").touch()
+    with pytest.raises(UserError, match=r"has no export yet \(last checkpoint: step 13\)"):
+        EvaluatedModel(str(run / "export"))
+    copy.rename(run / "export")
+    with pytest.raises(UserError, match=r"config.json is missing; give the run's export, .*runs/mine/export"):
+        EvaluatedModel(str(run))
+
+
+def test_what_a_short_context_costs_is_said(tmp_path: Path, root: Path) -> None:
+    """Prompts that lost demonstrations, in a line of their own where they are many."""
+    common = ["--model", root / "whole", "--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
+    code, out, _ = command("run", *common, "--max-tokens", 40, "--out", tmp_path)
+    assert code == 0 and "whole: 1 task: loading" in out and "on 1 task;" in out
+    assert "SST-2: 6 of 6 prompts lost demonstrations" in out and "to the context of 40 tokens" in out
+
+
 def test_tied_heads_are_whole(tmp_path: Path) -> None:  # defects A4
     path = tiny_model(tmp_path / "tied", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(path / "model.safetensors")

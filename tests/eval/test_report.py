@@ -249,6 +249,87 @@ def test_a_second_baseline_has_a_table_of_its_own(tmp_path: Path) -> None:
     assert markdown.index("## Difference from a") < markdown.index("## Difference from b")
 
 
+def scored(out: Path, name: str, **facts: Any) -> Path:
+    """Description of a model with a score."""
+    directory = write_model(out, name, **facts)
+    write_result(out, name, "sst2", rows(0.5))
+    return directory / "model.json"
+
+
+def change(path: Path, /, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def sampled(directory: Path, text: str) -> None:
+    weights = json.loads((directory / "model.json").read_text())["weights"]
+    samples = [{"prefix": "", "text": text, "ended": False, "tokens": 3}]
+    (directory / "samples.json").write_text(json.dumps({"weights": weights, "samples": samples}))
+
+
+def logged(run: Path) -> Path:
+    """A run directory with a training log."""
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "nll": 1.0}\n')
+    return run
+
+
+def test_models_without_scores_are_in_no_table(tmp_path: Path) -> None:
+    """Their text is shown; under the name of the same weights that have scores, where there are some."""
+    weights = json.loads(scored(tmp_path, "EMO").read_text())["weights"]
+    directory = write_model(tmp_path, "mine")
+    change(directory / "model.json", weights=weights)
+    sampled(directory, "once upon")
+    sampled(write_model(tmp_path, "unscored"), "twice upon")
+    page, markdown, found = written(tmp_path)
+    assert "1 model, 1 task" in page and "mine" not in page and "mine" not in markdown
+    tables, texts = page.split("<h2>What the models write")
+    assert "unscored" not in tables and "unscored" not in markdown
+    assert "once upon" in texts and "twice upon" in texts
+    assert [m["name"] for m in found["models"]] == ["EMO", "unscored"]
+    code, out, _ = command("report", tmp_path)
+    assert code == 0 and "report of 1 model on 1 task:" in out and "--baseline" not in out
+
+
+def test_the_baseline_is_the_base_model_whatever_curves_are_shown(tmp_path: Path) -> None:
+    scored(tmp_path, "BASE")
+    for objective in ("mle", "emo"):
+        scored(tmp_path, objective.upper(), origin="models/BASE", objective=objective, run=f"r/{objective}")
+    given = [f"--run={o.upper()}={logged(tmp_path / o)}" for o in ("emo", "mle")]
+    code, out, err = command("report", tmp_path, *given)
+    assert code == 0 and "of another run" not in err
+    assert "changes are against BASE (--baseline NAME for another: EMO, MLE)" in out
+    assert "Another baseline: --baseline NAME (EMO, MLE)." in (tmp_path / "report.html").read_text()
+    assert "changes are against" not in command("report", tmp_path, "--baseline", "MLE")[1]
+
+
+def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
+    """Not those of a renamed run: export and configuration agree on where it began."""
+    described, run = scored(tmp_path, "EMO", run="runs/mine-f32", objective="emo"), logged(tmp_path / "mine")
+    (run / "config.yaml").write_text("run_dir: runs/mine\n")
+    code, _, err = command("report", tmp_path, f"--run=EMO={run}")
+    said = f"--run EMO={run}: EMO seems to be of another run (runs/mine-f32)"
+    assert code == 0 and said in err and said in (tmp_path / "report.html").read_text()
+    assert "of another run" in (tmp_path / "report.md").read_text()
+    (run / "config.yaml").write_text("run_dir: runs/mine-f32\n")
+    assert gather([tmp_path], {"EMO": run}).remarks == []
+    (run / "config.yaml").unlink()
+    assert len(gather([tmp_path], {"EMO": run}).remarks) == 1
+    change(described, path=f"{run}/export")
+    assert gather([tmp_path], {"EMO": run}).remarks == []
+
+
+def test_one_answer_to_everything_is_remarked(tmp_path: Path) -> None:
+    view = scored(tmp_path, "EMO").with_name("sst2.json")
+    result = json.loads(view.read_text())["result"]
+    for confusion, remarks in (
+        ([[16, 0], [24, 0]], ["sst2: EMO answers a only, whatever the row"]),
+        ([[40, 0], [0, 0]], []),  # it is the only right one
+        ([[16, 0], [23, 1]], []),
+    ):
+        change(view, result=result | {"confusion": confusion})
+        assert gather([tmp_path], {}).remarks == remarks
+
+
 def test_all_right_is_not_known_to_be_all_right(tmp_path: Path) -> None:
     """defects E: 100 [100, 100]; and its marker is not clipped at the edge."""
     write_model(tmp_path, "a")
@@ -350,10 +431,7 @@ def test_the_caption_says_what_each_interval_is(tmp_path: Path) -> None:
 
 
 def test_text_alone_is_a_report(tmp_path: Path) -> None:
-    directory = write_model(tmp_path, "a")
-    weights = json.loads((directory / "model.json").read_text())["weights"]
-    samples = [{"prefix": "", "text": "once upon a time", "ended": False, "tokens": 3}]
-    (directory / "samples.json").write_text(json.dumps({"weights": weights, "samples": samples}))
+    sampled(write_model(tmp_path, "a"), "once upon a time")
     page, markdown, found = written(tmp_path)
     assert "once upon a time" in page and "<h2>Accuracy" not in page
     assert found["rows"] == [] and "Accuracy" not in markdown

@@ -551,7 +551,7 @@ def test_wandb_waits_for_the_end_of_the_run(
         assert watch.once() == 0 and not watch.finished() and not list(run.glob("wandb/*.wandb"))
     assert watch.once() == 0 and watch.finished()
     assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
-    assert watch.once() == 0 and len([line for line in said if "1 points of 1 models" in line]) == 1
+    assert watch.once() == 0 and len([line for line in said if "1 point of 1 model " in line]) == 1
 
 
 @pytest.mark.parametrize(
