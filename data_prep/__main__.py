@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
     )
     prepare.add_argument("recipe", type=Path)
-    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
     prepare.add_argument("--workers", type=_positive, default=_cpus(), help="processes (%(default)s)")
     prepare.add_argument("--finish", action="store_true", help="make no shards, only write the manifests")
