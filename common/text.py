@@ -45,6 +45,12 @@ def markdown(text: str) -> str:
     return _LINK.sub(lambda match: f"&#{ord(match.group())};", line)
 
 
+def counted(count: float, noun: str) -> str:
+    """`1 epoch`, `2.5 epochs`, `1,000 steps`: a number with its noun, whose plural ends in s."""
+    shown = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}s"
+
+
 def without_secrets(text: str) -> str:
     """The text with passwords in addresses, and what looks like an access token, replaced by `***`."""
     for pattern in _SECRETS:

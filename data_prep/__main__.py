@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.outcome import outcome
 from common.recipe import parse_arguments
-from common.text import printable
+from common.text import counted, printable
 from data_prep.config import load_data_config
 
 
@@ -108,7 +108,7 @@ def _verify(args: argparse.Namespace) -> None:
     for fault in faults[1:]:
         print(printable(fault), file=sys.stderr)
     if faults:
-        more = f" (and {len(faults) - 1} more faults, above)" if len(faults) > 1 else ""
+        more = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
         raise UserError(faults[0] + more)
 
 
