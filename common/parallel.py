@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 
+LOST = 255  # the exit code of a worker whose server has died
 JOIN = 10.0  # seconds for a worker to end by itself
 
 
@@ -40,6 +44,8 @@ class Workers:
         # Not fork: the tokenizer library starts threads, and a forked thread pool hangs.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([make.__module__])
+        with _same_modules():
+            multiprocessing.forkserver.ensure_running()
         self._make = make, arguments
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
         self._own = threading.local()
@@ -77,24 +83,52 @@ class Workers:
         """In a thread: its worker's function of an item."""
         try:
             if not hasattr(self._own, "connection"):
-                self._own.connection = self._start()
+                self._own.connection, self._own.process = self._start()
             self._own.connection.send(item)
             result, error = self._own.connection.recv()
         except (EOFError, OSError):  # the end of a pipe, between messages and in the middle of one
-            raise UserError(
-                "a worker process died, most likely for lack of memory; run again with fewer --workers"
-            ) from None
+            raise UserError(f"a worker process died{_why(getattr(self._own, 'process', None))}") from None
         if error is not None:
             raise error
         return result
 
-    def _start(self) -> Connection:
+    def _start(self) -> tuple[Connection, multiprocessing.process.BaseProcess]:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_work, args=(there, *self._make), daemon=True)
         self._started.append((here, process))
         process.start()
         there.close()
-        return here
+        return here, process
+
+
+@contextlib.contextmanager
+def _same_modules() -> Iterator[None]:
+    """What is started within imports from where this process does.
+
+    The server of workers is started by `python -c`, which would look in the working directory first: there
+    may lie a common.py or data_prep.py of the user's.
+    """
+    path = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
+    there = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in there}
+    os.environ.update(there)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _why(process: multiprocessing.process.BaseProcess | None) -> str:
+    """Why a worker may have died, as far as its exit code tells."""
+    if process is not None:
+        process.join(JOIN)
+        if process.exitcode is not None and 0 < process.exitcode < LOST:
+            return f" with exit code {process.exitcode}; what it wrote above says why"
+    return ", most likely for lack of memory; run again with fewer --workers"
 
 
 def _work(

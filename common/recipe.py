@@ -8,20 +8,23 @@ Whatever the file holds, reading it ends in bounded time, in a tree or in a User
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from common.commands import parse_arguments as parse_arguments
 from common.errors import UserError, nearest, one_line
 from common.provenance import REPOSITORY, shipped
 from common.text import without_secrets
 from common.untrusted import read_bytes
 
+EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # what a file is: where ours are
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most
 NODES, DEPTH = 20_000, 32  # of a recipe at most, its aliases written out
@@ -86,23 +89,32 @@ def marked(cls: type[Section], name: str) -> set[str]:
     return found
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too."""
-    args, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(args, "overrides") or any(one.startswith("-") for one in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides = [*args.overrides, *rest]
-    return args
+def load_section(
+    cls: type[SectionT],
+    path: Path,
+    overrides: Sequence[str],
+    what: str = "recipe",
+    readers: Mapping[str, str] = MappingProxyType({}),
+) -> SectionT:
+    """A YAML file with overrides as `cls`: for files that are not recipes but are written like them.
+
+    readers: by a key of other kinds of such files, the command that reads them. For `what` see EXAMPLES.
+    """
+    keys = tuple(cls.model_fields)
+    others = {key: command for key, command in readers.items() if key not in keys}
+    return parse_section(cls, read_recipe(path, overrides, keys, what, others), "")
 
 
-def load_section(cls: type[SectionT], path: Path, overrides: Sequence[str]) -> SectionT:
-    """A YAML file with overrides as `cls`: for files that are not recipes but are written like them."""
-    return parse_section(cls, read_recipe(path, overrides, tuple(cls.model_fields)), "")
-
-
-def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS) -> dict[str, Any]:
+def read_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    keys: Sequence[str] = KEYS,
+    what: str = "recipe",
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too); `keys`: its sections.
+
+    what: how messages call the file, one of EXAMPLES. others: by a key of other files, who reads them.
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
@@ -111,50 +123,59 @@ def read_recipe(path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS
     unknown, recipes extend each other in a circle or one outside their folder and this program, or an
     override has no `=`.
     """
-    tree = _read_tree(shipped(path), ())
+    tree = _read_tree(shipped(path), (), what)
     for override in overrides:
         apply_override(tree, override)
+    for reader in (others[key] for key in tree if key in others):
+        raise UserError(f"{what} {path} is not for this command; give it to {reader}")
     for key in tree:
         if key not in keys:
-            raise UserError(f"recipe {path}: unknown key {key}; {nearest(str(key), keys)}")
+            raise UserError(f"{what} {path}: unknown key {key}; {nearest(str(key), keys, keys is KEYS)}")
     return tree
 
 
-def _read_tree(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+def _read_tree(path: Path, before: tuple[Path, ...], what: str) -> dict[str, Any]:
     """The tree of a recipe laid on those that it extends; `before`: the recipes that led here."""
     if path.resolve() in before:
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}")
     try:
-        tree = _load_yaml(_text(path))
+        tree = _load_yaml(_text(path, what))
     except ValueError as error:
-        raise UserError(f"recipe {path} cannot be read: {one_line(error)}") from None
+        raise UserError(f"{what} {path} cannot be read: {one_line(error)}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"recipe {path} must be a mapping of sections")
+        raise UserError(f"{what} {path} must be a mapping of sections")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise UserError(f"recipe {path}: extends must be the name of one file, not {shown(base)}")
+        raise UserError(f"{what} {path}: extends must be the name of one file, not {shown(base)}")
     within = (path.resolve().parent, REPOSITORY)
     if not any((path.parent / base).resolve().is_relative_to(folder) for folder in within):
         raise UserError(
-            f"recipe {path} extends {base}, which is neither in its folder nor part of this program; copy "
-            "it beside the recipe"
+            f"{what} {path} extends {base}, which is neither in its folder nor part of this program; copy "
+            "it there"
         )
-    return _merge(_read_tree(path.parent / base, (*before, path.resolve())), tree)
+    return _merge(_read_tree(path.parent / base, (*before, path.resolve()), what), tree)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, what: str) -> str:
     """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
     try:
         if not path.exists():
-            raise UserError(f"recipe {path} does not exist; see {REPOSITORY / 'launch/recipes'} for examples")
+            raise UserError(f"{what} {path} does not exist; {_file_meant(path, EXAMPLES[what])}")
         if not path.is_file():
-            raise UserError(f"recipe {path} is not a file")
+            raise UserError(f"{what} {path} is not a file")
         return _decoded(read_bytes(path, FILE_BYTES))
     except OSError as error:
-        raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{what} {path} cannot be read: {error.strerror}") from None
+
+
+def _file_meant(path: Path, folder: str) -> str:
+    """The file of `folder`, which comes with this program, that was probably meant; or where to look."""
+    names = [file.stem for file in (REPOSITORY / folder).glob("*.yaml")]
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml")[:200], names, n=1, cutoff=0.8)
+    return f"did you mean {folder}/{near[0]}.yaml?" if near else f"see {REPOSITORY / folder} for examples"
 
 
 def _decoded(content: bytes) -> str:
@@ -290,7 +311,8 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         if first["type"] == "extra_forbidden":
             known = _known_keys(cls, first["loc"][:-1])
-            raise UserError(f"unknown key {path}; {nearest(str(first['loc'][-1]), known)}") from None
+            ours = path.split(".")[0] in KEYS
+            raise UserError(f"unknown key {path}; {nearest(str(first['loc'][-1]), known, ours)}") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
             message = "must be a section of key: value lines"

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.outcome import outcome
 from common.recipe import parse_arguments
-from common.text import printable
+from common.text import counted, printable
 from data_prep.config import load_data_config
 
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
     )
     prepare.add_argument("recipe", type=Path)
-    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
     prepare.add_argument("--workers", type=_positive, default=_cpus(), help="processes (%(default)s)")
     prepare.add_argument("--finish", action="store_true", help="make no shards, only write the manifests")
@@ -108,7 +108,7 @@ def _verify(args: argparse.Namespace) -> None:
     for fault in faults[1:]:
         print(printable(fault), file=sys.stderr)
     if faults:
-        more = f" (and {len(faults) - 1} more faults, above)" if len(faults) > 1 else ""
+        more = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
         raise UserError(faults[0] + more)
 
 

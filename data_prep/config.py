@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from common.errors import UserError, one_line
 from common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe
+from common.untrusted import read_json
 from data_prep.templates import VERSIONS
 
 REPORTS = ("report", "contamination")
@@ -241,7 +242,31 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
-    return parse_section(DataConfig, tree["data"], "data")
+    config = parse_section(DataConfig, tree["data"], "data")
+    _check_context(config, tree.get("model"))
+    return config
+
+
+def _check_context(config: DataConfig, model: Any) -> None:
+    """Refuse rows that the recipe's model cannot read, where that is known: training would, much later."""
+    path = model.get("path") if isinstance(model, dict) else None
+    context = context_of(Path(path)) if isinstance(path, str) else None
+    if context is not None and config.block > context:
+        raise UserError(
+            f"blocks of {config.block} tokens are longer than the context of {context} of the model {path}; "
+            f"set data.block={context} or less"
+        )
+
+
+def context_of(model: Path) -> int | None:
+    """Tokens that the model in a directory reads at most, where its config.json says so."""
+    try:
+        tree = read_json(model / "config.json")
+    except (OSError, ValueError):
+        return None
+    named = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
+    said = next((tree[key] for key in named if key in tree), None) if isinstance(tree, dict) else None
+    return said if type(said) is int and said > 1 else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
@@ -311,8 +336,8 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
     found = differences(prepared, config, reports=False)
     if found:
         raise UserError(
-            f"{directory} was {described(found)}; run prepare again with --force or another data.dir"
-            f"{_undo(found)}"
+            f"{directory} was {described(found)}; give the same overrides to both commands, or run prepare "
+            f"again with --force or another data.dir{_undo(found)}"
         )
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from common.errors import UserError, one_line
 from common.labels import IGNORE
-from common.text import on_one_line, printable
+from common.text import counted, on_one_line, printable
 from common.untrusted import read_json
 from data_prep.config import DEFAULT_DOMAIN
 from data_prep.shards import AGAIN, TokenDataset
@@ -21,6 +21,7 @@ from data_prep.tokenizer import load_tokenizer
 
 BAR = 40  # characters of the longest bar
 SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
+OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
 
 
 def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
@@ -39,19 +40,30 @@ def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
     damage = data.damage(drawn, data.manifest.vocab_size)
     if damage is not None:
         raise UserError(f"{damage}; {AGAIN}")
+    colours = console.is_terminal and not console.no_color
     for row in np.sort(drawn).tolist():
         file, at = data.provenance(np.array([row]))[0]
         domain = data.domains[data.domain[row]]
         of = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
-        console.rule(escape(f"row {row}  ({file} row {at}{of}, {data.valid[row]} supervised tokens)"))
-        console.print(coloured(data, row, tokenizer))
+        console.rule(
+            escape(f"row {row}  ({file} row {at}{of}, {counted(int(data.valid[row]), 'supervised token')})")
+        )
+        console.print(coloured(data, row, tokenizer, colours))
     console.print(
-        Text.assemble("supervised ", ("like this", SUPERVISED), ", context ", ("like this", CONTEXT))
+        Text.assemble(
+            "supervised ", stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
+        )
     )
 
 
-def coloured(data: TokenDataset, row: int, tokenizer: object) -> Text:
-    """A row's text, segments apart, what carries loss in SUPERVISED."""
+def stretch(text: str, supervised: bool, colours: bool) -> Text:
+    """A stretch of a row, in its colour; in brackets where it is supervised and there are no colours."""
+    shown = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
+    return Text(shown, SUPERVISED if supervised else CONTEXT)
+
+
+def coloured(data: TokenDataset, row: int, tokenizer: object, colours: bool = True) -> Text:
+    """A row's text, segments apart, with what carries loss marked."""
     batch = data.batch(np.array([row]))
     ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
     used = data.tokens_of(row)
@@ -66,7 +78,7 @@ def coloured(data: TokenDataset, row: int, tokenizer: object) -> Text:
         for stop in [*(begin + changes), end]:
             # Decoding from the segment's start keeps spaces and split characters right.
             upto = printable(tokenizer.decode(ids[begin:stop]))  # type: ignore[attr-defined]
-            text.append(upto[len(before) :], SUPERVISED if supervised[stop - 1] else CONTEXT)
+            text.append(stretch(upto[len(before) :], bool(supervised[stop - 1]), colours))
             before = upto
     return text
 
@@ -79,7 +91,7 @@ def _summary(place: Path, data: TokenDataset) -> Table:
         "rows": f"{m.rows:,} of {m.block} tokens",
         "tokens": f"{m.tokens:,}",
         "supervised": f"{m.valid_tokens:,} ({m.valid_tokens / max(1, m.tokens):.1%})",
-        "documents": f"{m.documents:,} in {m.segments:,} segments",
+        "documents": f"{m.documents:,} in {counted(m.segments, 'segment')}",
         "padding": f"{m.waste:.2%}",
         "vocabulary": f"{m.vocab_size:,}, BOS {m.bos_id}, EOS {m.eos_id}",
         "tokenizer": m.tokenizer_fingerprint[:16],

@@ -38,6 +38,7 @@ from common.files import (
 )
 from common.parallel import Workers
 from common.progress import progress
+from common.text import counted
 from common.untrusted import read_json
 from data_prep import contamination
 from data_prep.config import TRAIN, VALIDATION, DataConfig, splits_made
@@ -217,7 +218,7 @@ def _shards(
     if not todo:
         return
     if isinstance(inputs, str):
-        raise UserError(f"{len(todo)} shards must be made again, but {inputs}")
+        raise UserError(f"{counted(len(todo), 'shard')} must be made again, but {inputs}")
     how = encode_settings(config, plan, config.dir)
     dtype = token_dtype(how.tokenizer.vocab_size)
     workers = min(workers, len(plan.pieces))
@@ -232,9 +233,9 @@ def _shards(
             tokens += info.tokens
             path = directory / info.file
             hashes.remember(path, signature(path), info.sha256)
-            say(f"{directory.name}/{info.file}: {info.rows:,} rows, {info.tokens:,} tokens")
+            say(f"{directory.name}/{info.file}: {counted(info.rows, 'row')}, {counted(info.tokens, 'token')}")
         seconds = time.perf_counter() - began
-        rate = f"{tokens:,} tokens in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
+        rate = f"{counted(tokens, 'token')} in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
         say(f"shards made: {len(todo)}, {rate}")
 
 
@@ -256,7 +257,8 @@ def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> N
         file, text = directory / MANIFEST, manifest_text(manifest)
         if write_once(file, text):
             say(
-                f"{directory}: {manifest.rows:,} rows of {config.block}, {manifest.tokens:,} tokens, "
+                f"{directory}: {counted(manifest.rows, 'row')} of {config.block}, "
+                f"{counted(manifest.tokens, 'token')}, "
                 f"{manifest.waste:.2%} padding"
             )
             for line in losses(config, split, manifest.shards):

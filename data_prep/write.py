@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from common.errors import UserError
 from common.files import PART, part_file, write_text
+from common.text import counted
 from data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, PackedRows, packed_rows
@@ -266,9 +267,9 @@ def left_out(summary: dict[str, Any]) -> list[str]:
     """Phrases for the user: what of the sources no shard takes."""
     lost = []
     if rejected := summary["rejected"]:
-        lost.append(f"{sum(rejected.values()):,} rows ({_listed(rejected)})")
+        lost.append(f"{counted(sum(rejected.values()), 'row')} ({_listed(rejected)})")
     if messages := sum(one["messages_left_out"] for one in summary["sources"]):
-        lost.append(f"{messages:,} messages before the first prompt or after the last response")
+        lost.append(f"{counted(messages, 'message')} before the first prompt or after the last response")
     return lost
 
 
@@ -303,16 +304,15 @@ def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
         kinds = ("truncated", "split", "dropped", "without_response")
         parts = [(counts.get(f"overlong_{kind}", 0), kind.replace("_", " ")) for kind in kinds]
         what = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
-        lost = counts.get("overlong_tokens_lost", 0)
         lines.append(
             f"{overlong:,} of {totals(infos)['documents']:,} examples are longer than {config.block} tokens "
-            f"({what}); {lost:,} tokens lost"
+            f"({what}); {counted(counts.get('overlong_tokens_lost', 0), 'token')} lost"
         )
     if rest := counts.get("remainder_tokens_dropped"):
         ends = "shards, and of domains in them" if len(domains) > 1 else "shards"
-        lines.append(f"{rest:,} tokens at the ends of {ends}, less than a row each, dropped")
+        lines.append(f"{counted(rest, 'token')} at the ends of {ends}, less than a row each, dropped")
     if beyond := counts.get("tokens_beyond_limit"):
-        lines.append(f"{beyond:,} tokens beyond data.limit_tokens dropped")
+        lines.append(f"{counted(beyond, 'token')} beyond data.limit_tokens dropped")
     made = {one.name for info in infos for one in info.domains if one.rows}
     if len(infos) == config.shards and (none := [name for name in domains if name not in made]):
         lines.append(f"nothing is left of the domain{'s' if none[1:] else ''} {', '.join(none)}")

@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.commands import first_word, offer_completion, program
+from common.commands import first_word, offer_completion, parse_arguments, program
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
@@ -46,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
         prog=program("emo-eval", "python -m eval"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="What a model can do, and whether it is better: tasks, samples, judges, reports.",
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -291,7 +290,7 @@ def main() -> int:
     """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
     commands_and_options = parser()
     offer_completion(commands_and_options)
-    args = commands_and_options.parse_args()
+    args = parse_arguments(commands_and_options, None)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}

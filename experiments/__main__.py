@@ -11,9 +11,12 @@ from common.commands import offer_completion, program
 from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.outcome import AGAIN, outcome
+from common.recipe import parse_arguments
 from experiments.crew import StoppedError, stoppable
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
 from experiments.work import Work
+
+ABOUT = "Sweeps over recipes: runs that differ in a few settings, and the table of what came of them."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,18 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _parser()
     offer_completion(parser)
-    args = parser.parse_intermixed_args(argv)
+    args = parse_arguments(parser, argv)
     command = _table if args.command == "table" else _run
     return outcome(lambda: command(args, read_experiment(args.file, args.overrides)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program("emo-experiments", "python -m experiments"), description=__doc__
+        prog=program("emo-experiments", "python -m experiments"), description=ABOUT
     )
     parser.add_argument("command", choices=("run", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and the time; run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (%(default)s)")
     parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")

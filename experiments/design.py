@@ -52,6 +52,7 @@ from common.errors import UserError, nearest
 from common.recipe import Section, load_section, shown
 from common.untrusted import is_plain_name
 from data_prep.config import VALIDATION as UNNAMED
+from experiments import READERS
 
 Overrides = dict[str, Any]
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
@@ -288,7 +289,7 @@ class Run(NamedTuple):
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """An experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
-    experiment = load_section(Experiment, path, overrides)
+    experiment = load_section(Experiment, path, overrides, "experiment", READERS)
     names = Counter(run.name for run in expand(experiment))
     repeated = next((name for name, times in names.items() if times > 1), None)
     if repeated is not None:

@@ -25,6 +25,7 @@ from common.files import write_text
 from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
+from experiments import READERS
 from experiments.design import RESULTS, fill, interpreted, words
 from pipeline.stop import die_with_parent
 
@@ -149,10 +150,12 @@ def main(argv: list[str] | None = None) -> int:
     """Do everything and write the report. Exit codes: 0 done, 2 a mistake in the input or a failed part."""
     parser = argparse.ArgumentParser(prog="python -m experiments.evidence", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-    return outcome(lambda: _main(load_section(Evidence, args.file, args.overrides), args.jobs))
+    return outcome(
+        lambda: _main(load_section(Evidence, args.file, args.overrides, "experiment", READERS), args.jobs)
+    )
 
 
 def _main(evidence: Evidence, jobs: int) -> int:

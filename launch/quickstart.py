@@ -6,6 +6,7 @@ Run it again to resume where it stopped; `rm -rf runs/quickstart` starts afresh.
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import shlex
@@ -18,6 +19,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.commands import offer_completion, parse_arguments, program
 from common.exit_codes import ExitCode
 from common.provenance import REPOSITORY as SHIPPED
 from common.provenance import shipped
@@ -121,8 +123,15 @@ def run(commands: list[list[str]]) -> list[int]:
         raise StopRequestError from None
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run all steps; stop at the first that fails, with its exit code."""
+    parser = argparse.ArgumentParser(
+        prog=program("emo-quickstart", "python launch/quickstart.py"),
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    offer_completion(parser)
+    parse_arguments(parser, argv)
     signal.signal(signal.SIGTERM, _stop)
     began = time.perf_counter()
     try:

@@ -21,8 +21,9 @@ from common.errors import UserError
 from common.files import Hashes, Signature, remove_abandoned, remove_made, signature, write_text
 from common.parallel import Workers
 from common.progress import progress
+from common.text import counted
 from data_prep import contamination
-from data_prep.config import DataConfig, settings
+from data_prep.config import DataConfig, context_of, settings
 from data_prep.encode import EncodeSettings, counting, limit_tokens, words_agree
 from data_prep.inputs import Input
 from data_prep.rows import plain_text, take
@@ -62,13 +63,18 @@ def set_up(config: DataConfig, force: bool, say: Say) -> None:
     remove_abandoned(place / SCAN)
     try:
         inputs = planned_inputs(config)
-        say(f"reading {len(inputs)} inputs")
+        say(f"reading {counted(len(inputs), 'input')}")
         for one in inputs:
             if one.source.hub and not one.source.revision and not is_saved(Path(one.source.hub)):
                 say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
         if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
             local = config.root / config.tokenizer
             source = local if local.exists() else config.tokenizer
+            if (context := context_of(local)) is not None and config.block > context:
+                say(
+                    f"note: blocks of {config.block} tokens are longer than the context of {context} of the "
+                    f"model in {local}, which cannot be trained on them"
+                )
             save_tokenizer(source, config.tokenizer_revision, place / TOKENIZER)
         if config.contamination is not None:
             found = contamination.collect(config.root / config.contamination, config.contamination_ngram)
@@ -170,7 +176,8 @@ class Planning:
         plan = assign(config, self.inputs, table, place)
         if self.chat is not None:
             plan.summary["chat_template"] = self.chat.digest
-        say(f"{len(plan.shard):,} rows, {plan.summary['chars']['train']:,} characters to train on")
+        rows, characters = len(plan.shard), plan.summary["chars"]["train"]
+        say(f"{counted(rows, 'row')} read; {counted(characters, 'character')} of them to train on")
         facts = self._tokenizer(plan)
         if said := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(said)

@@ -18,12 +18,13 @@ from tokenizers import Tokenizer
 from common.errors import UserError
 from common.progress import amount
 from common.recipe import parse_section
-from common.text import printable
-from data_prep.config import DataConfig
+from common.text import counted, printable
+from data_prep.config import DataConfig, context_of
 from data_prep.encode import EncodeSettings, RowEncoder
 from data_prep.inputs import Input
+from data_prep.inspect import CONTEXT, stretch
 from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
-from data_prep.rows.columns import guess
+from data_prep.rows.columns import flow, guess
 from data_prep.sources import open_inputs
 from data_prep.templates import Chat, Conversation, render
 from data_prep.templates.chat import ChatTemplate, RefusedError, read_template
@@ -32,10 +33,15 @@ from data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
 SHOWN = 1600  # characters of an example
-SUPERVISED, CONTEXT = "bold green", "dim"
-OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
 CHARS = 4  # in a token, roughly
 SHARD = 64 << 20  # bytes of a file for each shard
+UNNAMED = "openai-community/gpt2"  # the tokenizer where none was given
+VALIDATED = 0.05  # of the rows are not trained on, where there are enough
+SURELY = 5  # as many are expected where one is needed
+REASONS = {  # lines of the recipe, and what stands behind them
+    f"tokenizer: {UNNAMED}": "that of the model to be trained",
+    "strict: false": "or the first row that cannot be read, see above, would end prepare",
+}
 WHOLE = 1 << 20  # tokens: nothing is cut here
 Stretch = tuple[str, bool]  # of an example: text, and whether it is supervised
 
@@ -180,7 +186,7 @@ def _told(taken: Taken) -> list[str]:
     one, spec = taken.one, taken.one.spec
     kind = "instructions" if taken.config.kind == "instruct" else "text"
     size = f", {amount(one.size)}" if one.size else ""
-    more = f" and {taken.files - 1:,} more files" if taken.files > 1 else ""
+    more = f" and {counted(taken.files - 1, 'more file')}" if taken.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
     rejected = Counter(row.reason.replace("_", " ") for row in taken.rows if isinstance(row, Rejected))
     lines = [f"{one.name}{size}{more}: {kind}{form}"]
@@ -191,8 +197,14 @@ def _told(taken: Taken) -> list[str]:
         )
     if taken.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
+        if body := taken.proposed.get("output"):
+            lines.append(
+                f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
+                f"template below, and write columns: {flow({'text': body})}"
+            )
     listed = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items()) or "none"
-    lines.append(f"of the first {len(taken.rows):,} rows {len(taken.good):,} are used; rejected: {listed}")
+    first, are = counted(len(taken.rows), "row"), "is" if len(taken.good) == 1 else "are"
+    lines.append(f"of the first {first} {len(taken.good):,} {are} used; rejected: {listed}")
     if fault := next((row for row in taken.rows if isinstance(row, Rejected) and row.detail), None):
         lines.append(f"the first of these: {fault.reason.replace('_', ' ')} ({fault.detail})")
     if unused := sum(row.unused for _, row in taken.good if isinstance(row, Conversation | Chat)):
@@ -258,11 +270,8 @@ def _coloured(stretches: list[Stretch], colours: bool) -> Text:
     """An example for the terminal, its first SHOWN characters."""
     text, left = Text(), SHOWN
     for said, supervised in stretches:
-        shown = printable(said[:left])
+        text.append(stretch(printable(said[:left]), supervised, colours))
         left -= len(said[:left])
-        if supervised and not colours:
-            shown = f"{OPEN}{shown}{CLOSE}"
-        text.append(shown, SUPERVISED if supervised else CONTEXT)
         if left <= 0:
             text.append(" ...", CONTEXT)
             break
@@ -279,22 +288,33 @@ def recipe(taken: Taken, files: str, tokenizer: str | None, lengths: list[int]) 
     if taken.proposed:
         source["columns"] = taken.proposed
     shards = min(64, max(1, size // SHARD))
-    data: dict[str, Any] = {"dir": f"prepared/{Path(files).name.split('.')[0] or 'data'}"}
+    data: dict[str, Any] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
     local = tokenizer is not None and Path(tokenizer).exists()
-    data["tokenizer"] = str(Path(str(tokenizer)).absolute()) if local else tokenizer or "gpt2"
+    data["tokenizer"] = str(Path(str(tokenizer)).absolute()) if local else tokenizer or UNNAMED
     if taken.config.kind == "instruct":
         data |= {"kind": "instruct", "template": _template(taken)}
         longest = int(np.quantile(lengths, 0.99)) if lengths else 512
         data["block"] = _power(max(256, longest), up=True)
     else:
         data["block"] = _power(min(1024, max(32, sum(lengths) // 2)))
+    context = context_of(Path(str(tokenizer))) if local else None
+    data["block"] = min(data["block"], context or data["block"])
+    if _enough(taken, lengths, data["block"], shards):
+        data["validation_fraction"] = VALIDATED
     if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in taken.rows):
-        data["strict"] = False  # or the first of them would be an error
+        data["strict"] = False
     data |= {"shards": shards, "sources": [source]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
-    if tokenizer is None:
-        text = text.replace("tokenizer: gpt2\n", "tokenizer: gpt2  # that of the model to be trained\n")
+    for line, reason in REASONS.items():
+        text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)
     return text
+
+
+def _enough(taken: Taken, lengths: list[int], block: int, shards: int) -> bool:
+    """Whether VALIDATED of the rows, drawn by chance, surely gives every shard of a validation set rows."""
+    rows, tokens = VALIDATED * len(lengths), VALIDATED * sum(lengths)
+    large = taken.one.size > len(taken.payload) if isinstance(taken.payload, bytes) else False
+    return rows >= SURELY and (large or taken.config.kind == "instruct" or tokens >= SURELY * block * shards)
 
 
 def _power(count: int, up: bool = False) -> int:

@@ -28,6 +28,7 @@ from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
+from experiments import READERS
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
@@ -232,10 +233,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a study. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
-    return outcome(lambda: _main(load_section(Study, args.file, args.overrides)))
+    return outcome(lambda: _main(load_section(Study, args.file, args.overrides, "experiment", READERS)))
 
 
 def _main(study: Study) -> int:

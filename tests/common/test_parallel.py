@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from common.errors import UserError
 from common.parallel import Workers
+from tests.conftest import REPO
 
 
 def adding(amount: int) -> Callable[[int], tuple[int, int]]:
@@ -69,3 +73,28 @@ def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported(seconds: float
     """... while others live: with a queue for all, what was left of the result was waited for."""
     with Workers(2, dying) as workers, pytest.raises(UserError, match="a worker process died"):
         list(workers.map([-1.0, seconds, -1.0, -1.0, seconds, seconds, seconds]))
+
+
+def unmade() -> Callable[[int], int]:
+    """For workers: nothing can be made."""
+    raise ImportError("something is missing")
+
+
+def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory() -> None:
+    with Workers(2, unmade) as workers, pytest.raises(UserError, match="with exit code 1; what it wrote"):
+        list(workers.map([1]))
+
+
+def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    for name in ("common", "tests", "data_prep"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    code = (
+        f"import sys; sys.path[0] = {str(REPO)!r}\n"  # as an installed command has another
+        "import os\n"
+        "from common.parallel import Workers\n"
+        "from tests.common.test_parallel import adding\n"
+        "with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])\n"
+        "assert 'PYTHONSAFEPATH' not in os.environ\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "[2, 3]\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from common.errors import UserError
+from common.errors import OTHER_NAMES, UserError
 from common.recipe import KEYS, Section, mark, marked, parse_arguments, parse_section, read_recipe
 from data_prep.__main__ import main as data_prep
 from pipeline.__main__ import main as pipeline
@@ -247,3 +248,33 @@ def test_both_commands_take_overrides_after_options(
     assert "unknown key data.blok; did you mean block?" in capsys.readouterr().err
     assert pipeline(["plan", str(path), "--gpus", "1xA100-80G", "train.stps=3"]) == 2
     assert "unknown key train.stps; did you mean steps?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("train.learning_rate", "unknown key train.learning_rate; did you mean train.lr?"),
+        ("train.leraning_rate", "did you mean train.lr?"),
+        ("data.max_seq_length", "did you mean data.block?"),
+        ("output_dir", "unknown key output_dir; did you mean run_dir?"),
+        ("train.wamup_ratio", "did you mean warmup_ratio?"),
+    ],
+)
+def test_names_that_other_trainers_use_are_known(tmp_path: Path, key: str, hint: str) -> None:
+    refused(tmp_path, re.escape(hint), GOOD, f"{key}=1")
+
+
+def test_other_names_lead_to_keys_of_a_recipe() -> None:
+    for key in OTHER_NAMES.values():
+        section: Any = RunConfig
+        for part in key.split("."):
+            assert part in section.model_fields, key
+            section = section.model_fields[part].annotation
+
+
+def test_a_recipe_that_comes_with_this_program_is_found_by_its_name() -> None:
+    for name in ("stories260k-wikitext2", "storis260k-wikitext2.yaml"):
+        with pytest.raises(UserError, match=r"did you mean launch/recipes/stories260k-wikitext2\.yaml\?"):
+            read_recipe(Path(name), [])
+    with pytest.raises(UserError, match=r"experiment nowhere\.yaml does not exist; see .*/experiments for"):
+        read_recipe(Path("nowhere.yaml"), [], what="experiment")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -462,3 +464,23 @@ def test_source_files_may_go_when_the_shards_are_made(tmp_path: Path) -> None:
     run(config)
     (tmp_path / "a.jsonl").unlink()
     assert "nothing to do" in run(config)[0]
+
+
+def test_rows_longer_than_the_models_context_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(60)))
+    model = tmp_path / "model"
+    shutil.copytree(tiny_tokenizer(), model)
+    (model / "config.json").write_text('{"max_position_embeddings": 32}')
+    data = {"dir": f"{tmp_path / 'd'}", "tokenizer": str(model), "block": 64, "shards": 1}
+    tree: dict[str, Any] = {"data": data | {"sources": [{"files": str(tmp_path / "a.jsonl")}]}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(tree | {"model": {"path": str(model)}}))
+    assert main(["prepare", str(recipe), "--workers", "1"]) == 2
+    assert "blocks of 64 tokens are longer than the context of 32 of the model" in capsys.readouterr().err
+    recipe.write_text(json.dumps(tree))  # of a tokenizer's directory it is said
+    assert main(["prepare", str(recipe), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "note: blocks of 64 tokens are longer than the context of 32 of the model in" in said
+    assert "reading 1 input\n" in said and "60 rows read; " in said

@@ -295,6 +295,17 @@ def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig)
     assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
 
 
+def test_inspect_has_brackets_where_there_are_no_colours(instruct_config: DataConfig) -> None:
+    for colours in (False, True):
+        sink = io.StringIO()
+        console = Console(
+            file=sink, force_terminal=colours, color_system="truecolor" if colours else None, width=200
+        )
+        look.inspect(instruct_config.dir / "train", 1, 0, console)
+        assert ("supervised ⟦like this⟧, context like this" in sink.getvalue()) == (not colours)
+        assert ("⟦" in sink.getvalue()) == (not colours)
+
+
 def test_inspect_shows_numbers_lengths_and_sources(
     instruct_config: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

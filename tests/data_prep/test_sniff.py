@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,8 +142,8 @@ def test_by_the_commands_alone(
     (tmp_path / "recipe.yaml").write_text("\n".join(lines[start:]) + "\n")
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "recipe.yaml", "--workers", "1"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "prepared/mine: cut or dropped: nothing"
-    assert main(["inspect", "prepared/mine"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "runs/data/mine: cut or dropped: nothing"
+    assert main(["inspect", "runs/data/mine"]) == 0
     assert "60 in 60 segments" in capsys.readouterr().out
 
 
@@ -225,3 +226,23 @@ def test_one_giant_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(sentence(rng) for _ in range(30_000)))
     printed, recipe = shown(tmp_path / "a.txt")
     assert printed.count("...") == 1 and len(printed) < 4000 and "block: 1024" in recipe
+
+
+def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(tiny_tokenizer(), place)
+    (place / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(400)))
+    _, recipe = shown(tmp_path / "a.jsonl", place)
+    assert "  block: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
+    assert "  validation_fraction: 0.05\n" in recipe
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
+    assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]
+
+
+def test_lines_that_need_a_reason_have_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"title": "a bird", "body": "It sang."}\n' * 3 + '{"x": 1}\n')
+    printed, recipe = shown(tmp_path / "a.jsonl")
+    assert "  strict: false  # or the first row that cannot be read" in recipe
+    assert "  tokenizer: openai-community/gpt2  # that of the model to be trained\n" in recipe
+    assert "leave out kind and template below, and write columns: {text: body}\n" in printed

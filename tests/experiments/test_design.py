@@ -11,6 +11,7 @@ import yaml
 from common.errors import UserError
 from experiments.__main__ import main
 from experiments.design import chosen, expand, read_experiment, trials
+from tests.conftest import REPO
 
 FILE: dict[str, Any] = {
     "out": "runs/x",
@@ -130,6 +131,17 @@ def test_mistakes_are_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [("evidence", "experiments.evidence"), ("known-truth-quick", "experiments.known_truth.study")],
+)
+def test_files_of_other_commands_are_told_apart(
+    capsys: pytest.CaptureFixture[str], name: str, reader: str
+) -> None:
+    assert main(["run", str(REPO / f"experiments/{name}.yaml")]) == 2
+    assert f"is not for this command; give it to python -m {reader}\n" in capsys.readouterr().err
 
 
 def test_labels_may_be_numbers(tmp_path: Path) -> None:
