@@ -123,7 +123,7 @@ def gather(
 ) -> Report:
     """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
     baselines: models that the others are compared with, the report's own first; none: the first row of
-    the tables, which is a base model, or else MLE, if they are there.
+    the tables, which is a base model if one is there, and the first that was trained with MLE.
 
     UserError when there are no results, or none of a model that is named. Files that cannot be read are
     skipped and listed.
@@ -145,7 +145,8 @@ def gather(
             overlaps[model.name] = _contamination(runs[model.name])
     models, unscored = _scored(models, tasks, runs)
     # Which curves are shown does not decide what the others are compared with.
-    default = [members[0].name for _, members in arrange(models, [], None)[:1]]
+    rows = [model for _, members in arrange(models, [], None) for model in members]
+    default = [model.name for i, model in enumerate(rows) if i == 0 or model is _plain(rows)]
     groups = arrange(models, list(runs), next(iter((*baselines, *default)), None))
     models = [model for _, members in groups for model in members]
     firsts = [pick(models, name) for name in dict.fromkeys(baselines or default)]
@@ -168,6 +169,11 @@ def gather(
         pairings=pairings(judgements, skipped),
         skipped=skipped,
     )
+
+
+def _plain(models: list[Model]) -> Model | None:
+    """The first of models that was trained with MLE."""
+    return next((model for model in models if model.facts.get("objective") == "mle"), None)
 
 
 def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
