@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
 import zipfile
@@ -60,6 +61,15 @@ def arrays() -> Iterator[None]:
         yield
     except (EOFError, KeyError, MemoryError, SyntaxError, TokenError, *PACKED) as error:
         raise ValueError(one_line(error)) from None
+
+
+def number(value: Any) -> float | None:
+    """The value as a float where it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    with contextlib.suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def check_unpacked(path: Path) -> None:

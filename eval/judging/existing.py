@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,11 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
 
 def _preference(value: Any) -> float | None:
     """B's score from AlpacaEval's number: 1 is A, 2 is B, 0 and 1.5 are ties; None for any other."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if value == 0:
         return 0.5
-    return float(value) - 1 if 1 <= value <= 2 else None
+    return float(value) - 1 if 1 <= value <= 2 else None  # which no NaN is
 
 
 def _side(value: float) -> Side:

@@ -26,6 +26,7 @@ from common.page.figures import (
     style,
     svg,
 )
+from common.untrusted import number
 from eval.stats import Interval
 
 COLUMNS = 3  # of panels where the page is wide
@@ -181,11 +182,8 @@ def judged_figure(bars: Sequence[Bar], width: float) -> str:
 
 def _points(records: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:
     """(tokens, value) of the records that have a finite number there."""
-    return [
-        (r["tokens"], r[name])
-        for r in records
-        if all(isinstance(r.get(x), int | float) and math.isfinite(r[x]) for x in ("tokens", name))
-    ]
+    points = [(number(r.get("tokens")), number(r.get(name))) for r in records]
+    return [(x, y) for x, y in points if x is not None and y is not None]
 
 
 def _slug(width: float) -> str:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from common.errors import UserError, nearest
 from common.files import write_text
 from common.page.parts import Markup, chip, figure, legend, row, section, table, tag
-from pipeline.report.gather import DASH, Run, number
+from common.untrusted import number
+from pipeline.report.gather import DASH, Run
 from pipeline.report.validation import Change, change
 
 WORDS = {1: "lost", -1: "gained", 0: "cannot be told"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.recipe import read_written
-from common.untrusted import is_plain_name
+from common.untrusted import is_plain_name, number
 from pipeline.report.validation import Documents, read
 from pipeline.run_dir import (
     BAD_BATCHES,
@@ -205,15 +205,6 @@ def _launches(lines: list[dict[str, Any]]) -> list[Launch]:
         elif found and line.get("event") == "end" and found[-1].end is None:
             found[-1] = found[-1]._replace(end=line)
     return found
-
-
-def number(value: Any) -> float | None:
-    """The value as a float where it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    with contextlib.suppress(OverflowError):
-        return float(value) if math.isfinite(value) else None
-    return None
 
 
 def clock(seconds: Any) -> str:

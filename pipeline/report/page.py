@@ -27,8 +27,9 @@ from common.page.parts import (
     table,
     tag,
 )
+from common.untrusted import number
 from pipeline.report.forgetting import gained_and_lost
-from pipeline.report.gather import DASH, KILLED, Launch, Run, clock, number
+from pipeline.report.gather import DASH, KILLED, Launch, Run, clock
 from pipeline.report.pace import duration
 
 MOST = 400  # points of a curve; of more, neighbours are averaged
