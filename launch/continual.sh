@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Threads that spin while they wait take a busy CPU from those that work. OpenMP reads it when torch is imported.
+# Threads that spin while they wait take a busy CPU from those that work. OpenMP reads this when torch comes in.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from pipeline.stop import Watch

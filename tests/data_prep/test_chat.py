@@ -271,7 +271,7 @@ def test_a_template_that_cannot_write_the_rows_is_told_in_a_line(
     if template in (THINKING, LLAMA):
         said = run(config_with(tmp_path, saved, strict=False))
         reason = "response not found" if template is THINKING else "refused by chat template"
-        assert f"cut or dropped: 1 rows (1 {reason})" in said[-1]
+        assert f"cut or dropped: 1 row (1 {reason})" in said[-1]
 
 
 def test_a_tokenizer_that_is_trained_has_no_template(tmp_path: Path) -> None:

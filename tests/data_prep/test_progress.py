@@ -67,7 +67,7 @@ def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
     first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
     for line in (first, second, again):
         assert "6 rows (" in line and "5 duplicate" in line and "1 empty response" in line
-        assert "1 messages before the first prompt or after the last response" in line
+        assert "1 message before the first prompt or after the last response" in line
         assert "examples are longer than 150 tokens" in line
     assert second == again != first
     write_jsonl(tmp_path / "b.jsonl", alpaca_rows(9))

@@ -101,7 +101,7 @@ def test_tables_that_are_none_give_one_line(tmp_path: Path, case: str) -> None:
 def test_rows_that_are_broken_are_counted_when_not_strict(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"text,n\n{GOOD}one,two,three\n")
     said = run(data_config(tmp_path, sources=[{"files": "a.csv"}], strict=False))
-    assert "cut or dropped: 1 rows (1 wrong type)" in said[-1]
+    assert "cut or dropped: 1 row (1 wrong type)" in said[-1]
 
 
 def test_a_table_gives_the_shards_of_the_same_rows_as_json(tmp_path: Path) -> None:
