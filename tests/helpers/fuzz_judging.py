@@ -161,7 +161,8 @@ def judgements(here: Path) -> None:
     found = results.read_judgements([here], lambda line: None)
     beside = shown.pairings(found, [])
     numbers = [one.found for one in found]
-    text = "\n".join(shown.markdown(found, beside)) + store.dump(shown.as_json(found, beside))
+    assert "\x1b" not in store.dump(shown.as_json(found, beside))
+    text = "\n".join(shown.markdown(found, beside))
     for part in (shown._table, shown._human, shown._shown):  # the figure takes a second
         text += part(numbers)
     assert "<script" not in text and "\x1b" not in text
