@@ -59,6 +59,7 @@ _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
     "torchrun": _PARSE.format("torch.distributed.run"),
+    "pipeline": "import sys; from pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
     "eval": "import sys; from eval.cli import parser; parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; from common.recipe import parse_arguments; import data_prep.__main__ as m; "
     "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
@@ -161,7 +162,7 @@ class Scratch:
         if module == "experiments":
             of_runs = command.replace("experiments table ", "experiments run ")  # a table wants them done
             return self.run(f"{of_runs.removesuffix(' --dry-run')} --dry-run", "dry run")
-        if module == "pipeline":
+        if module == "pipeline" and words[3] != "report":  # which is of runs that are not there
             return self.run(command)
         if module in PARSERS:
             return self._parse(module, words[3:])
