@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Threads that spin while they wait take a busy CPU from those that work. OpenMP reads this when torch comes in.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Threads that spin for long while they wait take a busy CPU from those that work. OpenMP reads this when torch comes in.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from pipeline.stop import Watch
 
