@@ -123,7 +123,7 @@ def test_a_step_that_fails_ends_it(
             f"import os; os.kill(os.getpid(), 9) if {code} < 0 else exit({code})",
         ]
         monkeypatch.setattr(quickstart, "steps", lambda failing=failing: [("Fail", [failing])])
-        assert quickstart.main() == expected
+        assert quickstart.main([]) == expected
         assert f"step 1 ended with exit code {code}" in capfd.readouterr().err
 
 
