@@ -18,7 +18,6 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.commands import parse_arguments as parse_arguments
 from common.errors import UserError, nearest, one_line
 from common.provenance import REPOSITORY, shipped
 from common.text import without_secrets

@@ -21,7 +21,7 @@ from common.commands import first_word, offer_completion, parse_arguments, progr
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
-from common.text import on_one_line, printable
+from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
 from eval.icl.batching import BUDGET
@@ -29,7 +29,6 @@ from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
 from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
-from eval.report.numbers import count
 from eval.store import StoreConflictError
 
 if TYPE_CHECKING:
@@ -146,11 +145,11 @@ def _run(args: argparse.Namespace) -> int:
         from eval.results import pick, read_models
 
         pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
-    with _libraries(f"{model.name}: {count(len(tasks), 'task')}"):
+    with _libraries(f"{model.name}: {counted(len(tasks), 'task')}"):
         from eval.icl.job import run_all
     results = run_all(model, tasks, settings, args.out, say)
     mean = sum(r["accuracy"] for r in results) / len(results)
-    over = count(len(results), "task")
+    over = counted(len(results), "task")
     say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.out}")
     if args.fail_on_regression:
         models = read_models([args.out])
@@ -168,7 +167,7 @@ def _watch(args: argparse.Namespace) -> int:
         raise UserError(f"run directory {args.run_dir} does not exist")
     out = args.out or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
-    with _libraries(f"{args.run_dir}: {count(len(tasks), 'task')}"):
+    with _libraries(f"{args.run_dir}: {counted(len(tasks), 'task')}"):
         from eval.report.gather import gather
         from eval.report.write import write
         from eval.watch import Watch
@@ -236,9 +235,9 @@ def _report(args: argparse.Namespace) -> int:
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
     target = args.out or args.results[0]
     write(report, target)
-    judged = f", {count(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
+    judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
     say(
-        f"report of {count(len(report.models), 'model')} on {count(len(report.tasks), 'task')}{judged}: "
+        f"report of {counted(len(report.models), 'model')} on {counted(len(report.tasks), 'task')}{judged}: "
         f"{target / 'report.html'}"
     )
     if report.other_baselines:

@@ -28,6 +28,7 @@ from typing import Any
 
 from common.errors import UserError, one_line
 from common.lease import held, now_there
+from common.text import counted
 from eval import store, targets
 from eval.compare import regression
 from eval.export.commands import Export
@@ -41,7 +42,6 @@ from eval.icl.settings import Settings
 from eval.icl.task_data import load_data
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
-from eval.report.numbers import count
 from eval.results import Model, pick, read_models
 from eval.targets import DamagedError, NotWholeError, Target
 from pipeline.run_dir import EXPORT
@@ -261,7 +261,7 @@ class Watch:
         mean = sum(r["accuracy"] for r in results) / len(results)
         self._set(target, files, asked, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
-        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {count(len(results), 'task')}")
+        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
 
     def _not_whole(self, target: Target, files: str, asked: str, reason: str) -> None:
         if target.path.is_dir():

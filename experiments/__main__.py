@@ -7,11 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from common.commands import offer_completion, program
+from common.commands import offer_completion, parse_arguments, program
 from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.outcome import AGAIN, outcome
-from common.recipe import parse_arguments
 from experiments.crew import StoppedError, stoppable
 from experiments.design import RESULTS, Experiment, chosen, read_experiment, trials
 from experiments.work import Work

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from common.commands import first_word, offer_completion, program
+from common.commands import first_word, offer_completion, parse_arguments, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import LASTING, may_pass
 from common.outcome import outcome
-from common.recipe import parse_arguments
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration

@@ -21,10 +21,10 @@ from common.errors import UserError, one_line
 from common.files import write_text
 from common.lease import Lease, held
 from common.recipe import read_written
+from common.text import counted
 from common.untrusted import is_plain_name, read_json
 from eval import store
 from eval.export.figures import all_figures
-from eval.report.numbers import count
 from eval.results import Model
 from pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 
@@ -77,7 +77,7 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
             _log(in_order, run_dir, project, run_id, noted["sent"])
             sent = noted["sent"] | {digest: name for digest, (name, _) in due.items()}
             write_text(run_dir / SENT, store.dump({"sent": sent}))
-    say(f"W&B: {count(len(due), 'point')} of {count(len(points), 'model')} sent, the others were there")
+    say(f"W&B: {counted(len(due), 'point')} of {counted(len(points), 'model')} sent, the others were there")
     return faults
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.text import counted
 from eval.generation.prefixes import CORPORA, Prefixes, from_corpus, from_file, given, read_texts
-from eval.report.numbers import count
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -123,7 +123,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
     known = len(records) - generation.computed
-    say(f"{model.name}: {count(len(records), 'text')} ({known} already known) in {generation.directory}")
+    say(f"{model.name}: {counted(len(records), 'text')} ({known} already known) in {generation.directory}")
     return ExitCode.DONE
 
 

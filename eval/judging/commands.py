@@ -9,6 +9,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.text import counted
 from eval.generation.decoding import Decoding
 from eval.judging.engines import ENGINES, engine
 from eval.judging.exchange import FORMATS, read_replies, write_prompts
@@ -18,7 +19,6 @@ from eval.judging.pairs import Pairs, labelled, of_answers
 from eval.judging.questions import SETS, read_questions
 from eval.judging.rows import named, repeated
 from eval.judging.templates import CHOICES
-from eval.report.numbers import count
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -145,7 +145,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
             say(f"{model.name}: {found[key]} of {len(rows)} answers {what}")
     known = len(rows) - answering.computed
     say(
-        f"{model.name}: {count(len(rows), 'answer')} ({known} already known), template {plan.template}, in "
+        f"{model.name}: {counted(len(rows), 'answer')} ({known} already known), template {plan.template}, in "
         f"{answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE
@@ -163,7 +163,7 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
     pairs = _pairs(args, say)
     if args.export:
         prompts = write_prompts(asked, pairs, args.export, args.format, args.ask_for, args.tokens)
-        say(f"{count(prompts, 'prompt')} on {count(len(pairs.rows), 'pair')} in {args.export}")
+        say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
         replies = read_replies(asked, pairs, args.replies)

@@ -45,11 +45,6 @@ def arrow(direction: int) -> str:
     return {1: "↑", -1: "↓", 0: ""}[direction]
 
 
-def count(number: int, thing: str) -> str:
-    """2 models, 1 task."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
 def shortened(row: dict[str, Any]) -> str:
     """Rows whose prompts were shortened, and in brackets those that lost text of the query."""
     cut = f" ({row['rows_cut']:,})" if row["rows_cut"] else ""

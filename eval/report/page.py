@@ -8,6 +8,7 @@ from pathlib import Path
 from common.page.figures import NARROW, WIDE, Shift, css_colour, shifts_figure
 from common.page.figures import shortened as shortened_name
 from common.page.parts import Markup, chip, figure, join, legend, page, row, section, table, tag
+from common.text import counted
 from eval.compare import ALPHA
 from eval.report import evidence, judged, plots
 from eval.report.gather import Report
@@ -15,7 +16,6 @@ from eval.report.numbers import (
     DASH,
     UNREADABLE,
     arrow,
-    count,
     p_value,
     percent,
     points,
@@ -72,14 +72,14 @@ def _remarks(report: Report) -> list[Markup]:
 
 
 def _lead(report: Report) -> str:
-    judged = f"{count(len(report.judgements), 'comparison')} of answers by judges."
+    judged = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     if not report.rows and report.judgements:
         return judged
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
     how = "; ".join(f"{shots} ({by})" for shots, by in kinds)
     lead = (
-        f"{count(len(report.models), 'model')}, {count(len(report.tasks), 'task')}, "
+        f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, "
         f"{rows:,} test rows per model. Demonstrations per prompt: {how or 'none'}. Scored through OpenICL."
     )
     return f"{lead} {judged}" if report.judgements else lead
@@ -140,7 +140,7 @@ def _results(report: Report) -> Markup:
     rows = _by_base(report, len(tasks) + 2, line)
     for i, (label, names) in enumerate(report.seeds.items()):
         shown = [spread(report.over_seeds(label, t)) for t in (*tasks, None)]
-        rows.append(row([f"{label} ({count(len(names), 'seed')})", *shown], kind="" if i else "first"))
+        rows.append(row([f"{label} ({counted(len(names), 'seed')})", *shown], kind="" if i else "first"))
     for i, (label, key) in enumerate((("Chance", "chance"), ("Majority label", "majority"))):
         values = [report.of_task(t)[key] for t in tasks]
         shown = [percent(v) for v in (*values, sum(values) / len(values))]

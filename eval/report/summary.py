@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.text import counted
 from common.text import markdown as plain
 from eval.compare import ALPHA
 from eval.report import judged
@@ -9,7 +10,6 @@ from eval.report.gather import Report
 from eval.report.numbers import (
     UNREADABLE,
     arrow,
-    count,
     markdown_head,
     markdown_row,
     p_value,
@@ -65,7 +65,7 @@ def _accuracy(report: Report) -> list[str]:
             lines.append(markdown_row([base, *cells]))
     for label, names in report.seeds.items():
         found = [spread(report.over_seeds(label, t)) for t in (*report.tasks, None)]
-        lines.append(markdown_row(["", f"{label} ({count(len(names), 'seed')})", *found]))
+        lines.append(markdown_row(["", f"{label} ({counted(len(names), 'seed')})", *found]))
     for name in ("chance", "majority"):
         values = [report.of_task(t)[name] for t in report.tasks]
         lines.append(markdown_row(["", name, *map(percent, [*values, sum(values) / len(values)])]))

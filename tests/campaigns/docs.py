@@ -61,7 +61,7 @@ PARSERS = {  # what reads the options of a launcher
     "torchrun": _PARSE.format("torch.distributed.run"),
     "pipeline": "import sys; from pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
     "eval": "import sys; from eval.cli import parser; parser().parse_args(sys.argv[1:])",
-    "data_prep": "import sys; from common.recipe import parse_arguments; import data_prep.__main__ as m; "
+    "data_prep": "import sys; from common.commands import parse_arguments; import data_prep.__main__ as m; "
     "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from pydantic import Field
 
+from common.commands import parse_arguments
 from common.errors import OTHER_NAMES, UserError
-from common.recipe import KEYS, Section, mark, marked, parse_arguments, parse_section, read_recipe
+from common.recipe import KEYS, Section, mark, marked, parse_section, read_recipe
 from data_prep.__main__ import main as data_prep
 from pipeline.__main__ import main as pipeline
 from pipeline.config import RunConfig, load_config
