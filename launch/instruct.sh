@@ -8,15 +8,10 @@ launch/instruct.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry-
 deepspeed launch/instruct.sh RECIPE.yaml [key=value ...] [--dry-run]
 """
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-# Threads that spin for long while they wait take a busy CPU from those that work. OpenMP reads this when torch comes in.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from pipeline.stop import Watch
 

@@ -37,6 +37,9 @@ def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
 
     `watch` has been started by the launch script.
     """
+    # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     code: int = ExitCode.FAILURE
     try:
         code = _reported(lambda: _run(kind, watch, argv), watch)
@@ -70,12 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, given)
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "plan": _plan,
-        "preflight": _preflight,
-        "score": _score,
-        "report": _report,
-    }
+    commands = {"plan": _plan, "preflight": _preflight, "score": _score, "report": _report}
     _quieten()
     if _is_first_of_host():
         first_word(args.command)

@@ -173,8 +173,9 @@ def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
 def test_threads_that_wait_leave_the_cpu_to_others(script: str, given: dict[str, str], found: str) -> None:
     """Before torch, with its OpenMP, is imported; what the user sets is left."""
     program = (
-        "import os, runpy, sys; import pipeline.cli as cli; assert 'torch' not in sys.modules\n"
-        "cli.run_recipe = lambda *_: print(os.environ.get('GOMP_SPINCOUNT')); cli.leave = lambda _: None\n"
+        "import os, runpy, sys; import pipeline.cli as cli; cli.leave = lambda _: None\n"
+        "def run(*_): assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT')); return 0\n"
+        "cli._run = run\n"
         f"runpy.run_path('launch/{script}.sh')"
     )
     kept = os.environ.keys() - {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
