@@ -263,7 +263,7 @@ class Hashes:
         self._known: dict[str, tuple[Signature, str]] = {}
         self._new: dict[str, tuple[Signature, str]] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            tree = json.loads(memory.read_text())
+            tree = json.loads(memory.read_text(encoding="utf-8"))
             self._known = {name: (tuple(seen), str(digest)) for name, (seen, digest) in tree.items()}
 
     def sha256(self, path: Path) -> str:

@@ -64,7 +64,7 @@ class Lease:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(_myself(), file)
         if self._newest() != path:  # this process slept while others took, gave back and cleared the number
             path.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError):
-            self.path.write_text(json.dumps({"released": True}))
+            self.path.write_text(json.dumps({"released": True}), encoding="utf-8")
         self.path = None
 
     def _newest(self) -> Path | None:
@@ -173,7 +173,7 @@ def _started(pid: int) -> float | None:
     import psutil
 
     with contextlib.suppress(OSError):  # Linux: ticks since boot, where psutil's time moves with the clock
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else float(fields[19])
     try:
         process = psutil.Process(pid)

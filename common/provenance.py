@@ -33,7 +33,7 @@ def code_version() -> str:
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=REPOSITORY,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
         )
     except OSError:
         return "unknown"

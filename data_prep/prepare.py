@@ -292,7 +292,10 @@ def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
 
 def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
     """contamination.json, beside the manifest that is written next."""
-    notes = [json.loads(overlap_path(directory, i, config.shards).read_text()) for i in range(config.shards)]
+    notes = [
+        json.loads(overlap_path(directory, i, config.shards).read_text(encoding="utf-8"))
+        for i in range(config.shards)
+    ]
     hits = {gram for note in notes for gram in note["grams"]}
     documents = sum(note["documents"] for note in notes)
     n = config.contamination_ngram

@@ -76,7 +76,7 @@ def written_hash(path: Path) -> str | None:
     if not (path.is_file() and noted.is_file()):
         return None
     found = sha256(path)
-    return found if noted.read_text() == found else None
+    return found if noted.read_text(encoding="utf-8") == found else None
 
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:

@@ -92,7 +92,9 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     config: dict[str, Any] = names | own
     if (template := chat_template(place)) is not None:
         config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return _facts(backend, names)
 
 

@@ -349,7 +349,7 @@ def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
     if len(manifest.shards) != made.get("shards"):
         yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
     try:
-        tree = json.loads((place.parent / SETTINGS).read_text())
+        tree = json.loads((place.parent / SETTINGS).read_text(encoding="utf-8"))
         summary = Assignment.load(place.parent / PLAN).summary
     except FileNotFoundError:  # a data set may be copied without them
         return

@@ -55,7 +55,11 @@ class TextEncoder:
 
     def __init__(self, place: Path, dtype: np.dtype, by_words: bool = True) -> None:
         self.place, self.dtype = place, dtype
-        rule = word_rule(json.loads((place / "tokenizer.json").read_text())) if by_words else None
+        rule = (
+            word_rule(json.loads((place / "tokenizer.json").read_text(encoding="utf-8")))
+            if by_words
+            else None
+        )
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
 
@@ -143,7 +147,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False)
     workers need not import transformers).
     """
     if isinstance(tokenizer, Path):
-        tree = json.loads((tokenizer / "tokenizer.json").read_text())
+        tree = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
         specials = set(special_names(tokenizer).values())
     else:
         tree = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -163,7 +167,7 @@ def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
 
     With `continuing` the text continues earlier text: no space is put before it.
     """
-    tree = json.loads((place / "tokenizer.json").read_text())
+    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
     if continuing:
         tree["normalizer"] = _without_prefix(tree["normalizer"])
         tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
@@ -174,7 +178,7 @@ def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
 
 def special_tokens(place: Path) -> tuple[str, ...]:
     """All special tokens of a saved tokenizer, in order."""
-    tree = json.loads((place / "tokenizer.json").read_text())
+    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["content"] for token in tree["added_tokens"] if token["special"]}
     return tuple(sorted(added | set(special_names(place).values())))
 

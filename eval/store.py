@@ -64,7 +64,7 @@ def publish(path: Path, text: str) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     if write_once(path, text):
         return True
-    if path.read_text() != text:
+    if path.read_text(encoding="utf-8") != text:
         raise StoreConflictError(f"{path} exists with another content")
     return False
 
@@ -230,7 +230,7 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
         identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         remembered = cache_directory() / "digests" / digest(identity)[:32]
         try:
-            content = remembered.read_text()
+            content = remembered.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             content = ""
         if not re.fullmatch("[0-9a-f]{64}", content):

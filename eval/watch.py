@@ -144,7 +144,7 @@ class Watch:
         cards = {}
         for target in targets.targets(self.run_dir):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                cards[target.name] = (target.path / CARD).read_text()
+                cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
         failed = export.each([found[name] for name in due if name in found], cards, self.say)
         for name, version in due.items():
             key = f"{export} {name}"

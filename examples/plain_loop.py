@@ -20,7 +20,7 @@ def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[f
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     fuse_causal_lm(model, objective)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = tokenizer(Path(text).read_text(), return_tensors="pt").input_ids[0]
+    ids = tokenizer(Path(text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     losses = []
     for step in range(steps):
         batch = ids[step * rows * length : (step + 1) * rows * length].view(rows, length)

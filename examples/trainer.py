@@ -19,7 +19,7 @@ def main(path: str, text: str, objective: str = "emo", out: str = "runs/example"
     """Train on a text's lines; the logged losses."""
     settings = {"max_steps": 5, "per_device_train_batch_size": 1, "logging_steps": 1, "report_to": []}
     tokenizer = AutoTokenizer.from_pretrained(path)
-    lines = [line for line in Path(text).read_text().splitlines() if line]
+    lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line]
     rows = [tokenizer(line, truncation=True, max_length=128).input_ids for line in lines]
     trainer = FusedTrainer(
         model=AutoModelForCausalLM.from_pretrained(path),

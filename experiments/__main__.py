@@ -95,7 +95,7 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     work = Work(experiment)
     work.refuse_others()
     path = write(work)
-    print(path.read_text())
+    print(path.read_text(encoding="utf-8"))
     print(f"{path}; numbers: {path.with_name(RESULTS)}")
     return ExitCode.DONE
 

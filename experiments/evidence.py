@@ -128,7 +128,7 @@ def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> 
     names = {} if instead else {key: fill(value, evidence.names, where) for key, value in part.names.items()}
     file = instead.file if instead else part.file
     _run([*command, str(file), f"out={out}", *(f"names.{key}={value}" for key, value in names.items())])
-    return json.loads((out / RESULTS).read_text())
+    return json.loads((out / RESULTS).read_text(encoding="utf-8"))
 
 
 def _run(command: list[str]) -> None:

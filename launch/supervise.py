@@ -47,7 +47,7 @@ class Rank:
 
     def __init__(self, report: Path) -> None:
         self.report = report
-        words = report.read_text().split()
+        words = report.read_text(encoding="utf-8").split()
         self.pid = int(words[0]) if words else 0
         self.code = int(words[1]) if len(words) == 2 else None  # None: it lives, or was killed
 
@@ -55,7 +55,7 @@ class Rank:
         """Whether it holds the lock on its report."""
         if not self.pid:
             return False
-        with self.report.open() as file:
+        with self.report.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -114,7 +114,7 @@ class Supervisor:
         if killed and code == ExitCode.FAILURE:
             print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
         if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and self.log.is_file():
-            sys.stderr.write(self.log.read_text(errors="replace"))
+            sys.stderr.write(self.log.read_text(errors="replace", encoding="utf-8"))
 
     def ranks(self) -> list[Rank]:
         """The ranks that have reported so far."""

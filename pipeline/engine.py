@@ -369,7 +369,7 @@ def to_universal(state: Path, target: Path) -> None:
     command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
     # It inherits blocked signals, and must not outlive this process and write beside the next start's.
     done = subprocess.run(
-        command, env=os.environ | alone, capture_output=True, text=True, preexec_fn=die_with_parent
+        command, env=os.environ | alone, capture_output=True, encoding="utf-8", preexec_fn=die_with_parent
     )
     if "Weights only load failed" in done.stderr:
         raise _more_than_data(state, done.stderr)

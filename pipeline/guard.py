@@ -75,5 +75,5 @@ class Guard:
     def _record(self, reason: str, step: int, nll: float, rows: Callable[[], list[Any]]) -> None:
         if self.writes:
             record = {"step": step, "reason": reason, "nll": repr(nll), "rows": rows()}
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

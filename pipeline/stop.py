@@ -212,7 +212,7 @@ def _command(pid: int) -> list[str]:
 def _parent(pid: int) -> int | None:
     """The parent of a process; 0 when it is gone, None when it cannot be read just now."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
     except OSError:  # too many open files, for example

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# In workers and commands, text opened without an encoding warns, which is an error (see pyproject.toml).
+os.environ.setdefault("PYTHONWARNDEFAULTENCODING", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -25,7 +25,7 @@ import common
 from common.exit_codes import ExitCode
 from tests.campaigns.audit import pins
 from tests.conftest import REPO
-from tests.helpers import file_map
+from tests.test_repository import tracked
 
 ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments", "launch", "ds_configs")
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -73,7 +73,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     if not (REPO / ".git").exists():
         pytest.skip("not a git checkout")
     place = tmp_path_factory.mktemp("build")
-    for file in file_map.tracked():
+    for file in tracked():
         if file.startswith(tuple(f"{room}/" for room in ROOMS)) or "/" not in file:
             target = place / "tree" / file
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def test_a_wheel_has_every_file_that_the_rooms_have(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {file for file in file_map.tracked() if file.startswith(tuple(f"{r}/" for r in ROOMS))}
+    assert held == {file for file in tracked() if file.startswith(tuple(f"{r}/" for r in ROOMS))}
 
 
 def test_a_source_distribution_has_its_licence_and_no_tests(built: Built) -> None:

@@ -46,7 +46,7 @@ def page(title: str, lead: str, sections: Iterable[str], notice: str = "") -> Ma
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         ),
         tag("title", title),
-        Markup(f"\n<style>\n{STYLE.read_text()}</style>\n"),
+        Markup(f"\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n"),
     )
     box = tag("div", tag("strong", "Note"), notice, class_="notice") if notice else ""
     body = [tag("h1", title), tag("p", lead, class_="lead"), box, *sections]

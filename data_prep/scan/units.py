@@ -129,13 +129,13 @@ def _free(
             if not mine:
                 busy.append(_holder(lock))
             elif not done(unit):
-                lock.write_text(f"{socket.gethostname()}, process {os.getpid()}")
+                lock.write_text(f"{socket.gethostname()}, process {os.getpid()}", encoding="utf-8")
                 yield unit
 
 
 def _holder(lock: Path) -> str:
     """Who has a unit."""
     with contextlib.suppress(OSError, ValueError):
-        if name := lock.read_text():
+        if name := lock.read_text(encoding="utf-8"):
             return name
     return "one that has just begun"

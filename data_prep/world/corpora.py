@@ -114,9 +114,11 @@ def write_tasks(directory: Path, train_n: int, test_n: int, seed: int) -> None:
         for split in SPLITS[task]:
             n = {"train": train_n, "test": test_n, "dev": SHOTS * len(SUBJECTS)}[split]
             rows = task_rows(task, split, n, seed)
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / f"{split}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
         if task in LABELS:
-            (folder / "labels.json").write_text(json.dumps(LABELS[task]) + "\n")
+            (folder / "labels.json").write_text(json.dumps(LABELS[task]) + "\n", encoding="utf-8")
 
 
 def instructions(seed: int, n: int) -> Iterator[dict]:

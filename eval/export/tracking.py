@@ -85,7 +85,7 @@ def _counterpart(run_dir: Path) -> tuple[str, str]:
     """Project and id of the run in W&B."""
     try:
         project = read_written(run_dir / CONFIG)["train"]["wandb"]
-        run_id = (run_dir / WANDB_ID).read_text()
+        run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise UserError(

@@ -94,7 +94,7 @@ class Recorder:
             except IndexError:
                 self._require_context(None)
                 raise
-            saved = json.loads((Path(scratch) / "predictions.json").read_text())
+            saved = json.loads((Path(scratch) / "predictions.json").read_text(encoding="utf-8"))
         ppl = [[saved[str(n)][f"label: {label}"]["PPL"] for label in task.labels] for n in range(len(saved))]
         return [
             self._record(task, {"openicl_ppl": values}, demonstrations=retriever.indices[n], dropped=0, cut=0)

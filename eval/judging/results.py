@@ -170,7 +170,7 @@ class Judgement:
         """Key of a pair -> (its question, B's score), of readable verdicts. UserError when it is damaged."""
         file = self.path.with_suffix(".jsonl")
         try:
-            text = file.read_text()
+            text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be read ({type(error).__name__}); judge again") from None
         if store.digest(text) != self.found["rows_digest"]:

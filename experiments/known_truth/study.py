@@ -179,7 +179,9 @@ def run(study: Study) -> dict[str, Any]:
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
             write_text(path, json.dumps(measure_cell(study, V, share, tokens)))
-        done.append({"V": V, "share": share, "tokens": tokens, "values": json.loads(path.read_text())})
+        done.append(
+            {"V": V, "share": share, "tokens": tokens, "values": json.loads(path.read_text(encoding="utf-8"))}
+        )
         print(f"V {V}, share {share:g}, {tokens} tokens: {_line(study, done[-1]['values'])}", flush=True)
     results = {
         "code": code_version(),

@@ -154,7 +154,7 @@ def compiling() -> Iterator[None]:
         with contextlib.suppress(OSError):  # nothing can be built there either
             root.mkdir(parents=True, exist_ok=True)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
-            share = stack.enter_context((root / "starting").open("w"))
+            share = stack.enter_context((root / "starting").open("w", encoding="utf-8"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):

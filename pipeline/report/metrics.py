@@ -132,7 +132,7 @@ class Metrics:
         kept = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
         write_text(path, "".join(_line(r) for r in kept))
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
         self._board = self._wandb = None
         if config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -280,7 +280,7 @@ def _wandb_run(config: RunConfig) -> Any:
         return wandb.init(
             project=config.train.wandb,
             name=config.run_dir.name,
-            id=path.read_text(),
+            id=path.read_text(encoding="utf-8"),
             resume="allow",
             dir=config.run_dir,
             config=config.model_dump(mode="json"),

@@ -47,7 +47,7 @@ class Samples:
         if not self._writes:
             return None
         texts = [self._text(*ids) for ids in zip(self._ids, found, strict=True)]
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
                 file.write(json.dumps(record) + "\n")

@@ -61,7 +61,7 @@ class Chatter:
     def __init__(self, shared: bool) -> None:
         """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
         self._shared = shared
-        self.stream = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        self.stream = open(1, "w", encoding="utf-8", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
         self.path: Path | None = None  # once it is in a run directory
 
     def move(self, run_dir: Path, main: bool) -> None:

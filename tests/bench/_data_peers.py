@@ -103,7 +103,7 @@ def llama_factory_bins(lengths: np.ndarray, capacity: int) -> int:
         common.import_peer(LLAMA_FACTORY, "llamafactory").__path__[0] + "/data/processor/processor_utils.py"
     )
     names: dict = {}
-    source = Path(file).read_text()
+    source = Path(file).read_text(encoding="utf-8")
     body = source[source.index("def search_for_fit") : source.index("def infer_seqlen")]
     exec(compile("import bisect\n" + body, file, "exec"), names)
     return len(names["greedy_knapsack"](lengths.tolist(), capacity))

@@ -56,7 +56,7 @@ def machine() -> str:
 
 def _read(path: str) -> str:
     with contextlib.suppress(OSError):
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     return ""
 
 
@@ -114,7 +114,9 @@ def peak_memory_mb(run: Callable[[], object]) -> float:
         run()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back to the present
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="utf-8"
+    )  # sets the high-water mark back to the present
     before = _status_kb("VmRSS")
     run()
     return (_status_kb("VmHWM") - before) / 1024

@@ -278,7 +278,7 @@ def drop_from_cache(place: Path) -> None:
 
 def resident_mb() -> float:
     """Resident memory of this process, mapped files included."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

@@ -48,7 +48,7 @@ def write_text(path: Path, size: int) -> None:
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(rng.choice(letters, length)) for length in rng.integers(2, 12, VOCABULARY)]
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         while file.tell() < size:
             drawn = np.minimum(rng.zipf(1.3, (256, WORDS)), VOCABULARY) - 1
             file.writelines(" ".join([words[i] for i in row]) + "\n" for row in drawn.tolist())

@@ -59,7 +59,7 @@ def pins(text: str) -> dict[str, Version]:
 def advisories(locked: dict[str, Version], auditor: Path, run: Run = subprocess.run) -> Part:
     """Known vulnerabilities, by pip-audit, which passes over in silence what its service does not know."""
     name = "advisories"
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
         file.write("".join(f"{package}=={version}\n" for package, version in locked.items()))
         file.flush()
         options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]

@@ -39,7 +39,7 @@ def _run(*arguments: object) -> None:
     """`python -m eval ARGUMENTS` with small chunks."""
     answers.CHUNK, judging.CHUNK = 8, 4
     sys.argv = ["eval", *map(str, arguments)]
-    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
         sys.exit(main_of_eval())
 
 

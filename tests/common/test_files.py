@@ -31,7 +31,7 @@ MADE = ("train/*.arrow", "plan.npz", ".new/tokenizer/tokenizer.json")
 
 def put(path: Path, text: str = "x") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -21,7 +21,9 @@ RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
 
 def commands(recipe: Path) -> list[str]:
     """What the header says to run, remarks in brackets left out."""
-    lines = [line[1:].strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+    lines = [
+        line[1:].strip() for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("#")
+    ]
     return [re.sub(r"\s+\(.*\)$", "", line) for line in lines if line.startswith(("python -m", "deepspeed "))]
 
 

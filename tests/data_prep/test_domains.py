@@ -161,7 +161,7 @@ def test_no_row_holds_two_domains_and_limits_stay_exact(
 
 
 def listed(path: Path) -> list[list[int]]:
-    return [json.loads(line)["ids"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["ids"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])

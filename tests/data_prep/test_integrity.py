@@ -84,7 +84,7 @@ def flip(path: Path, at: int = -1) -> None:
 
 def edit(path: Path, **changes: Any) -> None:
     """Some keys of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 SHARD, NOTE = "train/shard-00001-of-00003.arrow", "train/shard-00001-of-00003.json"

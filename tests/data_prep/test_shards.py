@@ -149,7 +149,7 @@ def test_an_incomplete_directory_names_the_command(text_config: DataConfig) -> N
 
 
 def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def flip(path: Path, at: int) -> None:
@@ -322,7 +322,7 @@ def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
     """All rows are read in random order, and few pages of the mapped files stay resident."""
 
     def mapped() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) * 1024
 
     data = random_dataset(tmp_path / "train", rows=160_000, block=256)

@@ -58,7 +58,7 @@ def chats(count: int, **names: str) -> list[dict[str, Any]]:
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

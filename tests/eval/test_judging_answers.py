@@ -52,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

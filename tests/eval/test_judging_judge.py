@@ -44,7 +44,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:
-    path.write_text(json.dumps([{"dataset": "d", "generator": generator, **row} for row in rows]))
+    path.write_text(
+        json.dumps([{"dataset": "d", "generator": generator, **row} for row in rows]), encoding="utf-8"
+    )
     return path
 
 

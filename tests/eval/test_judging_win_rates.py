@@ -206,7 +206,9 @@ def test_weighted_preferences_are_means(tmp_path: Path) -> None:
 
 def annotations(path: Path, ids: range, preference: float = 2) -> Path:
     row = {"output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b"}
-    path.write_text(json.dumps([row | {"instruction": str(i), "preference": preference} for i in ids]))
+    path.write_text(
+        json.dumps([row | {"instruction": str(i), "preference": preference} for i in ids]), encoding="utf-8"
+    )
     return path
 
 

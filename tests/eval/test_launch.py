@@ -88,7 +88,7 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
 
 
 def read(path: Path) -> str:
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def test_slurm_without_arguments_says_how(slurm: Any) -> None:

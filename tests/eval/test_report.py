@@ -257,7 +257,7 @@ def scored(out: Path, name: str, **facts: Any) -> Path:
 
 
 def change(path: Path, /, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
 def sampled(directory: Path, text: str) -> None:

@@ -314,13 +314,13 @@ def spoil(path: Path, how: str) -> None:
     elif how == "binary":
         path.write_bytes(bytes(range(256)))
     elif how == "other json":
-        path.write_text("[]")
+        path.write_text("[]", encoding="utf-8")
     elif how == "changed":
         path.write_bytes(text.replace(b"1", b"2"))
     else:  # fewer rows
         value = json.loads(text)
         value["value"] = value["value"][:-1]
-        path.write_text(json.dumps(value))
+        path.write_text(json.dumps(value), encoding="utf-8")
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "binary", "other json", "changed", "fewer rows"])

@@ -84,7 +84,7 @@ def _loop(world: Path, run: Path, log: Path, count: int) -> None:
 
     def logged(self: Job, *arguments: Any) -> Any:
         records = original(self, *arguments)
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8") as file:
             file.write(f"{self.model.name}\n")
         return records
 

@@ -32,7 +32,7 @@ def sampled(root: Path, texts: int) -> int:
 
 
 def rows(path: Path) -> list[list[int]]:
-    return [json.loads(line)["ids"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["ids"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def measured(root: Path, *arguments: str) -> dict:

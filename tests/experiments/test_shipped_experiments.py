@@ -54,7 +54,7 @@ def experiment(path: Path) -> Experiment:
 
 def header_commands(path: Path) -> list[list[str]]:
     """What a file's first comment says to run."""
-    head = path.read_text().split("\n\n")[0].splitlines()
+    head = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     lines = [line[1:].strip() for line in head if line.startswith("#")]
     return [shlex.split(line) for line in lines if line.startswith("python -m experiments ")]
 

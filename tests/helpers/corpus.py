@@ -68,7 +68,7 @@ def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     """PackedRows as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

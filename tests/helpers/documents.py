@@ -60,7 +60,6 @@ LAUNCHERS = {  # whose options stand beside ours
     "deepspeed": ("deepspeed", "launcher/runner.py"),
     "torchrun": ("torch", "distributed/run.py"),
 }
-GENERATED = "architecture.md"  # whose file map is written by a program, indented
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _KEY = re.compile(
@@ -106,7 +105,7 @@ def documents() -> list[Path]:
 
 def tokens(path: Path) -> Iterator[tuple[Token, int]]:
     """The tokens of a Markdown file, those inside lines included, with their line."""
-    for token in _MARKDOWN.parse(path.read_text()):
+    for token in _MARKDOWN.parse(path.read_text(encoding="utf-8")):
         line = token.map[0] + 1 if token.map else 0
         yield token, line
         for child in token.children or ():
@@ -136,7 +135,7 @@ def _of_token(token: Token, path: Path) -> Iterator[str]:
         yield from _broken(str(token.attrs["href"]), path)
     elif token.type == "image":
         yield from _broken(str(token.attrs["src"]), path)
-    elif token.type == "code_block" and path.name != GENERATED:
+    elif token.type == "code_block":
         yield "an indented block; fence it and name its language"
     elif token.type == "code_inline":
         yield from _names(token.content)
@@ -157,7 +156,7 @@ def _broken(target: str, path: Path) -> Iterator[str]:
 
 def anchors(path: Path) -> set[str]:
     """Names by which a page's headings are linked, as GitHub makes them."""
-    parsed = _MARKDOWN.parse(path.read_text())
+    parsed = _MARKDOWN.parse(path.read_text(encoding="utf-8"))
     heads = (after for token, after in pairwise(parsed) if token.type == "heading_open")
     plain = ("".join(child.content for child in head.children or ()) for head in heads)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in plain}
@@ -285,7 +284,9 @@ def _declared(path: Path) -> frozenset[str]:
     """Strings that begin with two hyphens among the arguments of `add_argument` or `add`."""
     if not path.is_file():
         return frozenset()
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    calls = (
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    )
     adding = (
         c for c in calls if getattr(c.func, "attr", getattr(c.func, "id", "")) in ("add_argument", "add")
     )
@@ -296,7 +297,7 @@ def _declared(path: Path) -> frozenset[str]:
 def functions(path: Path) -> set[str]:
     """Names of the functions, classes and methods of a module; methods as `Class.method`."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):

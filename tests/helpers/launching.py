@@ -192,7 +192,7 @@ def run_forked(
     one failed are killed.
     """
     context = _imported()
-    with tempfile.NamedTemporaryFile("w+") as output:
+    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         processes = []
         for environment in environments:
             given = (command[1:], ENVIRONMENT | environment, output.name)

@@ -53,7 +53,7 @@ def main() -> None:
     lines = [outcome("llama"), outcome("opt"), outcome("bloom"), outcome("granite", 0.3)]
     lines.append(outcome("opt", attn=VARLEN))
     if torch.distributed.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:  # noqa: PTH123
+        with open(sys.argv[1], "w", encoding="utf-8") as file:  # noqa: PTH123
             file.write("\n".join(lines))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

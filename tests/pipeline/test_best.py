@@ -203,7 +203,7 @@ SHIPPED = sorted(path for path in RECIPES.glob("llama*.yaml") if "num_gpus" in p
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_llama_recipes_follow_the_advice(path: Path) -> None:
     """On the GPUs of their headers, of 80 GB, they surely fit and are the fastest of the uncompiled."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     gpus = int(re.search(r"--num_gpus (\d+)", text)[1])  # type: ignore[index]
     config = load_config(path, [])
     room = 79.2 * footprint.USABLE * GIB

@@ -157,7 +157,7 @@ def test_sources_tell_how_long_the_run_will_be(
     """defects D5: before the data are prepared, by the sizes of their files, and said to be an estimate."""
     from pipeline.planning.plan import estimated_rows, parse_cluster
 
-    tree = yaml.safe_load(recipe.read_text())
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     tree["data"]["dir"] = str(tmp_path / "none")
     tree["train"] |= {"steps": None, "epochs": 2}
     path = tmp_path / "recipe.yaml"

@@ -50,7 +50,7 @@ def test_a_build_under_way_is_not_touched(left: Path) -> None:
 
 
 def test_another_programs_build_is_not_touched(left: Path) -> None:
-    with left.open("w"), compiling():
+    with left.open("w", encoding="utf-8"), compiling():
         assert left.exists()
     with compiling():
         assert not left.exists()

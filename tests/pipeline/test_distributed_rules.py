@@ -54,7 +54,7 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
 def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
     """No checkpoint holds the frozen weights, so they are known again by a sum; also on other ranks."""
     base, run_dir = tmp_path / "base", tmp_path / "run"
-    keys = yaml.safe_load(recipe.read_text())["model"]["architecture"]
+    keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
     options = [str(recipe), f"run_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
     options += ["model.lora.r=2", "train.steps=3", "train.save_every=1", "objective.name=mle"]

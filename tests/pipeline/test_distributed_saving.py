@@ -181,7 +181,7 @@ def test_a_signal_while_the_imports_take_their_time(recipe: Path, tmp_path: Path
         [str(launching.BIN / "python"), "launch/continual.sh", str(recipe), f"run_dir={tmp_path / 'run'}"]
     )
     maps = Path(f"/proc/{process.pid}/maps")
-    launching.wait_for(lambda: "libtorch" in maps.read_text(), "import of torch")
+    launching.wait_for(lambda: "libtorch" in maps.read_text(encoding="utf-8"), "import of torch")
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == ExitCode.STOPPED, output

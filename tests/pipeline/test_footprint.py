@@ -241,7 +241,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_measured_memory(recipe: Path, tmp_path: Path) -> None:
     """Peak memory of a real run on one rank, above that of a tiny one, beside the prediction's difference."""
-    tree = yaml.safe_load(recipe.read_text())
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8}
     predicted, measured, micro = [], [], 4
     for name, change in (("small", {}), ("large", shape)):
