@@ -45,8 +45,8 @@ class UserError(Exception):
     """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set.
 
     The line may quote data and other programs: secrets, and what could act on a terminal, are left out, and
-    the middle of what is very long. `code` names the kind of mistake for programs and tests: it stays when the
-    wording changes.
+    the middle of what is very long. `code` names the kind of mistake for programs and tests: it stays when
+    the wording changes.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
