@@ -1,0 +1,336 @@
+"""Rows, losses, exports and predictions that stay when the code changes: python -m tests.campaigns.equality
+
+Recipes are prepared, two are trained and one model is evaluated by the project's commands; what comes out
+is digested by code that stands on pyarrow and safetensors alone, and compared with the JSON file beside this.
+
+--write   make that file anew, after a change that is meant to change rows; the commit's message says why.
+--only    some of the recipes, and neither training nor evaluation.
+
+Losses and weights are compared bit by bit where the file was made by the same PyTorch and processor;
+elsewhere they are reported as not comparable, and everything else is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.campaigns.campaign import Campaign
+from tests.conftest import REPO
+from tests.helpers.launching import BIN, ENVIRONMENT, launch_command
+
+EXPECTED = Path(__file__).with_suffix(".json")
+IGNORE = -100
+SUBJECTS = (
+    "The miller",
+    "Her aunt",
+    "A tall soldier",
+    "Nobody",
+    "Der Müller",
+    "Бабушка",
+    "The old 🐈",
+    "An ox",
+)
+VERBS = ("found", "sold", "painted", "lost", "carried", "forgot")
+OBJECTS = ("a bell", "the red boat", "seven letters", "bread & salt", "ein Haus", "its tail", "the 3rd key")
+
+
+def sentence(rng: random.Random) -> str:
+    """Return a sentence whose words vary enough that few sentences are equal."""
+    subject, verb, target = rng.choice(SUBJECTS), rng.choice(VERBS), rng.choice(OBJECTS)
+    return f"{subject} {verb} {target} on day {rng.randrange(400)}."
+
+
+def text(rng: random.Random, sentences: int) -> str:
+    """Return a document of so many sentences."""
+    return " ".join(sentence(rng) for _ in range(sentences))
+
+
+def write_sources(root: Path) -> None:
+    """Write the files that the recipes name: plain text, JSON lines, tables and instructions."""
+    rng = random.Random(17)
+    documents = [text(rng, rng.randrange(1, 14)) for _ in range(400)]
+    documents += documents[:40]  # exact duplicates
+    documents += [f"{document} At last." for document in documents[:40] if len(document) > 200]  # near ones
+    rng.shuffle(documents)
+    other = [text(rng, rng.randrange(1, 6)) for _ in range(200)]
+    instructions = [
+        {
+            "instruction": f"Tell me about {rng.choice(OBJECTS)} and day {i}.",
+            "input": "" if i % 3 else text(rng, 2),
+            "output": text(rng, rng.randrange(1, 9)),
+        }
+        for i in range(240)
+    ]
+    messages = [
+        {
+            "messages": [
+                *([{"role": "system", "content": "Answer briefly."}] if i % 4 == 0 else []),
+                {"role": "user", "content": f"Question {i}: {text(rng, 1)}"},
+                {"role": "assistant", "content": text(rng, rng.randrange(1, 5))},
+                {"role": "user", "content": "And then?"},
+                {"role": "assistant", "content": text(rng, 2)},
+            ]
+        }
+        for i in range(160)
+    ]
+    files = {
+        "documents.jsonl": lines({"text": document} for document in documents),
+        "other.jsonl": lines({"content": document} for document in other),
+        "lines.txt": "\n".join(other) + "\n",
+        "paragraphs.txt": "\n\n".join(documents[:120]) + "\n",
+        "wiki.txt": "".join(
+            f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80])
+        ),
+        "table.csv": "id,text\n" + "".join(f'{i},"{document}"\n' for i, document in enumerate(other)),
+        "alpaca.jsonl": lines(instructions),
+        "messages.jsonl": lines(messages),
+        "ids.jsonl": lines(
+            {"input_ids": [rng.randrange(3, 380) for _ in range(rng.randrange(1, 90))]} for _ in other
+        ),
+    }
+    for name, content in files.items():
+        (root / name).write_text(content, encoding="utf-8")
+
+
+def lines(rows: Any) -> str:
+    """Return rows as JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """Return the `data` sections by name; the first trains the tokenizer that the others use."""
+    instruct = {"kind": "instruct", "validation_fraction": 0.1, "block": 384}
+    documents = {"files": "documents.jsonl"}
+    return {
+        "text": {"sources": [documents], "train_tokenizer": 420, "validation_fraction": 0.05},
+        "lines": {"sources": [{"files": "lines.txt", "format": "lines"}], "shards": 3},
+        "paragraphs": {"sources": [{"files": "paragraphs.txt", "format": "paragraphs"}], "block": 48},
+        "wikitext": {"sources": [{"files": "wiki.txt", "format": "wikitext"}]},
+        "table": {"sources": [{"files": "table.csv", "column": "text"}], "dedup": "none"},
+        "ids": {"sources": [{"files": "ids.jsonl", "format": "tokens"}]},
+        "world": {"sources": [{"embedded": "world-abroad", "seed": 2, "limit": 300}]},
+        "near": {"sources": [documents], "dedup": "near", "near_threshold": 0.7},
+        "weights": {
+            "sources": [documents | {"weight": 0.4}, {"files": "other.jsonl", "weight": 2.5}],
+            "seed": 3,
+        },
+        "limits": {"sources": [documents | {"limit": 90}, {"files": "other.jsonl"}], "limit_tokens": 6000},
+        "domains": {
+            "sources": [
+                documents | {"domain": "home"},
+                {"files": "other.jsonl", "domain": "abroad", "weight": 1.5},
+            ],
+            "validation": {
+                "near": [{"files": "lines.txt", "format": "lines", "limit": 30}],
+                "far": [{"files": "wiki.txt"}],
+            },
+            "dedup": "none",
+        },
+        "alpaca": {"sources": [{"files": "alpaca.jsonl"}], **instruct},
+        "split": {"sources": [{"files": "alpaca.jsonl"}], **instruct, "overlong": "split", "limit_rows": 150},
+        "messages": {
+            "sources": [{"files": "messages.jsonl"}],
+            **instruct,
+            "template": "chat",
+            "overlong": "drop",
+        },
+    }
+
+
+def run(*command: str | Path) -> str:
+    """Return what a command printed. Raises RuntimeError with its end when it fails."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=REPO, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def write_recipe(path: Path, root: Path, name: str, data: dict[str, Any]) -> None:
+    """Write the recipe of a `data` section, with a tiny model to train."""
+    tokenizer = {} if "train_tokenizer" in data else {"tokenizer": str(root / "data" / "text" / "tokenizer")}
+    common = {"dir": str(root / "data" / name), "root": str(root), "block": 64, "shards": 2}
+    model = {
+        "model_type": "llama",
+        "vocab_size": 420,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    recipe = {
+        "run_dir": str(root / "runs" / name),
+        "data": common | tokenizer | data,
+        "model": {"architecture": model, "dtype": "float32"},
+        "objective": {"name": "emo"},
+        "train": {"steps": 12, "batch": 8, "micro_batch": 2, "lr": 2e-3, "log_every": 1, "eval_every": 6},
+    }
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+
+
+def rows_of(split: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a prepared split in order, with labels made from the loss spans."""
+    for shard in sorted(split.glob("shard-*.arrow")):
+        with pa.memory_map(str(shard)) as source, pa.ipc.open_stream(source) as reader:
+            for row in reader.read_all().to_pylist():
+                ids, spans = row["input_ids"], row.get("loss_spans")
+                supervised = (
+                    {i for start, end in zip(spans[::2], spans[1::2], strict=True) for i in range(start, end)}
+                    if spans is not None
+                    else range(len(ids))
+                )
+                labels = [token if i in supervised else IGNORE for i, token in enumerate(ids)]
+                start = 0
+                for length in row["segment_lengths"]:  # the first token of a document is no target
+                    labels[start] = IGNORE
+                    start += length
+                yield {
+                    "ids": ids,
+                    "labels": labels,
+                    "segments": row["segment_lengths"],
+                    "domain": row["domain"],
+                }
+
+
+def digest(items: Any) -> str:
+    """Return 16 hex digits of the sha256 of JSON values, one after the other."""
+    sha = hashlib.sha256()
+    for item in items:
+        sha.update(json.dumps(item, ensure_ascii=False, sort_keys=True).encode() + b"\n")
+    return sha.hexdigest()[:16]
+
+
+def prepared(root: Path, name: str) -> dict[str, str]:
+    """Return the digest of each split's rows, labels and order, with the number of rows."""
+    splits = sorted(path.parent for path in (root / "data" / name).glob("*/manifest.json"))
+    digests = {}
+    for split in splits:
+        rows = list(rows_of(split))
+        digests[f"{name}/{split.name}"] = f"{len(rows)} rows {digest(rows)}"
+    return digests
+
+
+def weights(directory: Path) -> str:
+    """Return the digest of an export's tensors by name, type and value."""
+    sha = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, tensor in sorted(load_file(file).items()):
+            sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> dict[str, str]:
+    """Train a recipe and return the digests of its losses, by bit, and of its export."""
+    run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
+    with (root / "runs" / name / "metrics.jsonl").open(encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    losses = [
+        [record["step"], record.get("set"), key, float(record[key]).hex()]
+        for record in records
+        for key in ("loss", "nll")
+        if isinstance(record.get(key), float)
+    ]
+    assert len(losses) >= 24, losses
+    return {f"{name}/losses": digest(losses), f"{name}/export": weights(root / "runs" / name / "export")}
+
+
+def predictions(root: Path, name: str) -> dict[str, str]:
+    """Evaluate an export on the embedded tasks and return the digest of each task's predictions in order."""
+    run(BIN / "python", "-m", "data_prep", "world", root / "tasks", "--train", "40", "--test", "12")
+    model = ["--model", root / "runs" / name / "export", "--name", "m"]
+    run(
+        BIN / "python",
+        "-m",
+        "eval",
+        "run",
+        *model,
+        "--tasks",
+        "all",
+        "--data",
+        root / "tasks",
+        "--out",
+        root / "results",
+    )
+    digests = {}
+    for identity in (root / "results").glob("store/*/identity.json"):
+        task = json.loads(identity.read_text(encoding="utf-8"))["value"]["task"]["name"]
+        chunks = sorted((identity.parent / "chunks").glob("*.json"))
+        records = [row for file in chunks for row in json.loads(file.read_text(encoding="utf-8"))["value"]]
+        digests[f"predictions/{task}"] = digest([r["row"], r["gold"], r["prediction"]] for r in records)
+    assert len(digests) == 8, sorted(digests)
+    return digests
+
+
+def host() -> str:
+    """Return what bit-equal numbers depend on: PyTorch, and the processor's vector instructions."""
+    return f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def results(only: list[str]) -> dict[str, str]:
+    """Return all digests by name."""
+    digests: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        write_sources(root)
+        for name, data in recipes().items():
+            write_recipe(root / f"{name}.yaml", root, name, data)
+            if not only or name in only or "train_tokenizer" in data:
+                run(BIN / "python", "-m", "data_prep", "prepare", root / f"{name}.yaml")
+                digests |= prepared(root, name)
+        if not only:
+            digests |= trained(root, "domains", "continual", 2)
+            digests |= trained(root, "alpaca", "instruct", 1, "objective.name=mle")
+            digests |= predictions(root, "domains")
+    return digests
+
+
+def main() -> int:
+    """Compare with the file; 1 when anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="make the file anew")
+    parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes()), help="some recipes")
+    args = parser.parse_args()
+    digests = results(args.only)
+    if args.write:
+        EXPECTED.write_text(
+            json.dumps({"host": host(), "digests": digests}, indent=1) + "\n", encoding="utf-8"
+        )
+        return 0
+    expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    campaign = Campaign("equality")
+    for name, value in expected["digests"].items():
+        if args.only and name.split("/")[0] not in args.only:
+            continue
+        by_host = name.endswith(("/losses", "/export")) and expected["host"] != host()
+        actual = digests.get(name, "missing")
+        verdict = (
+            "not comparable on this host"
+            if by_host
+            else "equal"
+            if actual == value
+            else f"{actual}, was {value}"
+        )
+        campaign(name.split("/")[0], name, verdict, by_host or actual == value)
+    return campaign.finish({"host": host(), "expected": expected["host"]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Mutants that the suite has to notice: python -m tests.campaigns.mutants
+
+Each mutant of `mutants.json` changes one line; it is killed when the tests of its file fail. Survivors are
+listed: some change nothing that matters, the others show where a test is missing. --jobs run side by side, in
+copies of the working tree under build/mutants/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.campaigns.campaign import Campaign
+from tests.conftest import REPO
+from tests.test_repository import tracked
+
+MUTANTS = Path(__file__).with_suffix(".json")
+COPIES = REPO / "build" / "mutants"
+SECONDS = 600  # for the tests of one mutant; what takes longer hangs, and is noticed
+
+
+def copy_tree(target: Path) -> Path:
+    """Copy the tracked files of the working tree; returns the copy."""
+    shutil.rmtree(target, ignore_errors=True)
+    for file in tracked():
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / file, target / file)
+    return target
+
+
+def tests_fail(tree: Path, tests: list[str]) -> bool:
+    """Run tests in a copy until the first failure; True when one fails or they do not end."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not launch",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.setdefault("SHARED_DATA", str(REPO.parent / "shared" / "data"))
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=tree, env=environment, capture_output=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool:
+    """Return whether the tests of a mutant's file fail with it. Raises LookupError when its line is gone."""
+    path = tree / mutant["file"]
+    original = path.read_text(encoding="utf-8")
+    if original.count(mutant["before"] + "\n") != 1:
+        raise LookupError(f"{mutant['file']}: not there once: {mutant['before'].strip()}")
+    path.write_text(original.replace(mutant["before"] + "\n", mutant["after"] + "\n"), encoding="utf-8")
+    try:
+        return tests_fail(tree, tests)
+    finally:
+        path.write_text(original, encoding="utf-8")
+
+
+def main() -> int:
+    """Run all mutants; 1 when fewer are killed than `mutants.json` says, or a line is gone."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--only", default="", metavar="PART", help="mutants of files whose path has this in it"
+    )
+    parser.add_argument("--write", action="store_true", help="note how many are killed as what is expected")
+    args = parser.parse_args()
+    plan = json.loads(MUTANTS.read_text(encoding="utf-8"))
+    mutants = [mutant for mutant in plan["mutants"] if args.only in mutant["file"]]
+    campaign = Campaign("mutants")
+    trees: queue.Queue[Path] = queue.Queue()
+    for job in range(args.jobs):
+        trees.put(copy_tree(COPIES / str(job)))
+
+    def attempt(mutant: dict[str, Any]) -> bool | str:
+        tree = trees.get()
+        try:
+            return killed(tree, mutant, plan["tests"][mutant["file"]])
+        except LookupError as error:
+            return str(error)
+        finally:
+            trees.put(tree)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        suites = sorted({tuple(plan["tests"][mutant["file"]]) for mutant in mutants})
+
+        def passes(tests: tuple[str, ...]) -> bool:
+            tree = trees.get()
+            try:
+                return not tests_fail(tree, list(tests))
+            finally:
+                trees.put(tree)
+
+        broken = [tests for tests, good in zip(suites, pool.map(passes, suites), strict=True) if not good]
+        if broken:
+            print(f"these tests fail without a mutant: {broken}", file=sys.stderr)
+            return 1
+        verdicts = list(pool.map(attempt, mutants))
+    gone = 0
+    for mutant, verdict in zip(mutants, verdicts, strict=True):
+        change = f"{mutant['before'].strip()}  ->  {mutant['after'].strip()}"
+        gone += isinstance(verdict, str)
+        if verdict is not True:
+            campaign(mutant["file"], change, verdict or "survives", verdict is False)
+    count = sum(verdict is True for verdict in verdicts)
+    if args.write and not args.only:
+        MUTANTS.write_text(json.dumps(plan | {"killed": count}, indent=1) + "\n", encoding="utf-8")
+        plan["killed"] = count
+    enough = bool(args.only) or count >= plan["killed"]
+    campaign(
+        "all", f"{len(mutants)} mutants", f"{count} killed, {plan['killed']} expected", enough and not gone
+    )
+    return campaign.finish({"only": args.only})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
