@@ -254,21 +254,10 @@ def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> 
 
 def predictions(root: Path, name: str) -> dict[str, str]:
     """Evaluate an export on the embedded tasks and return the digest of each task's predictions in order."""
-    run(BIN / "python", "-m", "data_prep", "world", root / "tasks", "--train", "40", "--test", "12")
+    run(BIN / "python", "-m", "data_prep", "world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
-    run(
-        BIN / "python",
-        "-m",
-        "eval",
-        "run",
-        *model,
-        "--tasks",
-        "all",
-        "--data",
-        root / "tasks",
-        "--out",
-        root / "results",
-    )
+    options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--out", root / "results"]
+    run(BIN / "python", "-m", "eval", "run", *model, *options)
     digests = {}
     for identity in (root / "results").glob("store/*/identity.json"):
         task = json.loads(identity.read_text(encoding="utf-8"))["value"]["task"]["name"]
