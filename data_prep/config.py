@@ -24,7 +24,6 @@ from data_prep.templates import VERSIONS
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
     "hub": lambda source: source.hub is not None,
-    "embedded": lambda source: source.embedded is not None,
     "instruct": lambda config: config.kind == "instruct",
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
@@ -56,9 +55,8 @@ class Source(Section):
     # that `save_to_disk` of the datasets library wrote. Or an address or glob that fsspec reads: s3://,
     # gs://, https:// ...
     files: str | None = Field(None, min_length=1)
-    # A corpus that data_prep generates itself: text of a small world, of one of its parts, or instructions.
+    # A corpus that comes with data_prep: text about a small world, about one of its halves, or instructions.
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    seed: int = mark("embedded", 0)  # which corpus
     # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
     # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists
     # of ids, used as they are: nothing is put before or after them).
