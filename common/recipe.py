@@ -129,9 +129,8 @@ def read_recipe(
         raise UserError(f"{what} {path} is not for this command; give it to {reader}")
     for key in tree:
         if key not in keys:
-            raise UserError(
-                f"{what} {path}: unknown key {key}; {nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})}"
-            )
+            hint = nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})
+            raise UserError(f"{what} {path}: unknown key {key}; {hint}")
     return tree
 
 
