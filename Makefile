@@ -67,6 +67,9 @@ test-fast: setup ## unit tests of what changed since the last commit, within 90 
 data: setup ## real files for tests and benches, from the hub
 	$(BIN)/python -m tests.helpers.public_data data
 
+reference: setup ## docs/reference.md and the JSON schema of recipes
+	$(BIN)/python -m tests.helpers.reference
+
 coverage: setup ## which lines the tests run
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
