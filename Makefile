@@ -1,16 +1,3 @@
-# make setup        .venv with exact versions        make test         lint, types, tests
-# make quickstart   the whole product on a laptop    make bench        side-by-side measurements
-# make quickstart-test  the quickstart's promises, undisturbed and killed over and over, in half an hour
-# make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
-# make docs-test    every command of README.md and docs/, run or checked
-# make image-test   the image built without Docker, and run without rights; needs root on Debian
-# make judge-test   20 kills of answering and judging
-# make gpu-test     what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
-# make fuzz         damaged files for every parser, ten minutes each; ARGS="--seconds 60 --only recipe" is shorter
-# make evidence     does it help, and why? An hour on 2 cores; real models and text from DATA=DIR
-# make evidence-full  the same without the limit of an hour
-# make lock         versions and hashes anew             make audit        what is known against them
-# make coverage     which lines the tests run            make data         real files for them, from the hub
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
@@ -24,9 +11,13 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test fuzz evidence evidence-full clean
+.DEFAULT_GOAL := help
+.PHONY: $(shell grep -oE '^[a-z][a-z -]*:' $(MAKEFILE_LIST) | tr -d :)
 
-setup: .venv/ready
+help: ## this list
+	@grep -hE '^[a-z][a-z -]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 28
+
+setup: .venv/ready ## .venv with the exact versions of requirements.lock
 
 # torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may. Every build of a
 # version has hashes of its own, and those from TORCH_ARGS are not in the lock, so this step checks none; the lock then
@@ -52,73 +43,75 @@ build/tools/ready:
 	build/tools/bin/pip install --quiet uv==0.13.9 pip-audit==2.10.1
 	touch $@
 
-# What is locked stays where it still fits; ARGS=--upgrade takes the newest.
-lock: build/tools/ready
+# What is locked stays where it still fits.
+lock: build/tools/ready ## versions and hashes anew; ARGS=--upgrade takes the newest
 	echo openicl | build/tools/bin/uv pip compile --quiet --output-file requirements.lock $(ARGS) pyproject.toml -
 
-audit: setup build/tools/ready
+audit: setup build/tools/ready ## what is known against the locked versions
 	$(BIN)/python -m tests.campaigns.audit build/tools/bin
 
-quickstart: setup
+quickstart: setup ## the whole product on a laptop, in minutes
 	$(BIN)/python launch/quickstart.py
 
-quickstart-test: setup
+quickstart-test: setup ## the quickstart's promises, undisturbed and killed over and over; half an hour
 	$(BIN)/python -m tests.campaigns.quickstart
 
-test: setup lint
+test: setup lint ## lint, types, tests
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs. It ends
 # within 90 seconds, and says how many tests had no time: all of them only where all rooms changed, or on a busy machine.
-test-fast: setup
+test-fast: setup ## unit tests of what changed since the last commit, within 90 seconds
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile --no-loadscope-reorder -m "not launch and not slow" --within 70
 
-# What tests and benches read and the hub has, for a checkout without real data beside it.
-data: setup
+data: setup ## real files for tests and benches, from the hub
 	$(BIN)/python -m tests.helpers.public_data data
 
-coverage: setup
+reference: setup ## docs/reference.md and the JSON schema of recipes
+	$(BIN)/python -m tests.helpers.reference
+
+coverage: setup ## which lines the tests run
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report --skip-covered
 
-lint: setup
+lint: setup ## style, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: setup ## mend what lint can mend by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
+bench: setup ## side-by-side measurements
 	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
 
-soak: setup
+soak: setup ## 20 kills, 20 damaged saves
 	$(BIN)/python -m tests.campaigns.soak
 
-judge-test: setup
+judge-test: setup ## 20 kills of answering and judging
 	$(BIN)/python -m tests.campaigns.judging
 
-cluster-test: setup
+cluster-test: setup ## two hosts and a Slurm on this machine
 	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
 
-image-test: setup
+image-test: setup ## the image built without Docker, and run without rights; needs root on Debian
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
-docs-test: setup
+docs-test: setup ## every command of README.md and docs/, run or checked
 	$(BIN)/python -m tests.campaigns.docs
 
-gpu-test: setup
+gpu-test: setup ## what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
 
-fuzz: setup
+fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe" is shorter
 	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
-evidence evidence-full: setup
+evidence evidence-full: setup ## does it help, and why? An hour on 2 cores; evidence-full has no limit
 	$(BIN)/python -m experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)
 
-clean:
-	rm -rf runs build *.egg-info
+clean: ## remove what was built; results under runs/ stay
+	rm -rf build dist *.egg-info

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from common.text import on_one_line, printable, without_secrets
 
@@ -32,6 +33,17 @@ OTHER_NAMES = {
     "max_length": "data.block",
     "block_size": "data.block",
     "seq_len": "data.block",
+    "sequence_len": "data.block",
+    "cutoff_len": "data.block",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "precision": "model.dtype",
+    "gradient_accumulation_steps": "train.micro_batch",
+    "per_device_eval_batch_size": "train.micro_batch",
+    "adam_beta1": "train.betas",
+    "adam_beta2": "train.betas",
+    "report_to": "train.wandb",
+    "loss_type": "objective.name",
     "val_fraction": "data.validation_fraction",
     "model_name_or_path": "model.path",
     "torch_dtype": "model.dtype",
@@ -75,17 +87,16 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     return printable(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
-def nearest(given: str, known: Iterable[str], of_recipe: bool = False) -> str:
-    """A hint at the known name that was probably meant, or all of them.
+def nearest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return a hint at the known name that was probably meant, or at all of them.
 
-    of_recipe: it is a key of a recipe, and may be what other trainers call one.
+    elsewhere: what other programs call something, and what it is called here. Case does not matter.
     """
-    names = [str(name) for name in known]
+    names = {str(key).lower(): str(key) for key in known}
     if not names:
         return "there are none"
-    others = OTHER_NAMES if of_recipe else {}
-    close = difflib.get_close_matches(given.lower()[:200], [*names, *others], n=1, cutoff=0.8)
-    if close and close[0] not in names:
-        return f"did you mean {others[close[0]]}?"
-    near = difflib.get_close_matches(given[:200], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+    meanings = {**elsewhere, **names}
+    for cutoff, candidates in ((0.8, meanings), (0.5, names)):
+        if close := difflib.get_close_matches(name.lower()[:200], candidates, n=1, cutoff=cutoff):
+            return f"did you mean {meanings[close[0]]}?"
+    return f"known: {', '.join(names.values())}"

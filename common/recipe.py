@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.errors import UserError, nearest, one_line
+from common.errors import OTHER_NAMES, UserError, nearest, one_line
 from common.provenance import REPOSITORY, shipped
 from common.text import without_secrets
 from common.untrusted import read_bytes
@@ -37,7 +37,7 @@ _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udff
 class Section(BaseModel):
     """A part of a recipe: immutable, and strict about its keys and numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +129,8 @@ def read_recipe(
         raise UserError(f"{what} {path} is not for this command; give it to {reader}")
     for key in tree:
         if key not in keys:
-            raise UserError(f"{what} {path}: unknown key {key}; {nearest(str(key), keys, keys is KEYS)}")
+            hint = nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})
+            raise UserError(f"{what} {path}: unknown key {key}; {hint}")
     return tree
 
 
@@ -310,8 +311,9 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         if first["type"] == "extra_forbidden":
             known = _known_keys(cls, first["loc"][:-1])
-            ours = path.split(".")[0] in KEYS
-            raise UserError(f"unknown key {path}; {nearest(str(first['loc'][-1]), known, ours)}") from None
+            elsewhere = OTHER_NAMES if path.split(".")[0] in KEYS else {}
+            hint = nearest(str(first["loc"][-1]), known, elsewhere)
+            raise UserError(f"unknown key {path}; {hint}") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
             message = "must be a section of key: value lines"

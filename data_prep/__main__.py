@@ -58,9 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     sniff.add_argument("--tokenizer", help="hub id, directory or .model file: examples as its tokens")
     world = commands.add_parser("world", help="write the eight tasks of the embedded world")
     world.add_argument("directory", type=Path)
-    world.add_argument("--train", type=_positive, default=400, help="rows of a train split (%(default)s)")
-    world.add_argument("--test", type=_positive, default=100, help="rows of a test split (%(default)s)")
-    world.add_argument("--seed", type=int, default=0)
+    world.add_argument("--train", type=_positive, help="rows of a train split at most")
+    world.add_argument("--test", type=_positive, help="rows of a test split at most")
     return parser
 
 
@@ -113,9 +112,9 @@ def _verify(args: argparse.Namespace) -> None:
 
 def _world(args: argparse.Namespace) -> None:
     first_word(args.directory)
-    from data_prep.world import corpora as world
+    from data_prep import world
 
-    world.write_tasks(args.directory, args.train, args.test, args.seed)
+    world.write_tasks(args.directory, args.train, args.test)
 
 
 COMMANDS = {

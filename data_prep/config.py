@@ -24,7 +24,6 @@ from data_prep.templates import VERSIONS
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
     "hub": lambda source: source.hub is not None,
-    "embedded": lambda source: source.embedded is not None,
     "instruct": lambda config: config.kind == "instruct",
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
@@ -48,39 +47,46 @@ COLUMNS = {  # parts of a row whose columns can be named
 class Source(Section):
     """Where rows come from. Exactly one of `hub`, `files` and `embedded`."""
 
-    hub: str | None = Field(None, min_length=1)  # hub id, "owner/name"
-    config: str | None = mark("hub", None)  # the hub data set's configuration
-    revision: str | None = mark("hub", None)  # commit of the hub data set
-    split: str = "train"  # split of the hub data set, slices allowed; or of a saved one
-    # Path or glob under data.root: txt, jsonl, json, csv, tsv (each also .zst, .gz), parquet, directories
-    # that `save_to_disk` of the datasets library wrote. Or an address or glob that fsspec reads: s3://,
-    # gs://, https:// ...
+    hub: str | None = Field(None, min_length=1)
+    """Id of a hub data set, "owner/name". Give exactly one of `hub`, `files` and `embedded`."""
+    config: str | None = mark("hub", None)
+    """Configuration of the hub data set."""
+    revision: str | None = mark("hub", None)
+    """Commit of the hub data set."""
+    split: str = "train"
+    """Split of the hub data set or of a saved one; slices such as `train[:1000]` are allowed."""
     files: str | None = Field(None, min_length=1)
-    # A corpus that data_prep generates itself: text of a small world, of one of its parts, or instructions.
+    """Path or glob under data.root: txt, jsonl, json, csv, tsv (each also as .zst or .gz), parquet, or
+    directories written by `save_to_disk` of the datasets library. Also an address or glob that fsspec
+    reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    seed: int = mark("embedded", 0)  # which corpus
-    # How rows are found. Text files: `document` (the file is one), `lines`, `paragraphs` (by blank lines),
-    # `wikitext` (level-1 headings start one). JSON and tables: `text`, `alpaca`, `messages`, `tokens` (lists
-    # of ids, used as they are: nothing is put before or after them).
-    # `auto`: wikitext or lines for text files, the form that a row's columns show for the others.
+    """A corpus that comes along: text about a small world, about one of its halves, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
-    # Column of the text (unset: text, content, sentence, document, story) or of the tokens (ids, input_ids);
-    # in instructions of the messages (messages, conversations) or of the prompt (instruction, prompt,
-    # question, query).
+    """How rows are found. In text files: `document` (the file is one document), `lines`, `paragraphs`
+    (separated by blank lines), `wikitext` (a level-1 heading starts a document). In JSON and tables:
+    `text`, `alpaca`, `messages`, or `tokens` (lists of ids, used as they are). `auto` takes wikitext or
+    lines for text files, and otherwise the form that the columns show."""
     column: str | None = Field(None, min_length=1)
-    # The columns by name, where they are called otherwise: {text: body}; of instructions instruction, input,
-    # output, system, history, or messages with the keys role and content of one; tools with a chat_template.
+    """Column of the text (default: text, content, sentence, document or story), of the tokens (ids,
+    input_ids), or in instructions of the messages (messages, conversations) or the prompt (instruction,
+    prompt, question, query)."""
     columns: dict[str, str] | None = mark(SET, None)
-    clean: Literal["none", "writingprompts", "ag_news"] = "none"  # undo a data set's own escapes
-    # 0.3: that share of the rows, by content hash; 2.5: each 2 or 3 times, spread over the shard.
+    """Columns that go by other names, as part: column. Text has the part text; instructions have instruction,
+    input, output, system and history, or messages with the keys role and content; tools with a
+    chat_template."""
+    clean: Literal["none", "writingprompts", "ag_news"] = "none"
+    """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    # Rows of this source that are read at most, its first ones. Duplicates and unusable rows count: none are
-    # read in their place. `limit_rows` counts the rows that are used.
+    """0.3 keeps that share of the rows, chosen by content hash; 2.5 repeats each row 2 or 3 times, spread
+    over the shard."""
     limit: int | None = Field(None, gt=0)
-    # What the text is of: rows hold one domain each, and each is counted, mixed and measured by itself.
+    """Read at most this many rows of the source, from its beginning. Duplicates and unusable rows count;
+    `limit_rows` counts the rows that are used."""
     domain: str | None = mark(SET, None)
+    """What the text is about. A packed row holds one domain, and each domain is counted, mixed and measured
+    by itself."""
 
     @field_validator("domain")
     @classmethod
@@ -104,35 +110,56 @@ class Source(Section):
 class DataConfig(Section):
     """What to tokenise, how, and where the shards are."""
 
-    # The prepared data: tokenizer/, train/, validation/ or one for each set; a directory of its own.
     dir: Path = mark("place")
-    root: Path = mark("place", Path())  # local files of the sources are relative to this
+    """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set); nothing else
+    may be in it."""
+    root: Path = mark("place", Path())
+    """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
-    tokenizer: str | None = None  # hub id, directory, or .model (relative to root if it exists there); or
-    train_tokenizer: int | None = Field(None, gt=0)  # pieces of a sentencepiece model trained on the sources
-    tokenizer_revision: str | None = None  # commit of the hub tokenizer
+    """What rows are: documents for continual pre-training, or instructions with responses."""
+    tokenizer: str | None = None
+    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Give this or
+    train_tokenizer."""
+    train_tokenizer: int | None = Field(None, gt=0)
+    """Number of pieces of a sentencepiece model to train on the sources."""
+    tokenizer_revision: str | None = None
+    """Commit of the hub tokenizer."""
     sources: list[Source] = Field(min_length=1)
-    # Sources of the validation set, or of several by name: {home: [...], abroad: [...]}; each is measured.
-    # What is trained on is in none of them. Empty: split off `validation_fraction` by content hash.
+    """Where the training rows come from."""
     validation: list[Source] | dict[str, list[Source]] = []
+    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. Each set is
+    measured, and no row of it is trained on."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    block: int = Field(256, gt=1, le=MOST_TOKENS)  # tokens per row
-    shards: int = Field(4, gt=0, le=99_999)  # files per split; the unit of parallel work
-    # How examples are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's chat_template.
+    """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
+    empty."""
+    block: int = Field(256, gt=1, le=MOST_TOKENS)
+    """Tokens per row."""
+    shards: int = Field(4, gt=0, le=99_999)
+    """Files per split; also the unit of parallel work."""
     template: Literal["alpaca", "chat", "chat_template"] = mark("instruct", "alpaca")
-    overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")  # examples above block
-    limit_rows: int | None = Field(None, gt=0)  # training rows (documents, examples, copies), all sources
-    limit_tokens: int | None = Field(None, gt=0)  # training tokens, all sources
-    # A broken line or missing column is an error, not a counted rejection.
+    """How instructions are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's own chat
+    template."""
+    overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
+    """What happens to examples longer than a block."""
+    limit_rows: int | None = Field(None, gt=0)
+    """Training rows (documents or examples, copies included) over all sources at most."""
+    limit_tokens: int | None = Field(None, gt=0)
+    """Training tokens over all sources at most."""
     strict: bool = mark("report", True)
-    max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
-    # exact: equal rows; near: MinHash over 5-word shingles as well; none: what is trained on may be held out.
+    """A broken line or a missing column ends preparation; false counts it as a rejected row."""
+    max_chars: int = Field(10_000_000, gt=0)
+    """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    near_threshold: float = mark("near", 0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
-    # Directory under root: the rows of its <task>/test.jsonl are looked for in the text.
+    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold;
+    `none` keeps all, and what is trained on may then be held out too."""
+    near_threshold: float = mark("near", 0.8, gt=0, lt=1)
+    """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)
-    contamination_ngram: int = mark("contamination", 8, ge=3)  # words in a row that count as an overlap
-    seed: int = 0  # of weighted subsampling and of the split
+    """Directory under root whose `<task>/test.jsonl` rows are looked for in the training text."""
+    contamination_ngram: int = mark("contamination", 8, ge=3)
+    """Number of consecutive words that count as an overlap."""
+    seed: int = 0
+    """Seed of weighted subsampling and of the validation split."""
 
     @field_validator("validation", mode="before")
     @classmethod

@@ -24,10 +24,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 class LoraConfig(Section):
     """Low-rank adapters on the linear layers of the body; the head stays frozen."""
 
-    r: int = Field(32, gt=0)  # rank
-    alpha: float = Field(16, gt=0)  # scale = alpha / r
+    r: int = Field(32, gt=0)
+    """Rank of the adapters."""
+    alpha: float = Field(16, gt=0)
+    """The adapters' output is scaled by alpha / r."""
     dropout: float = Field(0.05, ge=0, lt=1)
-    targets: str | list[str] = "all-linear"  # module names, or every linear layer except the head
+    """Dropout on the adapters' input."""
+    targets: str | list[str] = "all-linear"
+    """Names of the modules to adapt, or all-linear: every linear layer except the head."""
 
 
 class ModelConfig(Section):
@@ -37,15 +41,24 @@ class ModelConfig(Section):
     have this architecture, which also lets a dry run plan without network.
     """
 
-    path: str | None = None  # hub id or directory of a pre-trained causal LM
-    revision: str | None = None  # commit of the hub model
-    architecture: dict[str, Any] | None = None  # Hugging Face configuration keys, with model_type
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations; optimizer: float32
-    # varlen: torch's own, without a mask; the first of these that host and family have is `auto`
+    path: str | None = None
+    """Hub id or directory of a pre-trained causal LM."""
+    revision: str | None = None
+    """Commit of the hub model."""
+    architecture: dict[str, Any] | None = None
+    """Keys of a Hugging Face configuration, with model_type: a new model, or what the pre-trained one must
+    be."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; the optimizer keeps float32."""
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
+    """`varlen` is PyTorch's own variable-length attention, without a mask; `auto` takes the first of these
+    that host and model family support."""
     activation_checkpointing: bool = mark(FREE, False)
-    compile: bool = False  # torch.compile, for GPUs under ZeRO-1 or 2; the first step then takes a minute
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Use torch.compile, on GPUs under ZeRO-1 or 2; the first step then takes a minute."""
     lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights."""
 
     @model_validator(mode="after")
     def _some_origin(self) -> ModelConfig:
@@ -64,11 +77,15 @@ if TYPE_CHECKING:
         to: float
         steps: int
 else:
-    # A weight that moves in a straight line over the first steps, and stays where it arrives.
     RampConfig = create_model(
         "RampConfig",
         __base__=Section,
-        **{"from": (float, ...), "to": (float, ...), "steps": (int, Field(gt=0))},
+        __doc__="A number that moves in a straight line over the first steps and then stays.",
+        **{
+            "from": (float, Field(description="Value at the first step.")),
+            "to": (float, Field(description="Value from step `steps` on.")),
+            "steps": (int, Field(gt=0, description="Steps that the way takes.")),
+        },
     )
 
 
@@ -98,9 +115,13 @@ class PartConfig(Section):
     """One objective of a weighted sum."""
 
     name: str
+    """Name of the objective."""
     params: dict[str, float] = {}
+    """Its own parameters."""
     weight: float | RampConfig = 1.0
-    cost: str | None = None  # for clarity only: all parts share the costs of the sum
+    """Its weight in the sum; a ramp {from, to, steps} moves it in a straight line over the first steps."""
+    cost: str | None = None
+    """The cost embedding, for clarity only: all parts share the one of the sum."""
 
     @field_validator("weight", mode="before")
     @classmethod
@@ -120,23 +141,29 @@ class ObjectiveConfig(Section):
     """
 
     name: str = "emo"
-    params: dict[str, float] = {}  # the objective's own parameters, e.g. {ratio_cap: 3}
-    # Instead of name and params: a weighted sum, computed in one pass.
+    """Name of the objective; FILE.py:FUNCTION, MODULE:FUNCTION and what an installed package registers also
+    work."""
+    params: dict[str, float] = {}
+    """Its own parameters, for example {ratio_cap: 3}."""
     sum: list[PartConfig] | None = Field(None, min_length=1)
-    # For objectives that compare with another model, such as psft and excess: the scores of that name, which
-    # `python -m pipeline score` has written beside the data.
+    """A weighted sum of objectives, computed in one pass, instead of name and params."""
     scores: str | None = None
-    # The cost embedding: `pretrained` (the head of model.path as it was before training), `live` (the
-    # head as it trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other
-    # token costs 1, so that only an objective's reweighting is left) and `permuted` (the pretrained costs
-    # between other tokens, by cost_seed). `numbers`: between tokens that are numbers the distance of their
-    # values, else 0. Unused by objectives without costs.
+    """Scores that `python -m pipeline score` wrote beside the data, for objectives that compare with another
+    model (psft, excess)."""
     cost: str = "pretrained"
+    """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
+    trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs
+    1) and `permuted` (the pretrained costs, with tokens exchanged by cost_seed). `numbers` uses the
+    distance of values between tokens that are numbers. Ignored by objectives without costs."""
     cost_seed: int = 0
-    # Memory for cost rows of frequent targets: faster, with gradients off by less than 2e-3. 0: exact.
+    """Seed of `permuted`."""
     cost_cache_mb: float = Field(0.0, ge=0)
+    """Memory for cost rows of frequent targets: faster, with gradients off by less than 2e-3. 0 computes
+    every row exactly."""
     z_loss: float = Field(0.0, ge=0)
+    """Weight of (log sum exp of the logits)^2, which keeps logits from drifting."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target's probability that is spread over the vocabulary."""
 
     @property
     def label(self) -> str:
@@ -164,13 +191,15 @@ class MixtureConfig(Section):
     Every domain keeps an order of its own: each of its rows is seen once before any is seen twice.
     """
 
-    # Of each domain of the data: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000}, which begins where
-    # the mixture begins to hold. They need not add up to 1.
     shares: dict[str, float | RampConfig] = {}
-    temperature: float | None = Field(None, gt=0)  # instead of shares: amount ** (1 / temperature)
-    by: Literal["tokens", "rows"] = "tokens"  # what shares and amounts are of: supervised tokens, or rows
-    # A domain that was seen so often gives its share to the others, in proportion to theirs.
+    """Share of each domain: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins where the
+    mixture begins to hold. Shares need not add up to 1."""
+    temperature: float | None = Field(None, gt=0)
+    """Instead of shares: each domain in proportion to amount ** (1 / temperature)."""
+    by: Literal["tokens", "rows"] = "tokens"
+    """What shares and amounts count: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
+    """Passes over a domain at most; afterwards the other domains share its part in proportion."""
 
     @field_validator("shares", mode="before")
     @classmethod
@@ -204,56 +233,80 @@ class MixtureConfig(Section):
 class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
-    epochs: float | None = Field(None, gt=0)  # passes over the data; or
-    steps: int | None = Field(None, gt=0)  # optimizer steps
-    batch: int = Field(16, gt=0)  # rows per optimizer step, over all ranks
-    micro_batch: int = mark(FREE, 4, gt=0)  # rows per forward pass and rank
-    # Muon takes the matrices of the body, at a rate of its own with the same schedule. AdamW keeps the rest:
-    # embeddings, head, biases and the gains of norms. The gradient norm that is logged is then the update's.
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the data; give this or steps."""
+    steps: int | None = Field(None, gt=0)
+    """Optimizer steps; give this or epochs."""
+    batch: int = Field(16, gt=0)
+    """Rows per optimizer step over all ranks."""
+    micro_batch: int = mark(FREE, 4, gt=0)
+    """Rows per forward pass and rank."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(2e-5, gt=0)  # of AdamW
-    muon_lr: float | None = Field(None, gt=0)  # usually about 0.02
+    """`muon` takes the matrices of the body and leaves embeddings, head, biases and norms to AdamW; the
+    logged gradient norm is then that of the update."""
+    lr: float = Field(2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    muon_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of Muon, usually about 0.02; same schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)  # share of the steps
+    """Decay of the learning rate after the warm-up."""
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps over which the learning rate rises."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's averages of gradient and squared gradient."""
     eps: float = Field(1e-8, gt=0)
-    clip: float = Field(1.0, ge=0)  # gradient norm; 0 = no clipping
-    # Shares of the data's domains; absent: all rows in one permutation per epoch. A run keeps its mixture;
-    # another one may hold from a checkpoint on, whose step `mixture_from` then names.
+    """AdamW's epsilon."""
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 does not clip."""
     mixture: MixtureConfig | None = None
+    """Shares of the data's domains. Without one, each epoch is one permutation of all rows. A run keeps its
+    mixture; a new one may hold from a checkpoint on, see mixture_from."""
     mixture_from: int | None = mark(FREE, None, ge=0)
-    seed: int = Field(42, ge=0)  # data order, dropout, and the weights of a new model
-    log_every: int = mark(FREE, 10, gt=0)  # steps
-    eval_every: int = mark(FREE, 0, ge=0)  # steps between validations; 0 = none between first and last
-    eval_rows: int = mark(FREE, 512, gt=0)  # at most so many rows of each validation set
-    save_every: int = mark(FREE, 0, ge=0)  # steps between checkpoints; 0 = only at the end or when stopped
-    keep_last: int = mark(FREE, 2, gt=0)  # newest complete checkpoints that are kept; besides them
-    keep_every: int = mark(FREE, 0, ge=0)  # those of every so many steps; 0 = none
-    # Checkpoints are written while training continues, from a copy in host memory: 14 bytes a parameter over
-    # all ranks, and with export_checkpoints the whole model in its own dtype on rank 0, until that is written
-    # and again while it is reloaded. false: training waits.
+    """Step of the checkpoint from which a changed mixture holds."""
+    seed: int = Field(42, ge=0)
+    """Seed of the data order, dropout, adapters and the weights of a new model."""
+    log_every: int = mark(FREE, 10, gt=0)
+    """Steps between records in metrics.jsonl."""
+    eval_every: int = mark(FREE, 0, ge=0)
+    """Steps between validations; 0 measures only before the first and after the last step."""
+    eval_rows: int = mark(FREE, 512, gt=0)
+    """Rows of each validation set at most."""
+    save_every: int = mark(FREE, 0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end or when stopped."""
+    keep_last: int = mark(FREE, 2, gt=0)
+    """Number of newest complete checkpoints to keep."""
+    keep_every: int = mark(FREE, 0, ge=0)
+    """Also keep the checkpoints of every so many steps; 0 keeps none."""
     async_save: bool = mark(FREE, True)
-    copy_to: str | None = mark(
-        FREE, None
-    )  # every checkpoint also goes there: s3://..., gs://..., a directory (fsspec)
-    export_checkpoints: bool = mark(
-        FREE, False
-    )  # each checkpoint also holds an export, for scheduled evaluation
-    sample_prompts: list[str] = mark(
-        FREE, []
-    )  # texts that the model continues at every save, before the first step too
-    sample_tokens: int = mark(FREE, 64, gt=0)  # by so many tokens
+    """Write checkpoints while training continues, from a copy in host memory: 14 bytes a parameter over all
+    ranks, and with export_checkpoints the whole model in its own dtype on rank 0 until it is written and
+    reloaded. false makes training wait."""
+    copy_to: str | None = mark(FREE, None)
+    """Copy every checkpoint there too: s3://, gs:// or a directory (fsspec)."""
+    export_checkpoints: bool = mark(FREE, False)
+    """Put an export for Hugging Face into each checkpoint, for scheduled evaluation."""
+    sample_prompts: list[str] = mark(FREE, [])
+    """Texts that the model continues before the first step and at every save."""
+    sample_tokens: int = mark(FREE, 64, gt=0)
+    """Tokens of each continuation."""
     tensorboard: bool = mark(FREE, False)
-    wandb: str | None = mark(FREE, None)  # project of Weights & Biases that gets the metrics
-    profile: tuple[int, int] | None = mark(FREE, None)  # first and last step that torch.profiler records
-    timeout_minutes: float = mark(
-        FREE, 10, gt=0, le=1e5
-    )  # a step in which a rank waits longer for another has failed
-    max_minutes: float | None = mark(FREE, None, gt=0)  # then save and stop, as at any stop request
-    max_skipped: int = mark(FREE, 5, gt=0)  # steps in a row without finite gradient before the run ends
-    spike_factor: float = mark(FREE, 0.0, ge=0)  # a loss this many times the usual one is a spike; 0 = off
-    spike_stops: bool = mark(FREE, False)  # a spike ends the run instead of being noted
+    """Write TensorBoard events."""
+    wandb: str | None = mark(FREE, None)
+    """Project of Weights & Biases that gets the metrics."""
+    profile: tuple[int, int] | None = mark(FREE, None)
+    """First and last step that torch.profiler records."""
+    timeout_minutes: float = mark(FREE, 10, gt=0, le=1e5)
+    """A step fails when a rank waits longer than this for another."""
+    max_minutes: float | None = mark(FREE, None, gt=0)
+    """Save and stop after this time, as at any request to stop."""
+    max_skipped: int = mark(FREE, 5, gt=0)
+    """The run ends after this many steps in a row without a finite gradient."""
+    spike_factor: float = mark(FREE, 0.0, ge=0)
+    """A loss this many times the usual one is a spike; 0 turns detection off."""
+    spike_stops: bool = mark(FREE, False)
+    """A spike ends the run; false only records it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -278,11 +331,17 @@ class RunConfig(Section):
     """A whole run: `data` for data_prep, the rest for the trainer."""
 
     run_dir: Path = mark(FREE)
-    data: DataConfig = mark(FREE)  # its content is compared by fingerprint
+    """Directory of the run: configuration, metrics, checkpoints, export."""
+    data: DataConfig = mark(FREE)
+    """What to tokenise; compared by the fingerprint of the prepared data."""
     model: ModelConfig
+    """Which model, and in which form it trains."""
     objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised."""
     train: TrainConfig
-    deepspeed: Path = Path("ds_configs/zero3.json")  # relative to the repository or the working directory
+    """Optimisation, validation, checkpoints and logging."""
+    deepspeed: Path = Path("ds_configs/zero3.json")
+    """DeepSpeed configuration, relative to the repository or the working directory."""
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,6 @@ from tests.helpers.changed import NEEDED, needed
             "pipeline/loss/fused.py",
             ["tests/loss", "tests/pipeline/test_hf.py", "tests/pipeline/test_model.py"],
         ),
-        ("data_prep/world/quiz.py", ["tests/data_prep"]),
         ("tests/eval/test_stats.py", ["tests/eval/test_stats.py"]),
         ("tests/test_audit.py", ["tests/test_audit.py"]),
         ("tests/bench/data.py", []),

@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
+from data_prep import world
 from data_prep.config import DataConfig, Source
 from data_prep.inputs import (
     PIECE_ROWS,
@@ -31,7 +31,6 @@ from data_prep.sources.tables import DELIMITERS, TextTable
 
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-WORLD_ROWS = 20_000  # rows of an embedded corpus without a limit
 
 
 def open_inputs(config: DataConfig) -> list[Input]:
@@ -65,7 +64,8 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
                 raise UserError(f"{path} is empty")
             yield _file(source, name, spec, path, path.stat().st_size)
     elif source.embedded is not None:
-        yield _world(source, source.embedded, spec)
+        path = world.corpus(source.embedded)
+        yield _file(source, source.embedded, spec, path, path.stat().st_size)
     elif is_saved(Path(str(source.hub))):
         yield _saved(source, str(source.hub), spec, Path(str(source.hub)))
     else:
@@ -306,15 +306,3 @@ def _load_hub(source: Source) -> Any:
             f"hub data set {source.hub} cannot be loaded ({reason}); check the id, config and split, or "
             "connect to the network once, or give files instead"
         ) from None
-
-
-def _world(source: Source, name: str, spec: RowSpec) -> Input:
-    """A corpus of data_prep/world/corpora.py."""
-    count = source.limit or WORLD_ROWS
-
-    def rows(start: int) -> Iterator[Any]:
-        from data_prep.world import corpora as world
-
-        return islice(world.CORPORA[name](source.seed, count), start, None)
-
-    return TableInput(source, name, spec, rows, lambda: {"seed": source.seed, "rows": count})

@@ -21,6 +21,11 @@ from pipeline.loss.checking import check_objective
 from pipeline.loss.objectives import BUILT_IN, Coefficients, ObjectiveFunction, Scalars, Traits
 
 ENTRY_POINTS = "emo_pipeline.objectives"  # the group in which a package registers objectives of its own
+ELSEWHERE = {  # what other programs call an objective
+    **dict.fromkeys(("cross_entropy", "crossentropy", "cross-entropy", "ce", "nll", "clm", "xent"), "mle"),
+    **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
+    **dict.fromkeys(("entropy", "entropy_minimization"), "neg_entropy"),
+}
 _ANY = Scalars(*torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [-1.0]]))  # some token
 
 
@@ -159,7 +164,7 @@ def _registered(name: str) -> ObjectiveFunction:
     """An objective of an installed package."""
     found = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        raise UserError(f"unknown objective {name!r}; {nearest(name, [*BUILT_IN, *found])}")
+        raise UserError(f"unknown objective {name!r}; {nearest(name, [*BUILT_IN, *found], ELSEWHERE)}")
     try:
         return found[name].load()
     except Exception as error:  # whatever somebody's package does when it is imported

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.world import corpus, read_rows
 from pipeline.ranks import end_world, main_first
 from tests.bench import common
 
@@ -41,7 +42,7 @@ CONTESTANTS = (
 )
 DATA = [
     f"data.dir={common.RESULTS}/training-data",
-    "data.sources=[{embedded: world, seed: 1, limit: 3000}]",
+    "data.sources=[{embedded: world}]",
 ]
 NAMES = ("a", "b", "c", "d")
 MIXTURE = json.dumps({"shares": dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))})
@@ -51,10 +52,14 @@ def data_of(who: str) -> list[str]:
     """Overrides that say which data a contestant reads."""
     if "domain" not in who:
         return DATA
-    sources: list[dict[str, Any]] = [
-        {"embedded": "world", "seed": seed, "limit": 750} | ({"domain": name} if "four" in who else {})
-        for seed, name in enumerate(NAMES)
-    ]
+    rows = list(read_rows(corpus("world")))
+    sources: list[dict[str, Any]] = []
+    for index, name in enumerate(NAMES):  # a quarter of the world each
+        path = common.RESULTS / f"{name}.jsonl"
+        path.write_text(
+            "".join(json.dumps(row) + "\n" for row in rows[index :: len(NAMES)]), encoding="utf-8"
+        )
+        sources.append({"files": str(path)} | ({"domain": name} if "four" in who else {}))
     name = who.split(", ")[1].replace(" ", "-")
     return [f"data.dir={common.RESULTS}/training-data-{name}", f"data.sources={json.dumps(sources)}"]
 

@@ -103,7 +103,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
             "train_tokenizer": 600 if show.quick else 1600,
             "block": block,
             "shards": 1,
-            "sources": [{"embedded": "world", "seed": 1, "limit": 400 if show.quick else 3000}],
+            "sources": [{"embedded": "world", "limit": 400 if show.quick else 3000}],
             "validation_fraction": 0.02,
         },
         "model": {"path": str(model_directory(out, size)), "dtype": "bfloat16"},

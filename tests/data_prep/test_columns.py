@@ -63,7 +63,7 @@ def test_settings_do_not_speak_of_columns_that_are_not_set(tmp_path: Path) -> No
     """Data prepared before there was such a key stay what they are, to the byte of their manifest."""
     found = settings(data_config(tmp_path, sources=[{"files": "a.jsonl"}]))
     assert list(found["sources"][0]) == [
-        *("hub", "config", "revision", "split", "files", "embedded", "seed"),
+        *("hub", "config", "revision", "split", "files", "embedded"),
         *("format", "column", "clean", "weight", "limit"),
     ]
 

@@ -17,7 +17,6 @@ NEEDED = {
     "pipeline/loss/": ["loss", "pipeline/test_model.py", "pipeline/test_hf.py"],
     "pipeline/run_dir.py": ["pipeline", "eval/test_watch.py"],
     "pipeline/": ["pipeline"],
-    "data_prep/world/": ["data_prep"],
     "data_prep/": ["data_prep", "pipeline/test_batches.py", "pipeline/test_checks.py"],
     "eval/": ["eval"],
     "experiments/": ["experiments"],

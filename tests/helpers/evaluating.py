@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer, train_sentencepiece
-from data_prep.world.corpora import documents, task_rows
+from data_prep.world import corpus, read_rows, task_rows
 from eval.cli import main
 
 
@@ -59,7 +60,7 @@ def tiny_tokenizer(directory: Path) -> Any:
     path = directory / "tokenizer.model"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        train_sentencepiece((row["text"] for row in documents(0, 300)), 384, path)
+        train_sentencepiece((row["text"] for row in islice(read_rows(corpus("world")), 300)), 384, path)
     return load_tokenizer(directory)
 
 
@@ -69,7 +70,7 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
         splits = {"dev": 50, "test": test} if task == "mmlu" else {"train": train, "test": test}
         (directory / task).mkdir(parents=True, exist_ok=True)
         for split, n in splits.items():
-            rows = task_rows(task, split, n, 0)
+            rows = task_rows(task, split, n)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (directory / task / f"{split}.jsonl").write_text(text)
     return directory

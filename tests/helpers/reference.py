@@ -1,0 +1,102 @@
+"""The configuration reference, made from the recipe's models: python -m tests.helpers.reference
+
+Writes docs/reference.md, a table of every key, and docs/recipe.schema.json, from which editors complete.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.config import FREE, RunConfig
+from tests.conftest import REPO
+
+PAGE = REPO / "docs" / "reference.md"
+SCHEMA = REPO / "docs" / "recipe.schema.json"
+HEADER = """# Recipe reference
+
+Every key of a recipe. `make reference` writes this page and [the JSON schema](recipe.schema.json) from the
+models in `data_prep/config.py` and `pipeline/config.py`. An editor with YAML support completes and checks
+keys when a recipe begins with this line:
+
+```yaml
+# yaml-language-server: $schema=docs/recipe.schema.json
+```
+
+On the command line a key is set as `train.lr=2e-5`. A recipe that `extends: other.yaml` completes that one
+key by key. *Free* keys may change when a run resumes; a change of any other is refused.
+"""
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe, `extends` included."""
+    tree = RunConfig.model_json_schema()
+    tree["properties"]["extends"] = {
+        "type": "string",
+        "description": "A recipe beside this one to begin from.",
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
+
+
+def type_of(field: dict[str, Any]) -> str:
+    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`."""
+    if "enum" in field:
+        return " \\| ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        return " or ".join(type_of(part) for part in field["anyOf"] if part.get("type") != "null")
+    if "$ref" in field:
+        name = field["$ref"].rsplit("/", 1)[-1]
+        return f"[{name}](#{name.lower()})"
+    limits = ", ".join(
+        f"{sign} {int(field[key]):,}" if field[key] >= 1000 else f"{sign} {field[key]:g}"
+        for key, sign in LIMITS.items()
+        if key in field
+    )
+    kind = "path" if field.get("format") == "path" else field.get("type", "anything")
+    if kind == "array":
+        inner = field.get("items") or field.get("prefixItems", [{}])[0]
+        kind = f"list of {type_of(inner)}"
+    elif kind == "object" and isinstance(field.get("additionalProperties"), dict):
+        kind = f"name: {type_of(field['additionalProperties'])}"
+    return f"{kind} {limits}".strip()
+
+
+def default_of(name: str, field: dict[str, Any], section: dict[str, Any]) -> str:
+    """Return a field's default as YAML would have it, or that it must be given."""
+    if name in section.get("required", ()):
+        return "required"
+    value = field.get("default")
+    if isinstance(value, dict) and value:
+        return ""  # a section, whose own table has its defaults
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def table(title: str, section: dict[str, Any]) -> list[str]:
+    """Return a section's heading, description and table of keys."""
+    lines = [f"## {title}", "", section.get("description", "").split("\n\n")[0].replace("\n", " "), ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in section["properties"].items():
+        meaning = field["description"].replace("\n", " ").replace("|", "\\|")
+        default = default_of(name, field, section)
+        free = " *Free.*" if field.get("mark") == FREE else ""
+        lines.append(f"| `{name}` | {type_of(field)} | {default} | {meaning}{free} |")
+    return [*lines, ""]
+
+
+def page() -> str:
+    """Return the reference as Markdown."""
+    tree = schema()
+    sections = {"Recipe": tree, **tree["$defs"]}
+    lines = [line for title, section in sections.items() for line in table(title, section)]
+    return "\n".join([HEADER, *lines])
+
+
+def schema_text() -> str:
+    """Return the JSON schema as it is written."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
