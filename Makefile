@@ -89,6 +89,12 @@ format: setup ## mend what lint can mend by itself
 bench: setup ## side-by-side measurements
 	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
 
+equality: setup ## rows, losses, exports and predictions that stay when the code changes
+	$(BIN)/python -m tests.campaigns.equality $(ARGS)
+
+mutants: setup ## 120 changed lines that the suite has to notice
+	$(BIN)/python -m tests.campaigns.mutants $(ARGS)
+
 soak: setup ## 20 kills, 20 damaged saves
 	$(BIN)/python -m tests.campaigns.soak
 

@@ -123,7 +123,7 @@ def recipes() -> dict[str, dict[str, Any]]:
         "wikitext": {"sources": [{"files": "wiki.txt", "format": "wikitext"}]},
         "table": {"sources": [{"files": "table.csv", "column": "text"}], "dedup": "none"},
         "ids": {"sources": [{"files": "ids.jsonl", "format": "tokens"}]},
-        "world": {"sources": [{"embedded": "world-abroad", "seed": 2, "limit": 300}]},
+        "world": {"sources": [{"embedded": "world-abroad", "limit": 300}]},
         "near": {"sources": [documents], "dedup": "near", "near_threshold": 0.7},
         "weights": {
             "sources": [documents | {"weight": 0.4}, {"files": "other.jsonl", "weight": 2.5}],
