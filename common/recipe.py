@@ -1,9 +1,7 @@
 """Recipes: YAML files of strict sections, completed by `extends` and `key=value` overrides.
 
 A recipe is one file for a whole run: `data_prep` reads its `data` section, `pipeline` all of it. Every
-section is a frozen pydantic model that refuses unknown keys.
-
-Whatever the file holds, reading it ends in bounded time, in a tree or in a UserError.
+section is a frozen pydantic model that refuses unknown keys. What cannot be read is a UserError.
 """
 
 from __future__ import annotations
@@ -25,13 +23,30 @@ from common.untrusted import read_bytes
 
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # what a file is: where ours are
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
-FILE_BYTES = 128 << 10  # of a recipe at most
-NODES, DEPTH = 20_000, 32  # of a recipe at most, its aliases written out
+FILE_BYTES = 128 << 10  # of a recipe at most: what is larger is data
 WRITTEN = 64  # a program's own YAML, whose defaults are written out, may be so many times as large
-LARGEST = 2**53  # numbers beyond it are mistakes: floats can no longer count there
+LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count there
 _MARK = "mark"  # where a field keeps its mark
-# YAML can escape them; no path or file can hold some, and on a terminal the others act.
-_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff]")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose keys are given once, and in which 2e-5 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping. Raises MarkedYAMLError when a key is given twice in it."""
+        keys: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value} given twice", problem_mark=key.start_mark
+                )
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 class Section(BaseModel):
@@ -186,80 +201,21 @@ def _decoded(content: bytes) -> str:
 
 
 def read_written(path: Path) -> Any:
-    """The YAML value that a program wrote into a file; perhaps somebody else did, later.
-
-    Raises OSError when it cannot be read, ValueError for anything that `read_recipe` would not take either.
-    """
-    return _load_yaml(_decoded(read_bytes(path, WRITTEN * FILE_BYTES)), WRITTEN * NODES)
+    """Return the YAML value that a program wrote into a file. Raises OSError or ValueError."""
+    return _load_yaml(_decoded(read_bytes(path, WRITTEN * FILE_BYTES)))
 
 
-def _load_yaml(text: str, most: int = NODES) -> Any:
-    """A YAML value of at most so many nodes. Raises ValueError, whatever is wrong with the text."""
+def _load_yaml(text: str) -> Any:
+    """Return a YAML value. Raises ValueError, whatever is wrong with the text."""
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_nodes(node, most)
-        return loader.construct_document(node)
+        return yaml.load(text, Loader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"not YAML: {error.problem}{where}") from None
-    except yaml.YAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ValueError(f"not YAML: {error.problem}{line}") from None
+    except (yaml.YAMLError, AttributeError, TypeError) as error:  # some constructors fail on odd values
         raise ValueError(f"not YAML: {one_line(error)}") from None
-    except ValueError:
-        raise
-    except Exception as error:  # the constructors of odd tags raise what they come across
-        raise ValueError(f"not YAML: {one_line(error)}") from None
-
-
-def _check_nodes(root: yaml.Node, most: int) -> None:
-    """Refuse what is endless or huge with its aliases written out, keys given twice, and what is no text."""
-    sizes: dict[int, int] = {}
-    open_: set[int] = set()
-
-    def size(node: yaml.Node, depth: int) -> int:
-        if id(node) in open_:
-            raise ValueError(f"an alias contains itself, line {node.start_mark.line + 1}")
-        if depth > DEPTH:
-            raise ValueError("it is nested too deeply")
-        if id(node) not in sizes:
-            _check_text(node)
-            open_.add(id(node))
-            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
-            open_.discard(id(node))
-        if sizes[id(node)] > most:
-            raise ValueError(f"it holds more than {most:,} values")
-        return sizes[id(node)]
-
-    size(root, 0)
-
-
-def _check_text(node: yaml.Node) -> None:
-    """Raises ValueError for a scalar that no setting can be: bytes, or text that no path or file can hold."""
-    if not isinstance(node, yaml.ScalarNode):
-        return
-    found = _NO_TEXT.search(node.value)
-    if found or node.tag == "tag:yaml.org,2002:binary":
-        what = f"text with the character {found.group()!a}" if found else "binary"
-        raise ValueError(f"{what}, line {node.start_mark.line + 1}")
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Nodes below a node. Raises ValueError when a mapping has a key twice."""
-    if isinstance(node, yaml.SequenceNode):
-        yield from node.value
-    elif isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, value in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else None
-            if name is not None and name in seen:
-                raise ValueError(f"the key {shown(name)} is given twice, line {key.start_mark.line + 1}")
-            seen.add(name)
-            yield key
-            yield value
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -286,20 +242,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node[parent] = dict(child or {})
         node = node[parent]
     try:
-        node[leaf] = _scalar(value)
+        node[leaf] = _load_yaml(value)
     except ValueError as error:
         raise UserError(f"override {shown(override)}: the value is {one_line(error)}") from None
-
-
-def _scalar(text: str) -> Any:
-    """Parse an override's value as YAML, and as a float where YAML 1.1 would not (2e-5)."""
-    value = _load_yaml(text)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:

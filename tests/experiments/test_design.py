@@ -112,7 +112,7 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> No
         ({"names": {"export": "x"}}, "{export} already means something else"),
         ({"axes": FILE["axes"] | {"seed": {"train.seed": [1, 1]}}}, "train.seed is given '1' more than once"),
         ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, 0.001]}}}, "'0.001' more than once"),
-        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, "1e-3"]}}}, "0.001 and 1e-3 are the same"),
+        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, "1e-3"]}}}, "given '0.001' more than once"),
         (
             {"axes": FILE["axes"] | {"lr": {"a": {"train.lr": 1}, "b": {"train.lr": 1}}}},
             "a and b are the same",
