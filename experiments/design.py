@@ -111,11 +111,10 @@ class Compare(Section):
 
 
 class Question(Section):
-    """A question with a rule, written down before anything is run.
+    """A question with a rule: does `better` beat every one of `than` in `outcome`?
 
-    yes: `better` beats every one of `than` in `outcome`: each paired interval, widened for their number,
-    lies beyond `negligible` on the better side; no: every one of them lies wholly on the other side of it;
-    otherwise undecided.
+    yes: each paired interval, widened for their number, lies beyond `negligible` on the better side; no: at
+    least one of them lies wholly on the other side of it; otherwise undecided.
     """
 
     text: str

@@ -28,6 +28,7 @@ from common.provenance import shipped
 from common.untrusted import read_json
 from data_prep.config import load_data_config
 from eval import store
+from experiments.code import code_digest
 from experiments.crew import Crew
 from experiments.design import (
     CHANGE,
@@ -183,6 +184,7 @@ class Work:
         Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
         EndedError when another worker of this process has failed.
         """
+        code_digest.cache_clear()
         self.refuse_others()  # before what all runs share is made anew for some
         for stage in self.before():
             self._once("before", stage)
@@ -215,6 +217,7 @@ class Work:
     def _look_again(self, run: Run, stage: Stage) -> None:
         """Raises UserError where the recipe is not what it was when the stages were listed."""
         self._origins.pop(run.name, None)
+        code_digest.cache_clear()
         now = next(one for one in self._shared_and_own(run) if one.name == stage.name)
         refuse_others([(run.name, now)])
         if now.content != stage.content:

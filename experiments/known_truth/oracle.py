@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import optimize
 from torch import Tensor
 
 from common.errors import UserError
@@ -31,10 +30,10 @@ from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
 from experiments.known_truth.corpus import sample
+from experiments.known_truth.temperature import WIDEST, best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
-WIDEST = 3.0  # of the logarithm of a fitted temperature, up and down
 SAMPLES_SEED = 4  # not one of the corpus's
 
 
@@ -130,16 +129,15 @@ def fit_temperature(model: Any, rows: list[list[int]], vocabulary: int) -> float
     logits = logits_of(model, rows, vocabulary)
     targets = torch.tensor([token for row in rows for token in row[1:]])[:, None]
 
-    def nats(log_t: float) -> float:
-        scaled = distributions.log_probs(logits, math.exp(log_t))
-        return float(-scaled.gather(-1, targets).mean())
+    def nats(t: float) -> float:
+        return float(-distributions.log_probs(logits, t).gather(-1, targets).mean())
 
-    best = optimize.minimize_scalar(nats, bounds=(-WIDEST, WIDEST), method="bounded", options={"xatol": 1e-9})
-    if abs(best.x) > WIDEST - 1e-3:
+    best = best_temperature(nats)
+    if abs(math.log(best)) > WIDEST - 1e-3:
         raise UserError(
             f"no temperature between 1/{math.exp(WIDEST):.0f} and {math.exp(WIDEST):.0f} suits it best"
         )
-    return math.exp(best.x)
+    return best
 
 
 def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:

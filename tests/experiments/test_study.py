@@ -11,7 +11,7 @@ from experiments.known_truth.study import main
 from tests.conftest import REPO
 
 FILE = str(REPO / "experiments/known-truth.yaml")
-SMALL = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "runs=3", "steps=60", "rates=[3e-3]"]
+SMALL = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "truths=3", "steps=60", "rates=[3e-3]"]
 
 
 def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
