@@ -1,4 +1,4 @@
-"""What decides the result of a run: its resolved recipe, the content of files that this names, and the code."""
+"""What decides the result of a run: its resolved recipe, the files that this names, and the code."""
 
 from __future__ import annotations
 

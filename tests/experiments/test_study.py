@@ -25,6 +25,9 @@ def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert points["tailr"]["settled"] < 1
     (row,) = results["rows"]
     assert row["contestants"]["mle"]["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert set(row["verdicts"]) == set(results["verdicts"])
+    assert row["at_end"] == []  # a single rate is no choice
+    assert row["contestants"]["emo"]["temperature"]["mean"] > row["contestants"]["mle"]["temperature"]["mean"]
     assert set(results["verdicts"]) == {"geometry", "beyond-sharpening"}
     assert results["verdicts"]["geometry"]["n"] == 3
     (cell,) = (tmp_path / "cells").iterdir()
