@@ -78,7 +78,7 @@ def _baseline_of(experiment: Experiment, row: dict[str, Any], rows: list[dict[st
 
 
 def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
-    """Differences from the baseline; p-values corrected over all comparisons of a measure."""
+    """Add differences from the baseline; p-values corrected over all comparisons of a measure."""
     for name in dict.fromkeys(name for row in rows for name in row["measures"]):
         compared = []
         for row in rows:
@@ -172,7 +172,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def write(work: Work) -> Path:
-    """results.json and table.md in the experiment's directory; returns the latter."""
+    """Write results.json and table.md into the experiment's directory; return the path of the latter."""
     results = gather(work)
     write_text(work.experiment.out / RESULTS, json.dumps(finite(results), indent=1))
     write_text(work.experiment.out / TABLE, markdown(results))

@@ -50,7 +50,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
-    """Return unbiased samples with what they begin with; chunks that this code finished are kept below `out`."""
+    """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
     begin = prompt_ids(oracle, "")
     chunks = out / f"sampled-{code_digest('experiments.known_truth.corpus')}"

@@ -23,7 +23,7 @@ class Costs(Protocol):
     """Transport costs c_ij = c_ji >= 0 between V tokens, known by how they act on a vector."""
 
     def apply(self, weights: Tensor) -> Tensor:
-        """weights [..., V] -> sum_j weights_j c_ji, [..., V]."""
+        """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
 
 
 class CosineCosts:

@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,9 +175,7 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
             values = _weighted(truth, log_p, learned[i])
             matched = _at_entropy(truth, log_p, base[i], values["entropy_q"])
             values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
-            values["temperature"] = best_temperature(
-                lambda t, i=i, z=learned: float(bigram.nats_per_token(z[i] / t, dev[i]))
-            )
+            values["temperature"] = best_temperature(partial(_nats, learned[i], dev[i]))
             values["tempered_js"] = _weighted(truth, log_p, learned[i], values["temperature"])["js"]
             for name, value in values.items():
                 measured[label].setdefault(name, []).append(value)
@@ -184,6 +183,10 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     infinite = {name for name, value in each if not math.isfinite(value)}
     finite = {label: {n: v for n, v in m.items() if n not in infinite} for label, m in measured.items()}
     return {"values": finite, "rates": rates}
+
+
+def _nats(logits: Tensor, counts: Tensor, temperature: float) -> float:
+    return float(bigram.nats_per_token(logits / temperature, counts))
 
 
 def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0) -> dict[str, float]:
