@@ -80,6 +80,7 @@ coverage: setup ## which lines the tests run
 lint: setup ## style, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
 format: setup ## mend what lint can mend by itself

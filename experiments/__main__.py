@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def _plan(work: Work, jobs: int) -> None:
-    """The runs, how many are done, and how long the rest will take."""
+    """Print the runs, how many are done, and how long the others will take."""
     tasks, choose = work.tasks(), work.experiment.choose
     left = [task for task in tasks if not task.done]
     print(f"{work.experiment.out}: {len(work.runs)} combinations; to do now {len(left)} of {len(tasks)} runs")

@@ -58,7 +58,7 @@ def check(work: Work, here: bool) -> None:
 
 
 def _check_sets(experiment: Experiment, sets: Sequence[str]) -> None:
-    """A number must not decide that no validation set of a run reports."""
+    """Refuse a number that decides and that no validation set of a run reports."""
     for wanted in experiment.decisive:
         name = set_of(wanted)
         if name is not None and name not in sets:
@@ -122,7 +122,7 @@ def _check_data(work: Work, data: DataConfig) -> None:
 
 
 def _comes_later(experiment: Experiment, path: str) -> bool:
-    """Whether nothing is there yet, and the stages in `before` may make it: in `out`, or where they say."""
+    """Return whether a path does not exist yet and `before` may make it: in `out`, or where it says."""
     place = Path(path).expanduser()
     if place.exists() or not experiment.before:
         return False

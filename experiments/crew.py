@@ -65,7 +65,7 @@ class Crew:
             raise errors[0]
 
     def run(self, command: list[str], output: IO[bytes], environment: dict[str, str]) -> int:
-        """The exit code of a command. Raises EndedError when it was not begun, or was asked to end."""
+        """Return the exit code of a command. Raises EndedError when it was not begun, or was asked to end."""
         with self._lock:
             self.wait(0)
             process = subprocess.Popen(

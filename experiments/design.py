@@ -63,12 +63,12 @@ PLACES = ("run", "dir", "export", "out", "baseline", "baseline_run")  # what a m
 
 
 def reported(number: str, name: str) -> str:
-    """What VALIDATION or CHANGE of the validation set `name` is called."""
+    """Return the name of VALIDATION or CHANGE of the validation set `name`."""
     return number if name == UNNAMED else f"{number}:{name}"
 
 
 def set_of(name: str) -> str | None:
-    """The validation set that a number is of; None for what is measured by the experiment itself."""
+    """Return the validation set that a number is of; None for what the experiment itself measures."""
     number, colon, of = name.partition(":")
     return (of if colon else UNNAMED) if number in (VALIDATION, CHANGE) else None
 
@@ -89,7 +89,7 @@ class Measure(Section):
 
     @property
     def against_baseline(self) -> bool:
-        """Whether what became of the baseline is needed, too."""
+        """Return whether the result of the baseline is needed, too."""
         return "{baseline}" in self.command or "{baseline_run}" in self.command
 
 
@@ -111,11 +111,10 @@ class Compare(Section):
 
 
 class Question(Section):
-    """A question with a rule, written down before anything is run.
+    """A question with a rule: does `better` beat every one of `than` in `outcome`?
 
-    yes: `better` beats every one of `than` in `outcome`: each paired interval, widened for their number,
-    lies beyond `negligible` on the better side; no: every one of them lies wholly on the other side of it;
-    otherwise undecided.
+    yes: each paired interval, widened for their number, lies beyond `negligible` on the better side; no: at
+    least one of them lies wholly on the other side of it; otherwise undecided.
     """
 
     text: str
@@ -233,25 +232,25 @@ class Experiment(Section):
 
     @property
     def decisive(self) -> list[str]:
-        """The numbers that choose and answer."""
+        """Return the numbers that choose and answer."""
         choice = [self.choose.by] if self.choose else []
         return [*(question.outcome for question in self.questions.values()), *choice]
 
     def chooses(self, labels: Mapping[str, str]) -> bool:
-        """Whether runs with these labels have the axis that is chosen."""
+        """Return whether runs with these labels have the axis that is chosen."""
         where = self.choose.where if self.choose else {}
         return all(labels[axis] in map(str, wanted) for axis, wanted in where.items())
 
     @property
     def places(self) -> dict[str, Any]:
-        """What can be filled in everywhere. A name may use those before it."""
+        """Return what can be filled in everywhere. A name may use those before it."""
         places: dict[str, Any] = {"out": self.out}
         for name, text in self.names.items():
             places[name] = fill(str(text), places, f"names.{name}")
         return places
 
     def labels(self, axis: str) -> dict[str, Overrides]:
-        """The labels of an axis in order, with the overrides that each stands for."""
+        """Return the labels of an axis in order, with the overrides that each stands for."""
         given = self.axes[axis]
         if len(given) == 1:
             ((key, values),) = given.items()
@@ -279,16 +278,16 @@ class Run(NamedTuple):
         return "-".join(label for _, label in self.labels)
 
     def label(self, axis: str) -> str | None:
-        """Its label on an axis; None on one that is chosen only where it has other labels."""
+        """Return its label on an axis; None on one that is chosen only where it has other labels."""
         return dict(self.labels).get(axis)
 
     def without(self, *axes: str) -> tuple[tuple[str, str], ...]:
-        """Its labels on the other axes."""
+        """Return its labels on the other axes."""
         return tuple(pair for pair in self.labels if pair[0] not in axes)
 
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
-    """An experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
+    """Return an experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
     experiment = load_section(Experiment, path, overrides, "experiment", READERS)
     names = Counter(run.name for run in expand(experiment))
     repeated = next((name for name, times in names.items() if times > 1), None)
@@ -298,7 +297,7 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 
 
 def expand(experiment: Experiment) -> list[Run]:
-    """All combinations of labels, in the order of the axes."""
+    """Return all combinations of labels, in the order of the axes."""
     axes = {axis: experiment.labels(axis) for axis in experiment.axes}
     runs: dict[tuple[tuple[str, str], ...], Run] = {}
     for combination in itertools.product(*axes.values()):
@@ -312,7 +311,7 @@ def expand(experiment: Experiment) -> list[Run]:
 
 
 def _run(experiment: Experiment, labels: tuple[tuple[str, str], ...], own: list[Overrides]) -> Run:
-    """The run of some labels, given their overrides."""
+    """Return the run of some labels, given their overrides."""
     merged: Overrides = {}
     for overrides in (experiment.set, *own):
         merged |= overrides
@@ -327,7 +326,7 @@ def _run(experiment: Experiment, labels: tuple[tuple[str, str], ...], own: list[
 
 
 def fill(text: str, places: Mapping[str, Any], where: str) -> str:
-    """`text` with its `{name}`s filled in. Raises UserError for a name that is not in `places`."""
+    """Return `text` with its `{name}`s filled in. Raises UserError for a name that is not in `places`."""
     try:
         # Nothing but names: what formats and attributes do is not theirs to ask for.
         for _, name, spec, conversion in string.Formatter().parse(text):
@@ -340,7 +339,7 @@ def fill(text: str, places: Mapping[str, Any], where: str) -> str:
 
 
 def words(text: str, places: Mapping[str, Any], where: str) -> list[str]:
-    """The words of a command; what is filled in stays one word, whatever is in it."""
+    """Return the words of a command; what is filled in stays one word, whatever is in it."""
     try:
         split = shlex.split(text)
     except ValueError as error:
@@ -351,12 +350,12 @@ def words(text: str, places: Mapping[str, Any], where: str) -> list[str]:
 
 
 def interpreted(command: list[str]) -> list[str]:
-    """A command whose `python` is the one that runs this."""
+    """Return a command whose `python` is the one that runs this."""
     return [sys.executable, *command[1:]] if command[0] == "python" else command
 
 
 def _plain(value: Any) -> Any:
-    """A value for comparison: YAML takes 1e-3 for text, a recipe for a number."""
+    """Return a value for comparison: YAML takes 1e-3 for text, a recipe for a number."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -368,7 +367,7 @@ def _plain(value: Any) -> Any:
 
 
 def _filled(value: Any, places: Mapping[str, Any], key: str) -> Any:
-    """An override with every text in it filled in."""
+    """Return an override with every text in it filled in."""
     if isinstance(value, Mapping):
         return {name: _filled(inner, places, key) for name, inner in value.items()}
     if isinstance(value, list):
@@ -377,7 +376,7 @@ def _filled(value: Any, places: Mapping[str, Any], key: str) -> Any:
 
 
 def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
-    """The runs among which `choose` decides: all labels of its axis, the first label of `repeat`."""
+    """Return the runs among which `choose` decides: all labels of its axis, the first of `repeat`."""
     if experiment.choose is None:
         return []
     axis, first = experiment.choose.axis, next(iter(experiment.labels(experiment.repeat)))
@@ -385,7 +384,7 @@ def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
 
 
 def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
-    """The runs that are reported, given the scores of all trials by run name."""
+    """Return the runs that are reported, given the scores of all trials by run name."""
     if experiment.choose is None:
         return runs
     choose = experiment.choose

@@ -15,108 +15,61 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from common.errors import UserError, nearest
+from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import write_text
 from common.outcome import outcome
 from common.provenance import code_version
-from common.recipe import Section, load_section
+from common.recipe import load_section
 from experiments import READERS
 from experiments.design import RESULTS, fill, interpreted, words
+from experiments.parts import Answer, Evidence, Part
+from experiments.report import effect, html
 from pipeline.stop import die_with_parent
 
 REPORT = "report.html"
 COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
 
 
-class Otherwise(Section):
-    """What is done where the files that a part needs are not there."""
-
-    note: str  # for the report
-    before: list[str] = []  # commands, in order
-    file: Path  # instead of the part's
-
-
-class Part(Section):
-    """One study or sweep."""
-
-    title: str
-    about: str  # for the report: what it is, what is measured
-    kind: Literal["study", "sweep"]
-    file: Path
-    needs: list[str] = []  # paths; `{name}` stands for one of `names`
-    otherwise: Otherwise | None = None  # None: it is left out
-    names: dict[str, str] = {}  # of the part's file
-
-
-class Answer(Section):
-    """Where a question is answered, and where else the report looks for the same answer."""
-
-    text: str
-    by: str  # part
-    question: str  # of that part's file
-    also: list[str] = []  # parts that have the same question
-
-
-class Evidence(Section):
-    """The whole file."""
-
-    out: Path
-    names: dict[str, str] = {}
-    cut: list[str] = []  # what was made smaller or left out so that it fits its time
-    parts: dict[str, Part] = Field(min_length=1)
-    answers: dict[str, Answer] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _parts_exist(self) -> Evidence:
-        for answer in self.answers.values():
-            for part in (answer.by, *answer.also):
-                if part not in self.parts:
-                    raise ValueError(f"{part} is not one of the parts; {nearest(part, self.parts)}")
-        return self
-
-
 def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
-    """Do every part and return everything that was found."""
+    """Do every part and return their results."""
     left_out = _lacking(evidence)
     for answer in evidence.answers.values():
         if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out")
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     began = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
         if name not in left_out or part.otherwise is not None:
-            found[name] = _do(evidence, name, part, name in left_out, jobs)
+            parts[name] = _do(evidence, name, part, name in left_out, jobs)
     return {
         "code": code_version(),
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "verdicts": {name: _verdict(answer, found) for name, answer in evidence.answers.items()},
-        "rows": [row | {"part": name} for name, part in found.items() for row in part["rows"]],
-        "parts": found,
+        "verdicts": {name: _verdict(answer, parts) for name, answer in evidence.answers.items()},
+        "rows": [row | {"part": name} for name, results in parts.items() for row in results["rows"]],
+        "parts": parts,
         "left_out": left_out,
         "cut": evidence.cut,
     }
 
 
 def _lacking(evidence: Evidence) -> dict[str, str]:
-    """Parts whose files are not there, and what is done about each."""
+    """Return the parts whose files are not there, and what is done about each."""
     lacking = {}
     for name, part in evidence.parts.items():
         needed = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
         missing = next((path for path in needed if not Path(path).exists()), None)
         if missing is not None:
-            what = "left out" if part.otherwise is None else part.otherwise.note
-            lacking[name] = f"{what}, as {missing} does not exist"
+            instead = "left out" if part.otherwise is None else part.otherwise.note
+            lacking[name] = f"{instead}, as {missing} does not exist"
     return lacking
 
 
 def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> dict[str, Any]:
-    """Run a part's commands; what it found."""
+    """Run a part's commands and return its results."""
     instead = part.otherwise if lacking else None
     where = f"parts.{name}"
     for text in instead.before if instead else []:
@@ -139,10 +92,10 @@ def _run(command: list[str]) -> None:
         raise UserError(f"{shlex.join(command)} ended with exit code {code}; cure that and run this again")
 
 
-def _verdict(answer: Answer, found: dict[str, Any]) -> dict[str, Any]:
-    """The answer by the part that decides, and what the others say."""
-    decided = found[answer.by]["verdicts"][answer.question]
-    also = {p: found[p]["verdicts"][answer.question] for p in answer.also if p in found}
+def _verdict(answer: Answer, parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer by the part that decides, and those of the others."""
+    decided = parts[answer.by]["verdicts"][answer.question]
+    also = {name: parts[name]["verdicts"][answer.question] for name in answer.also if name in parts}
     return decided | {"question": answer.text, "by": answer.by, "also": also}
 
 
@@ -160,8 +113,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(evidence: Evidence, jobs: int) -> int:
     results = gather(evidence, jobs)
-    from experiments.report import effect, html
-
     evidence.out.mkdir(parents=True, exist_ok=True)
     write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
     write_text(evidence.out / REPORT, html(evidence, results))

@@ -25,7 +25,7 @@ GRACE = 60.0
 
 
 def main(argv: list[str]) -> int:
-    """The exit code of the command; killed by a signal, this process ends by the same one."""
+    """Return the exit code of the command; killed by a signal, this process ends by the same one."""
     parent, command = int(argv[0]), argv[1:]
     requests: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,7 +63,7 @@ def _send(group: int, number: int) -> None:
 
 
 def _lives(group: int) -> bool:
-    """Whether a process of the group has not ended."""
+    """Return whether a process of the group has not ended."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:

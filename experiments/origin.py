@@ -1,10 +1,11 @@
-"""What the result of a run depends on: its resolved recipe, and what is in the files that this names."""
+"""What decides the result of a run: its resolved recipe, the files that this names, and the code."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.recipe import marked
 from common.untrusted import read_json
 from data_prep.config import DataConfig, settings
 from eval import store
+from experiments.code import code_digest, plugin_file, source_file
 from pipeline.config import FREE, RunConfig
 
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
@@ -24,12 +26,13 @@ OF_COMMANDS = (".yaml", ".yml", ".py", ".sh")  # files that tell a command what 
 
 
 def data_origin(config: DataConfig) -> dict[str, Any]:
-    """What decides prepared data, by dotted key."""
-    return flattened({"data": settings(config)}) | {"data.root": str(config.root)}
+    """Return what decides prepared data, by dotted key."""
+    origin = flattened({"data": settings(config)}) | {"data.root": str(config.root)}
+    return origin | code_origin("data_prep.prepare")
 
 
 def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a run, by dotted key.
+    """Return what decides a run, by dotted key.
 
     recorded: what was noted when it was begun; it stands for files that are not there any more, which a run
     that is done does not need.
@@ -38,22 +41,28 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     origin = {
         key: value
         for key, value in flattened(config.model_dump(mode="json", exclude={"data"})).items()
-        if not any(key == one or key.startswith(f"{one}.") for one in free)
+        if not any(key == unused or key.startswith(f"{unused}.") for unused in free)
     }
-    origin |= data_origin(config.data)
-    named = {"model.path": config.model.path, "objective.cost": config.objective.cost}
-    names = [config.objective.name, *(part.name for part in config.objective.sum or ())]
-    named |= {f"objective {name}": name.rpartition(":")[0] for name in names if ":" in name}
-    for key, path in named.items():
-        key = f"content of {key}"
-        content = None if path is None else _content(Path(path)) or recorded.get(key)
+    origin |= data_origin(config.data) | code_origin("pipeline.train")
+    model, cost = config.model.path, config.objective.cost
+    files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
+    objectives = [config.objective.name, *(part.name for part in config.objective.sum or ())]
+    files |= {f"objective {name}": plugin_file(name) for name in objectives if ":" in name}
+    for name, path in files.items():
+        key = f"content of {name}"
+        content = None if not path else _content(path) or recorded.get(key)
         if content is not None:
             origin[key] = content
     return origin | _deepspeed(config, recorded)
 
 
+def code_origin(module: str) -> dict[str, Any]:
+    """Return what decides the result of code: its source, and that of what it imports from this project."""
+    return {f"code of {module}": code_digest(module)}
+
+
 def _deepspeed(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """What the DeepSpeed file says; a file of another name may say the same."""
+    """Return what the DeepSpeed file says; a file of another name may say the same."""
     try:
         return flattened({"deepspeed": read_json(shipped(config.deepspeed))})
     except (OSError, ValueError):
@@ -61,11 +70,11 @@ def _deepspeed(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _content(path: Path) -> str | None:
-    """Digest of a file, or of a model in a directory; None where nothing is there."""
+    """Return the digest of a file, or of a model in a directory; None where nothing is there."""
     path = path.expanduser()
     try:
         if path.is_dir():
-            files = [one for one in path.iterdir() if one.suffix in OF_MODELS and one.is_file()]
+            files = [file for file in path.iterdir() if file.suffix in OF_MODELS and file.is_file()]
             return store.digest_files(path, files)
         return store.digest_files(path.parent, [path]) if path.is_file() else None
     except OSError:
@@ -73,32 +82,35 @@ def _content(path: Path) -> str | None:
 
 
 def command_origin(command: list[str], out: Path) -> dict[str, Any]:
-    """What decides what a command makes: its words, and the recipes and programs among them.
+    """Return what decides what a command makes: its words, and the recipes, programs and modules among them.
 
     Files in `out` are left out: other stages make them, perhaps this one.
     """
     origin: dict[str, Any] = {"command": command}
+    for flag, module in pairwise(command):
+        if flag == "-m" and source_file(module) is not None:
+            origin |= code_origin(module)
     for word in command:
         file = shipped(Path(word.rpartition("=")[2]))
         if file.suffix in OF_COMMANDS and not file.resolve().is_relative_to(out.resolve()):
-            origin |= {f"content of {one}": sha256(one) for one in _with_bases(file)}
+            origin |= {f"content of {base}": sha256(base) for base in _with_bases(file)}
     return origin
 
 
 def _with_bases(file: Path) -> list[Path]:
-    """A file, and the recipes that it extends, as far as they are there."""
-    found: list[Path] = []
-    while file.is_file() and file not in found:
-        found.append(file)
+    """Return a file and the recipes that it extends, as far as they exist."""
+    files: list[Path] = []
+    while file.is_file() and file not in files:
+        files.append(file)
         base = _EXTENDS.search(file.read_bytes()) if file.suffix in (".yaml", ".yml") else None
         if base is None:
             break
         file = file.parent / os.fsdecode(base[1])
-    return found
+    return files
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values; lists stay whole."""
+    """Return dotted keys and their values; lists stay whole."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.page.figures import INK, MUTED, NARROW, WIDE, colour, marker, plt, shortened, style, svg
 from common.page.parts import Markup, definitions, figure, join, page, row, section, table, tag
-
-if TYPE_CHECKING:
-    from experiments.evidence import Evidence
+from experiments.parts import Evidence
 
 WORDS = {"yes": "Yes.", "no": "No.", "undecided": "Undecided."}
 # What the numbers of a row mean, by name; without one the name itself is shown.
@@ -41,7 +39,8 @@ FIXED = ("temperature", "entropy_q", "kl_pq", "kl_qp", "js", "kl_from_tempered_t
 FIXED_WORDS = ("T of the truth", "entropy", "KL(P, Q)", "KL(Q, P)", "JS", "KL from tempered P", "settled")
 PAIRED = (
     "Means with 95 % intervals of Student over repetitions, which share their sample and seed; an asterisk: "
-    "differs from the baseline (paired, Holm over the objectives, 0.05)."
+    "differs from the baseline (paired, Holm over the objectives, 0.05). (end): chosen on development data "
+    "at an end of the grid, so that a better value may lie beyond."
 )
 SETTLED = (
     "Where training would settle with unlimited data and capacity. T: the temperature at which the truth "
@@ -94,11 +93,11 @@ def _answers(verdicts: dict[str, Any]) -> Markup:
         )
         for part, other in found["also"].items():
             lines.append(row([f"also: {part}", WORDS[other["answer"]], *effect(other)], "quiet", text=2))
-    head = ["question", "answer", "outcome", "better by", "95 % interval", "pairs"]
+    head = ["question", "answer", "outcome", "better by", "95 % interval", "n"]
     caption = (
-        "Better by: the least of the paired differences from what the objective is compared with; above zero "
-        "is better. Yes: every interval lies above zero; no: every one lies below; their level is raised so "
-        "that all hold together. Written into the experiment's file before it was run."
+        "Better by: the paired difference that decides from what the objective is compared with; above zero "
+        "is better. Yes: every interval lies above zero; no: at least one lies below; their level is raised "
+        "so that all hold together. As written before the experiments were run, no needed every one below."
     )
     return table(head, lines, caption, text=2)
 
@@ -133,7 +132,9 @@ def _sweep(name: str, found: dict[str, Any]) -> Markup:
 
 
 def _row(one: dict[str, Any], names: list[str]) -> Markup:
-    labels = [*one["labels"].values(), *one.get("chosen", {}).values()]
+    ends = one.get("at_end", [])
+    chosen = [f"{value} (end)" if axis in ends else value for axis, value in one.get("chosen", {}).items()]
+    labels = [*one["labels"].values(), *chosen]
     return row([*labels, *(_cell(one, key) for key in names)], text=len(labels))
 
 

@@ -35,17 +35,17 @@ class Stage(NamedTuple):
 
     @property
     def content(self) -> dict[str, Any]:
-        """What its note says besides the time it took."""
+        """Return what its note says besides the time it took."""
         return {"made_with": dict(self.made_with), "after": self.after}
 
     @property
     def written(self) -> dict[str, Any] | None:
-        """Its note, if what that speaks of is there."""
+        """Return its note, if what that speaks of is there."""
         return None if self.place is not None and not self.place.exists() else read_note(self.note)
 
     @property
     def done(self) -> bool:
-        """Whether this has been done with the very same, after those that now go before it."""
+        """Return whether this has been done with the very same, after those that now go before it."""
         note = self.written
         return note is not None and SECONDS in note and self._agrees(note)
 
@@ -53,7 +53,7 @@ class Stage(NamedTuple):
         return all(note.get(key) == value for key, value in self.content.items())
 
     def differences(self) -> list[str]:
-        """What is not as it was when its place was begun, as in `train.lr=0.1, now 0.2`."""
+        """Return what is not as it was when its place was begun, as in `train.lr=0.1, now 0.2`."""
         note = self.written if self.place is not None else None
         if note is None or self._agrees(note):
             return []
@@ -82,12 +82,12 @@ def _value(tree: Mapping[str, Any], key: str) -> str:
 
 
 def said(command: list[str]) -> list[str]:
-    """A command as its note has it: the same whichever Python runs it."""
+    """Return a command as its note has it: the same whichever Python runs it."""
     return ["python" if word == sys.executable else word for word in command]
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """A stage's note, or None where there is none that can be read."""
+    """Return a stage's note, or None where there is none that can be read."""
     try:
         note = read_json(path)
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 def in_order(stages: Iterable[Stage], *before: Stage) -> list[Stage]:
-    """Stages of which each depends on the one before it, the first on all of `before`."""
+    """Return stages of which each depends on the one before it, the first on all of `before`."""
     chain: list[Stage] = []
     for stage in stages:
         below = [one.content for one in (chain[-1:] or before)]

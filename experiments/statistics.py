@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
-from eval.stats import LEVEL, student
+from eval.stats import LEVEL
 
 Answer = Literal["yes", "no", "undecided"]
 
@@ -34,17 +34,17 @@ class Difference(NamedTuple):
 
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
-    """Mean and interval of values [n]."""
+    """Return mean and interval of values [n]."""
     array = np.asarray(values, dtype=float)
     n, mean = len(array), float(array.mean())
-    interval = student(array, level)  # type: ignore[arg-type]
-    if interval is None:
+    if n < 2:
         return Estimate(mean, math.nan, math.nan, n)
-    return Estimate(mean, interval.low, interval.high, n)
+    half = float(stdtrit(n - 1, (1 + level) / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
+    return Estimate(mean, mean - half, mean + half, n)
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) -> Difference:
-    """ours - theirs, paired by place; both [n]."""
+    """Return ours - theirs, paired by position; both [n]."""
     gaps = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
     mean, low, high, n = estimate(gaps, level)
     spread = float(gaps.std(ddof=1)) if n > 1 else math.nan
@@ -53,22 +53,22 @@ def difference(ours: Sequence[float], theirs: Sequence[float], level: float = LE
     elif spread == 0:
         p = 1.0 if mean == 0 else 0.0
     else:
-        p = float(2 * stats.t.sf(abs(mean) / (spread / math.sqrt(n)), n - 1))
+        p = float(2 * stdtr(n - 1, -abs(mean) / (spread / math.sqrt(n))))
     return Difference(mean, low, high, p, n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the given order; nan stays nan and is not counted."""
-    known = [(p, i) for i, p in enumerate(p_values) if not math.isnan(p)]
+    """Return Holm's adjusted p-values, in the given order; nan stays nan and is not counted."""
+    numbers = [(p, i) for i, p in enumerate(p_values) if not math.isnan(p)]
     adjusted, largest = list(p_values), 0.0
-    for place, (p, i) in enumerate(sorted(known)):
-        largest = max(largest, min(1.0, (len(known) - place) * p))
+    for rank, (p, i) in enumerate(sorted(numbers)):
+        largest = max(largest, min(1.0, (len(numbers) - rank) * p))
         adjusted[i] = largest
     return adjusted
 
 
 class Verdict(NamedTuple):
-    """The answer to a question, and the weakest of the comparisons that it rests on."""
+    """The answer to a question, and the comparison that decides it."""
 
     answer: Answer
     effect: float
@@ -80,19 +80,25 @@ class Verdict(NamedTuple):
 def verdict(
     better: Sequence[float], others: Sequence[Sequence[float]], least: bool, negligible: float = 0.0
 ) -> Verdict:
-    """Is `better` [n] better than every one of `others`, each [n] and paired with it?
+    """Return whether `better` [n] is better than every one of `others`, each [n] and paired with it.
 
     Every interval has the level that makes all of them hold together (Bonferroni: 1 - 0.05 / comparisons).
-    yes: all lie wholly on the better side of `negligible`; no: all lie wholly on the other side of it;
-    else undecided. Effects are signed so that above zero is better; the least of them is reported.
+    yes: all lie wholly on the better side of `negligible`; no: at least one lies wholly on the other side of
+    it, which refutes that `better` beats them all; else undecided. Effects are signed so that above zero is
+    better; the one that is reported refutes most clearly, and without a refutation is the least.
     """
     sign = -1.0 if least else 1.0
     level = 1 - (1 - LEVEL) / len(others)
     gaps = [difference([sign * b for b in better], [sign * o for o in other], level) for other in others]
-    weakest = min(gaps, key=lambda gap: gap.mean)
     answer: Answer = "undecided"
     if all(gap.low > negligible for gap in gaps):
         answer = "yes"
-    elif all(gap.high < negligible for gap in gaps):
+    elif any(gap.high < negligible for gap in gaps):
         answer = "no"
-    return Verdict(answer, weakest.mean, weakest.low, weakest.high, weakest.n)
+    decisive = min(gaps, key=lambda gap: gap.high if answer == "no" else gap.mean)
+    return Verdict(answer, decisive.mean, decisive.low, decisive.high, decisive.n)
+
+
+def at_an_end(chosen: float, grid: Sequence[float]) -> bool:
+    """Return whether a value lies at an end of the grid that it was chosen from; the best may lie beyond."""
+    return len(set(grid)) > 1 and chosen in (min(grid), max(grid))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from common.errors import UserError
@@ -12,14 +14,15 @@ from common.files import finite, write_text
 from common.provenance import code_version
 from common.text import markdown as plain
 from experiments.design import RESULTS, Experiment, Run
-from experiments.statistics import difference, estimate, holm, verdict
+from experiments.statistics import at_an_end, difference, estimate, holm, verdict
 from experiments.work import Work
 
 TABLE = "table.md"
+END = "\u2020"  # beside a value at an end of the grid that it was chosen from
 
 
 def gather(work: Work) -> dict[str, Any]:
-    """All numbers of an experiment: `rows` by group of labels, and `verdicts`.
+    """Return all numbers of an experiment: `rows` by group of labels, and `verdicts`.
 
     Raises UserError when runs are missing: a table of a part would be another experiment.
     """
@@ -53,9 +56,20 @@ def _row(
     each = {name: [values[run.name].get(name, math.nan) for run in runs] for name in names}
     row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": each}
     if experiment.choose is not None:
-        row["chosen"] = {experiment.choose.axis: runs[0].label(experiment.choose.axis) or "-"}
-    row["measures"] = {name: estimate(found)._asdict() for name, found in each.items()}
+        axis = experiment.choose.axis
+        label = runs[0].label(axis) or "-"
+        row["chosen"] = {axis: label}
+        row["at_end"] = [axis] if _at_an_end(label, experiment.labels(axis)) else []
+    row["measures"] = {name: estimate(values)._asdict() for name, values in each.items()}
     return row
+
+
+def _at_an_end(label: str, labels: Iterable[str]) -> bool:
+    """Return whether a label is the least or the largest of several numbers."""
+    try:
+        return at_an_end(float(label), [float(other) for other in labels])
+    except ValueError:
+        return False
 
 
 def _baseline_of(experiment: Experiment, row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,7 +78,7 @@ def _baseline_of(experiment: Experiment, row: dict[str, Any], rows: list[dict[st
 
 
 def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
-    """Differences from the baseline; p-values corrected over all comparisons of a measure."""
+    """Add differences from the baseline; p-values corrected over all comparisons of a measure."""
     for name in dict.fromkeys(name for row in rows for name in row["measures"]):
         compared = []
         for row in rows:
@@ -78,29 +92,30 @@ def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
 
 
 def _answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The verdict on a question, over all groups that differ only in what is compared."""
+    """Return the verdict on a question; its units are repetitions, which share seed and data over all groups.
+
+    The value of a repetition is its mean over the groups that differ in other labels than what is compared.
+    """
     question, axis = experiment.questions[name], experiment.compare.axis
-    better: list[float] = []
-    others: list[list[float]] = [[] for _ in question.than]
-    for row in rows:
-        if row["labels"][axis] != question.better:
-            continue
-        better += _outcomes(row, question.outcome)
-        for place, label in enumerate(question.than):
-            wanted = row["labels"] | {axis: label}
-            other = next(r for r in rows if r["labels"] == wanted)
-            others[place] += _outcomes(other, question.outcome)
-    found = verdict(better, others, question.least, question.negligible)
-    return {"question": question.text, "outcome": question.outcome, **found._asdict()}
+
+    def units(label: str) -> list[float]:
+        """Return the outcome of each repetition."""
+        groups = [_outcomes(row, question.outcome) for row in rows if row["labels"][axis] == label]
+        return [fmean(values) for values in zip(*groups, strict=True)]
+
+    answer = verdict(
+        units(question.better), [units(label) for label in question.than], question.least, question.negligible
+    )
+    return {"question": question.text, "outcome": question.outcome, **answer._asdict()}
 
 
 def _outcomes(row: dict[str, Any], name: str) -> list[float]:
-    """What a row's runs have of a measure, in their order; NaN where one has no number."""
+    """Return a measure of a row's runs, in their order; NaN where one has no number."""
     return row["values"].get(name, [math.nan] * len(row["runs"]))
 
 
 def _lacking(experiment: Experiment, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """By each outcome that is asked for the runs that have no number of it."""
+    """Return, by each outcome that is asked for, the runs that have no number of it."""
     lacking: dict[str, list[str]] = {}
     for name in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         for row in rows:
@@ -110,7 +125,7 @@ def _lacking(experiment: Experiment, rows: list[dict[str, Any]]) -> dict[str, li
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The table for people."""
+    """Return the table as Markdown."""
     rows = results["rows"]
     axes = list(rows[0]["labels"])
     chosen = list(rows[0].get("chosen", {}))
@@ -120,11 +135,13 @@ def markdown(results: dict[str, Any]) -> str:
         "|" + "---|" * len((*axes, *chosen, *names)),
     ]
     for row in rows:
-        cells = [*row["labels"].values(), *row.get("chosen", {}).values()]
+        cells = [*row["labels"].values(), *chosen_values(row)]
         cells += [_cell(row, name) for name in names]
         lines.append("| " + " | ".join(map(plain, cells)) + " |")
     lines.append("")
     lines.append("Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05).")
+    if any(row.get("at_end") for row in rows):
+        lines.append(f"{END} chosen at an end of its grid: a better value may lie beyond.")
     for found in results["verdicts"].values():
         lines.append("")
         lines.append(
@@ -136,6 +153,11 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append("")
         lines.append(f"No number of {plain(name)}: {', '.join(map(plain, runs))}.")
     return "\n".join(lines) + "\n"
+
+
+def chosen_values(row: dict[str, Any]) -> list[str]:
+    """Return the values that were chosen for a row, marked where one lies at an end of its grid."""
+    return [f"{value}{END if axis in row['at_end'] else ''}" for axis, value in row.get("chosen", {}).items()]
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
@@ -150,7 +172,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def write(work: Work) -> Path:
-    """results.json and table.md in the experiment's directory; returns the latter."""
+    """Write results.json and table.md into the experiment's directory; return the path of the latter."""
     results = gather(work)
     write_text(work.experiment.out / RESULTS, json.dumps(finite(results), indent=1))
     write_text(work.experiment.out / TABLE, markdown(results))

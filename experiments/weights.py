@@ -30,14 +30,14 @@ LEFT_OUT = ("demd_dense",)  # compares with a teacher; for one target it is demd
 
 
 def objectives() -> list[Objective]:
-    """All of them, with their default options."""
+    """Return all of them, with their default options."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this is no choice of one
         return [get_objective(name) for name in OBJECTIVES if name not in LEFT_OUT]
 
 
 def pull(objective: Objective, p: Tensor) -> Tensor:
-    """-dL/dz_y [n] for probabilities p [n] of the target: positive where the objective raises it."""
+    """Return -dL/dz_y [n] for probabilities p [n] of the target: positive where the objective raises it."""
     others = ((1 - p) / OTHERS)[:, None].expand(-1, OTHERS)
     z = torch.cat([p[:, None], others], 1).log()
     costs = torch.ones_like(z)
@@ -49,7 +49,7 @@ def pull(objective: Objective, p: Tensor) -> Tensor:
 
 
 def draw() -> str:
-    """The figure, SVG: a panel for every objective, with likelihood in grey."""
+    """Return the figure, SVG: a panel for every objective, with likelihood in grey."""
     import matplotlib
 
     matplotlib.use("svg")

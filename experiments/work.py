@@ -28,6 +28,7 @@ from common.provenance import shipped
 from common.untrusted import read_json
 from data_prep.config import load_data_config
 from eval import store
+from experiments.code import code_digest
 from experiments.crew import Crew
 from experiments.design import (
     CHANGE,
@@ -65,7 +66,7 @@ class Task(NamedTuple):
 
     @property
     def done(self) -> bool:
-        """Whether every stage has been done."""
+        """Return whether every stage has been done."""
         return all(stage.done for stage in self.stages)
 
 
@@ -81,11 +82,11 @@ class Work:
         self.script = SCRIPTS[load_data_config(experiment.recipe, self.overrides(self.runs[0])).kind]
 
     def directory(self, run: Run) -> Path:
-        """The run directory of a run."""
+        """Return the run directory of a run."""
         return self.experiment.out / "runs" / run.name
 
     def config(self, run: Run) -> RunConfig:
-        """The resolved recipe of a run. Raises UserError naming the run."""
+        """Return the resolved recipe of a run. Raises UserError naming the run."""
         overrides = [*self.overrides(run), f"data.dir={self._data(run)}", f"run_dir={self.directory(run)}"]
         try:
             return load_config(self.experiment.recipe, overrides)
@@ -98,7 +99,7 @@ class Work:
         refuse_others((run.name, stage) for run in begun for stage in self._shared_and_own(run))
 
     def before(self) -> list[Stage]:
-        """The stages that all runs share, in order."""
+        """Return the stages that all runs share, in order."""
         stages = []
         for name, text in self.experiment.before.items():
             command = interpreted(words(text, self.experiment.places, f"before.{name}"))
@@ -107,7 +108,7 @@ class Work:
         return in_order(stages)
 
     def whole(self, run: Run, baseline: Run | None = None) -> Task:
-        """A run with all its measures; those against the baseline only where that is given."""
+        """Return a run with all its measures; those against the baseline only where that is given."""
         own = {n: m for n, m in self.experiment.measures.items() if not m.against_baseline}
         measures = [self._measuring(run, name, measure) for name, measure in own.items()]
         stages = self._shared_and_own(run)
@@ -123,14 +124,14 @@ class Work:
         return Task(run, [*stages, *after], len(stages), baseline)
 
     def trial(self, run: Run) -> Task:
-        """What of a run `choose` needs: nothing after the measure that it goes by."""
+        """Return the stages of a run that `choose` needs: none after the measure that it goes by."""
         task, by = self.whole(run), self.experiment.choose.by if self.experiment.choose else VALIDATION
         deciding = [name for name, m in self.experiment.measures.items() if by in m.read] or [TRAIN]
         end = [stage.name for stage in task.stages].index(deciding[0]) + 1
         return Task(run, task.stages[:end], end)
 
     def tasks(self) -> list[Task]:
-        """What is to be done as far as is known: the trials until all are done, then what they choose."""
+        """Return what is to be done: the trials until all are done, then what they choose."""
         first = [self.trial(run) for run in trials(self.experiment, self.runs)]
         if not all(task.done for task in first):
             return first
@@ -144,7 +145,7 @@ class Work:
         ]
 
     def reported(self) -> list[Run]:
-        """The runs that the table shows; all trials must be done."""
+        """Return the runs that the table shows; all trials must be done."""
         choose = self.experiment.choose
         if choose is None:
             return self.runs
@@ -155,7 +156,7 @@ class Work:
         return chosen(self.experiment, self.runs, scores)
 
     def values(self, run: Run) -> dict[str, float]:
-        """What is known of a run so far, by name. Raises UserError where a measure left no number."""
+        """Return the numbers of a run so far, by name. Raises UserError where a measure left no number."""
         found = {}
         last = {r["set"]: r for r in read_metrics(self.directory(run)) if "set" in r}
         for name, record in last.items():
@@ -171,7 +172,7 @@ class Work:
         return found
 
     def seconds(self) -> Iterator[float]:
-        """How long each run took that is done."""
+        """Yield the seconds that each run took that is done."""
         for task in self.tasks():
             notes = [read_note(stage.note) for stage in task.stages if stage.name != PREPARE]
             if all(note is not None and SECONDS in note for note in notes):
@@ -183,6 +184,7 @@ class Work:
         Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
         EndedError when another worker of this process has failed.
         """
+        code_digest.cache_clear()
         self.refuse_others()  # before what all runs share is made anew for some
         for stage in self.before():
             self._once("before", stage)
@@ -196,7 +198,7 @@ class Work:
                 self.crew.wait(POLL)
 
     def _do(self, task: Task) -> bool:
-        """Do the stages that can be done now; whether there was one."""
+        """Do the stages that can be done now; return whether there was one."""
         worked = False
         for place, stage in enumerate(task.stages):
             if stage.done:
@@ -215,13 +217,14 @@ class Work:
     def _look_again(self, run: Run, stage: Stage) -> None:
         """Raises UserError where the recipe is not what it was when the stages were listed."""
         self._origins.pop(run.name, None)
+        code_digest.cache_clear()
         now = next(one for one in self._shared_and_own(run) if one.name == stage.name)
         refuse_others([(run.name, now)])
         if now.content != stage.content:
             raise UserError(f"{run.name}: what it is made with has just changed; run the same command again")
 
     def _once(self, owner: str, stage: Stage) -> None:
-        """What several runs share: one worker does it, the others wait."""
+        """Do what several runs share: one worker does it, the others wait."""
         while not stage.done:
             with held(self._lease(f"once.{stage.note.stem}")) as mine:
                 if mine and not stage.done:
@@ -249,7 +252,7 @@ class Work:
         stage.finish(time.monotonic() - began)
 
     def _shared_and_own(self, run: Run) -> list[Stage]:
-        """Preparing the data and training, after all that runs share."""
+        """Return the stages that prepare the data and train, after all that runs share."""
         shared = self.before()
         data, place = self._data(run), self.directory(run)
         notes = self.notes / f"{data.name}.json", self.notes / run.name / f"{TRAIN}.json"
@@ -271,7 +274,7 @@ class Work:
         )
 
     def _training(self, run: Run, data: Path) -> tuple[list[str], list[str]]:
-        """The commands that prepare a run's data and train."""
+        """Return the commands that prepare a run's data and train."""
         overrides = self.overrides(run)
         of_data = [text for text in overrides if text.startswith("data.")]
         recipe, place = str(self.experiment.recipe), f"data.dir={data}"
@@ -287,17 +290,17 @@ class Work:
 
     @staticmethod
     def overrides(run: Run) -> list[str]:
-        """A run's overrides as on a command line."""
+        """Return a run's overrides as on a command line."""
         return [f"{key}={_yaml(value)}" for key, value in run.overrides.items()]
 
     def _data(self, run: Run) -> Path:
-        """Where the run's data are prepared: one place for all runs whose data overrides are the same."""
+        """Return the directory of a run's data, one for all runs whose data overrides are the same."""
         own = {key: value for key, value in run.overrides.items() if key.split(".")[0] == "data"}
         key = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:8]
         return self.experiment.out / f"data-{key}"
 
     def places(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
-        """What the commands of a run can refer to."""
+        """Return what the commands of a run can refer to."""
         directory = self.directory(run)
         places = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
@@ -306,7 +309,7 @@ class Work:
 
 
 def _reason(log: Path, start: int) -> str:
-    """The last line of a log that says what went wrong; earlier attempts are before the byte `start`."""
+    """Return the last line of a log that says what went wrong, from the byte `start` on."""
     with log.open("rb") as file:
         file.seek(start)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -314,7 +317,7 @@ def _reason(log: Path, start: int) -> str:
 
 
 def _number(place: str) -> float:
-    """The number at "FILE:key.key"."""
+    """Return the number at "FILE:key.key"."""
     path, _, keys = place.rpartition(":")
     try:
         value = read_json(Path(path), store.STORED_BYTES)
@@ -326,7 +329,7 @@ def _number(place: str) -> float:
 
 
 def _yaml(value: Any) -> str:
-    """A value as an override on the command line."""
+    """Return a value as an override on the command line."""
     return json.dumps(value) if isinstance(value, dict | list | bool) or value is None else str(value)
 
 
@@ -336,7 +339,7 @@ def _bin(name: str) -> str:
 
 
 def _port(of: str) -> int:
-    """A free port where the ranks of a run meet; those of other runs begin to look at another one."""
+    """Return a free port where the ranks of a run meet; other runs begin to look at other ones."""
     first, end = PORTS
     start = int(hashlib.sha256(of.encode()).hexdigest()[:8], 16)
     for offset in range(end - first):

@@ -29,7 +29,7 @@ class Truth(NamedTuple):
 
 
 def geometric_truth(V: int, share: float, generator: torch.Generator, width: int = 16) -> Truth:
-    """Next tokens that are neighbours in an embedding, to a `share` in [0, 1]; the rest is chance.
+    """Return a truth whose next tokens are neighbours in an embedding, to a `share` in [0, 1], else chance.
 
     logits_x = b (sqrt(share) h_x . e_i + sqrt(1 - share) noise), where b gives each row ENTROPY_SHARE log V
     nats. At share 1 tokens that are plausible together lie close together, at 0 costs say nothing about P.
@@ -40,17 +40,17 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     noise = torch.randn(V, V, **draw)  # type: ignore[call-overload]
     logits = share**0.5 * directions @ embedding.T + (1 - share) ** 0.5 * noise
     low, high = torch.zeros(V, 1, dtype=torch.float64), torch.full((V, 1), 1e3, dtype=torch.float64)
-    wanted = ENTROPY_SHARE * torch.log(torch.tensor(V, dtype=torch.float64))
+    target = ENTROPY_SHARE * torch.log(torch.tensor(V, dtype=torch.float64))
     for _ in range(60):
         b = (low + high) / 2
         rows = torch.softmax(b * logits, -1)
         entropy = -torch.special.xlogy(rows, rows).sum(-1, keepdim=True)
-        low, high = torch.where(entropy > wanted, b, low), torch.where(entropy > wanted, high, b)
+        low, high = torch.where(entropy > target, b, low), torch.where(entropy > target, high, b)
     return Truth(rows, _stationary(rows), embedding)
 
 
 def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
-    """n rows of probabilities over V tokens, float64; none is exactly zero."""
+    """Return n rows of probabilities over V tokens, float64; none is exactly zero."""
     alphas = torch.full((V,), concentration, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -59,7 +59,7 @@ def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) 
 
 
 def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
-    """MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
+    """Return a truth of MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
     rows = dirichlet(V, V, 0.5, generator)
     order = torch.rand(V, V, generator=generator).argsort(-1)
     rows = rows.scatter(-1, order[:, : V // 2], 0.0)
@@ -69,7 +69,7 @@ def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
 
 
 def _stationary(rows: Tensor) -> Tensor:
-    """How often each token is met in a long text."""
+    """Return how often each token is met in a long text."""
     share = torch.full_like(rows[0], 1 / len(rows))
     for _ in range(200):
         share = 0.5 * (share + share @ rows)  # halved: a periodic chain settles, too
@@ -77,7 +77,7 @@ def _stationary(rows: Tensor) -> Tensor:
 
 
 def sample_counts(truth: Truth, tokens: int, seeds: list[int]) -> Tensor:
-    """Bigram counts [S, V, V] of samples of `tokens` tokens, one for each seed."""
+    """Return bigram counts [S, V, V] of samples of `tokens` tokens, one for each seed."""
     samples = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -88,9 +88,12 @@ def sample_counts(truth: Truth, tokens: int, seeds: list[int]) -> Tensor:
 
 
 class Learner(nn.Module):
-    """S independent networks: embedding -> ReLU layer -> logits [S, V, V]."""
+    """S independent networks: embedding -> ReLU layer -> logits [S, V, V].
 
-    def __init__(self, V: int, seeds: list[int]) -> None:
+    head [S, V, H]: output matrices that are given and not trained; the ReLU layer is then projected onto H.
+    """
+
+    def __init__(self, V: int, seeds: list[int], head: Tensor | None = None) -> None:
         super().__init__()
 
         def start(*shape: int) -> nn.Parameter:
@@ -98,11 +101,13 @@ class Learner(nn.Module):
             return nn.Parameter(torch.stack(each) / shape[0] ** 0.5)
 
         self.embedding = nn.Parameter(start(V, HIDDEN) * V**0.5)
-        self.hidden, self.out = start(HIDDEN, HIDDEN), start(HIDDEN, V)
+        self.head = head
+        self.hidden, self.out = start(HIDDEN, HIDDEN), start(HIDDEN, V if head is None else head.shape[-1])
         self.shift = nn.Parameter(torch.zeros(len(seeds), 1, HIDDEN))
 
     def forward(self) -> Tensor:
-        return torch.relu(self.embedding @ self.hidden + self.shift) @ self.out
+        out = torch.relu(self.embedding @ self.hidden + self.shift) @ self.out
+        return out if self.head is None else out @ self.head.mT
 
 
 class Fitted(NamedTuple):
@@ -121,9 +126,13 @@ def fit(
     seeds: list[int],
     lr: float,
     steps: int = 2000,
+    head: Tensor | None = None,
 ) -> Fitted:
-    """Fit learners to counts [S, V, V] by Adam on the expected gradient, each stopped early on its `dev`."""
-    learner = Learner(train.shape[-1], seeds)
+    """Fit learners to counts [S, V, V] by Adam on the expected gradient, each stopped early on its `dev`.
+
+    head: see `Learner`.
+    """
+    learner = Learner(train.shape[-1], seeds, head)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=lr, weight_decay=1e-4)
     total = train.sum(-1, keepdim=True)
     rows = (train / total.clamp_min(1)).float()
@@ -142,20 +151,20 @@ def fit(
 
 
 def _better(best: Fitted | None, logits: Tensor, dev: Tensor, step: int) -> Fitted:
-    """The better of two, run by run; a run that diverged is never better."""
+    """Return the better of two, run by run; a run that diverged is never better."""
     nll = nats_per_token(logits, dev).nan_to_num(torch.inf)
-    found = Fitted(logits, nll, torch.full_like(nll, step))
+    latest = Fitted(logits, nll, torch.full_like(nll, step))
     if best is None:
-        return found
+        return latest
     ahead = nll < best.nll
     return Fitted(
         torch.where(ahead[:, None, None], logits, best.logits),
         torch.where(ahead, nll, best.nll),
-        torch.where(ahead, found.step, best.step),
+        torch.where(ahead, latest.step, best.step),
     )
 
 
 def nats_per_token(logits: Tensor, counts: Tensor) -> Tensor:
-    """Mean negative log-likelihood [S] of counts [S, V, V] under logits [S, V, V]."""
+    """Return the mean negative log-likelihood [S] of counts [S, V, V] under logits [S, V, V]."""
     logq = torch.log_softmax(logits.double(), -1)
     return -(counts * logq).sum((-2, -1)) / counts.sum((-2, -1))

@@ -23,6 +23,7 @@ from eval.generation.prefixes import given
 from eval.generation.records import Generation, Plan
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
+from experiments.code import code_digest
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
 
@@ -49,10 +50,11 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
-    """Unbiased samples with what they begin with; finished chunks are kept below `out`."""
+    """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
     begin = prompt_ids(oracle, "")
-    return [[*begin, *record["ids"]] for record in Generation(oracle, plan, out).run(publish=False)]
+    chunks = out / f"sampled-{code_digest('experiments.known_truth.corpus')}"
+    return [[*begin, *record["ids"]] for record in Generation(oracle, plan, chunks).run(publish=False)]
 
 
 if __name__ == "__main__":

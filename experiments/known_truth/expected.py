@@ -23,22 +23,22 @@ class Costs(Protocol):
     """Transport costs c_ij = c_ji >= 0 between V tokens, known by how they act on a vector."""
 
     def apply(self, weights: Tensor) -> Tensor:
-        """weights [..., V] -> sum_j weights_j c_ji, [..., V]."""
+        """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
 
 
 class CosineCosts:
-    """c_ij = 1 - cos(e_i, e_j) of an embedding [V, H]; products take V H steps instead of V V."""
+    """c_ij = 1 - cos(e_i, e_j) of an embedding [..., V, H]; products take V H steps instead of V V."""
 
     def __init__(self, embedding: Tensor) -> None:
         self.rows = torch.nn.functional.normalize(embedding, dim=-1)
 
     def apply(self, weights: Tensor) -> Tensor:
         """See `Costs`."""
-        return weights.sum(-1, keepdim=True) - (weights @ self.rows) @ self.rows.T
+        return weights.sum(-1, keepdim=True) - (weights @ self.rows) @ self.rows.mT
 
     def permuted(self, generator: torch.Generator) -> CosineCosts:
-        """The same costs between other tokens: geometry of the right size in the wrong places."""
-        return CosineCosts(self.rows[torch.randperm(len(self.rows), generator=generator)])
+        """Return the same costs between other tokens: geometry of the right size in the wrong places."""
+        return CosineCosts(self.rows[..., torch.randperm(self.rows.shape[-2], generator=generator), :])
 
 
 class ConstantCosts:
@@ -50,22 +50,22 @@ class ConstantCosts:
 
 
 def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Costs) -> Tensor:
-    """g [..., V] at the model q [..., V] for targets drawn from truth [..., V]: rows of probabilities."""
+    """Return g [..., V] at the model q [..., V] for targets drawn from truth [..., V], all probabilities."""
     scale = objective.logit_scale
     if scale != 1.0:
         q = torch.softmax(scale * q.clamp_min(torch.finfo(q.dtype).tiny).log(), -1)
     m = -q.clamp_min(torch.finfo(q.dtype).tiny).log()
     D, H = costs.apply(q).clamp_min(0), (q * m).sum(-1, keepdim=True).expand_as(q)
     S, top = q.square().sum(-1, keepdim=True).expand_as(q), q.amax(-1, keepdim=True).expand_as(q)
-    found = objective.coefficients(Scalars(m, q, D, H, S, top))
-    shared = (truth * found.A).sum(-1, keepdim=True)
-    K = found.A
-    if found.B is not None:
-        shared = shared + costs.apply(truth * found.B)
-        K = K + found.B * D
-    if found.C is not None:
-        shared = shared - m * (truth * found.C).sum(-1, keepdim=True)
-        K = K - found.C * H
+    weights = objective.coefficients(Scalars(m, q, D, H, S, top))
+    shared = (truth * weights.A).sum(-1, keepdim=True)
+    K = weights.A
+    if weights.B is not None:
+        shared = shared + costs.apply(truth * weights.B)
+        K = K + weights.B * D
+    if weights.C is not None:
+        shared = shared - m * (truth * weights.C).sum(-1, keepdim=True)
+        K = K - weights.C * H
     return scale * (q * shared - truth * K)
 
 
@@ -79,7 +79,7 @@ class Settled(NamedTuple):
 def settle(
     truth: Tensor, objective: Objective, costs: Costs, steps: int = 5000, tolerance: float = 1e-12
 ) -> Settled:
-    """The fixed point of `objective` for truths [n, V] (float64), by preconditioned descent from q = truth.
+    """Return the fixed point of `objective` for truths [n, V] (float64), by preconditioned descent from them.
 
     An objective that has no fixed point inside the simplex collapses towards a corner: its residual then
     stays above the tolerance, and q is where it was after `steps`.

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import optimize
 from torch import Tensor
 
 from common.errors import UserError
@@ -31,10 +30,10 @@ from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
 from experiments.known_truth.corpus import sample
+from experiments.known_truth.temperature import WIDEST, best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
-WIDEST = 3.0  # of the logarithm of a fitted temperature, up and down
 SAMPLES_SEED = 4  # not one of the corpus's
 
 
@@ -67,7 +66,7 @@ def measure(
     baseline: Path | None = None,
     dev: Path | None = None,
 ) -> dict[str, Any]:
-    """Mean measures per context. Raises UserError for models whose vocabularies or tokenizers differ."""
+    """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
         raise UserError(
             f"{model.given} and {oracle.given} have different tokenizers; their distributions cannot be "
@@ -96,7 +95,7 @@ def measure(
 def judged(
     oracle: EvaluatedModel, model: EvaluatedModel, samples: int, tokens: int, out: Path
 ) -> dict[str, float]:
-    """The oracle's nats per token of the model's samples, and of its own; PPL_oracle is exp of them."""
+    """Return the oracle's nats per token of the model's samples, and of its own: log PPL_oracle."""
     return {
         "oracle_nats": _nats(oracle, sample(model, samples, tokens, SAMPLES_SEED, out)),
         "floor_nats": _nats(oracle, sample(oracle, samples, tokens, SAMPLES_SEED, out)),
@@ -109,7 +108,7 @@ def _nats(oracle: EvaluatedModel, rows: list[list[int]]) -> float:
 
 
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
-    """Means over contexts [n] of every measure, and the nats per token of the text itself."""
+    """Return means over contexts [n] of every measure, and the nats per token of the text itself."""
     log_q = distributions.log_probs(q_logits)
     means = {name: float(values.mean()) for name, values in distributions.measures(log_p, log_q).items()}
     means["test_nats"] = float(-log_q.gather(-1, targets[:, None]).mean())
@@ -118,7 +117,7 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
 
 
 def by_decile(log_p: Tensor, log_q: Tensor) -> list[dict[str, float]]:
-    """log q - log p by decile of p over all tokens of all contexts: where a model errs (arXiv 2203.12788)."""
+    """Return log q - log p by decile of p over all tokens of all contexts (arXiv 2203.12788)."""
     order = log_p.flatten().argsort()
     gaps = (log_q - log_p).flatten()[order]
     parts = zip(gaps.chunk(DECILES), log_p.flatten()[order].chunk(DECILES), strict=True)
@@ -126,24 +125,23 @@ def by_decile(log_p: Tensor, log_q: Tensor) -> list[dict[str, float]]:
 
 
 def fit_temperature(model: Any, rows: list[list[int]], vocabulary: int) -> float:
-    """The temperature with the fewest nats per token of `rows`."""
+    """Return the temperature with the fewest nats per token of `rows`."""
     logits = logits_of(model, rows, vocabulary)
     targets = torch.tensor([token for row in rows for token in row[1:]])[:, None]
 
-    def nats(log_t: float) -> float:
-        scaled = distributions.log_probs(logits, math.exp(log_t))
-        return float(-scaled.gather(-1, targets).mean())
+    def nats(t: float) -> float:
+        return float(-distributions.log_probs(logits, t).gather(-1, targets).mean())
 
-    best = optimize.minimize_scalar(nats, bounds=(-WIDEST, WIDEST), method="bounded", options={"xatol": 1e-9})
-    if abs(best.x) > WIDEST - 1e-3:
+    best = best_temperature(nats)
+    if abs(math.log(best)) > WIDEST - 1e-3:
         raise UserError(
             f"no temperature between 1/{math.exp(WIDEST):.0f} and {math.exp(WIDEST):.0f} suits it best"
         )
-    return math.exp(best.x)
+    return best
 
 
 def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Texts of a jsonl file as token ids: their `ids`, or their `text` with the tokenizer's own beginning."""
+    """Return the texts of a jsonl file as token ids: their `ids`, or their `text` as it is tokenized."""
     rows, contexts = [], 0
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -161,7 +159,7 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
 
 
 def _tokens(tokenizer: Any, line: str) -> list[int] | None:
-    """A line's ids; None for what is no row of a corpus."""
+    """Return a line's ids; None for what is no row of a corpus."""
     try:
         one = json.loads(line)
     except (ValueError, RecursionError):
@@ -177,7 +175,7 @@ def _tokens(tokenizer: Any, line: str) -> list[int] | None:
 
 @torch.no_grad()
 def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
-    """Logits of the first `vocabulary` tokens in every context that a token follows, [n, V] float32."""
+    """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32."""
     longest = model.config.max_position_embeddings
     parts = []
     for row in rows:

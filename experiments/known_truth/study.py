@@ -2,8 +2,9 @@
 
     python -m experiments.known_truth.study FILE.yaml [key=value ...]
 
-FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. Cells that
-are done are not done again.
+FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell is
+one kind of truth and one size of sample: `truths` of them are drawn at random, each with one sample. Cells
+that are done are not done again, unless the code or the parameters that made them have changed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,34 +25,38 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from common.exit_codes import ExitCode
-from common.files import write_text
+from common.files import sha256, write_text
 from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
 from experiments import READERS
+from experiments.code import code_digest, plugin_file
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
-from experiments.statistics import estimate, verdict
+from experiments.known_truth.temperature import best_temperature
+from experiments.statistics import at_an_end, estimate, verdict
 from pipeline.loss import Objective, get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
 
 
 class Contestant(Section):
-    """An objective with its parameters and its costs."""
+    """An objective with its parameters, its costs, and what its learner's head knows."""
 
     name: str
     params: dict[str, float] = {}
     cost: Literal["true", "constant", "permuted"] = "true"
+    # embedding: the learner's output matrix is the embedding that the truth was made with, not trained.
+    head: Literal["free", "embedding"] = "free"
 
     def objective(self) -> Objective:
-        """The objective, its parameters bound."""
+        """Return the objective, its parameters bound."""
         return get_objective(self.name, **self.params)
 
     def costs(self, embedding: Tensor) -> Costs:
-        """The transport costs, from the embedding that the truth was made with."""
+        """Return the transport costs, from the embedding that the truth was made with."""
         if self.cost == "constant":
             return ConstantCosts()
         true = CosineCosts(embedding)
@@ -71,7 +77,8 @@ class Study(Section):
     vocabularies: list[int] = [20, 100]
     shares: list[float] = [0.0, 0.5, 1.0]  # of geometry in the truth
     tokens: list[int] = [500, 5_000, 50_000]  # of a training sample; a tenth more is for development
-    runs: int = Field(10, gt=1)  # paired: run i of every contestant has the same sample and first weights
+    # Drawn for each cell, with one sample of each; all contestants have the same samples and first weights.
+    truths: int = Field(10, gt=1)
     steps: int = Field(600, gt=0)
     rates: list[float] = [1e-3, 3e-3, 9e-3]  # learning rates; each contestant takes its best on dev
     outcome: str = "js"
@@ -89,12 +96,14 @@ class Study(Section):
 
 
 def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
-    """A0: what each contestant would make of known truths with unlimited data, in means over truths."""
+    """Return what each contestant would make of known truths with unlimited data (A0): means over truths."""
     generator = torch.Generator().manual_seed(TRUTH_SEED)
     rows = bigram.dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
-    found = []
+    points = []
     for label, contestant in study.contestants.items():
+        if contestant.head != "free":  # a fixed point is one of distributions, without a learner
+            continue
         settled = settle(rows, contestant.objective(), contestant.costs(embedding))
         log_p, log_q = rows.log(), settled.q.clamp_min(1e-300).log()
         entropy = distributions.entropy(log_q)
@@ -108,61 +117,86 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
         means["temperature"] = sum(temperatures) / len(temperatures)
         means["kl_from_tempered_truth"] = float(distributions.kl(log_q, tempered).mean())
         means["settled"] = float((settled.residual < 1e-9).double().mean())
-        found.append({"contestant": label, **means})
-    return found
+        points.append({"contestant": label, **means})
+    return points
 
 
 def cells(study: Study) -> Iterator[tuple[int, float, int]]:
-    """Vocabulary, share of geometry, and tokens of every cell."""
+    """Yield vocabulary, share of geometry, and tokens of every cell."""
     return itertools.product(study.vocabularies, study.shares, study.tokens)
 
 
-def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, dict[str, list[float]]]:
-    """A: all contestants on one truth; per contestant and measure a value for each run.
+def draw_truths(study: Study, V: int, share: float, tokens: int) -> list[bigram.Truth]:
+    """Return the truths of a cell; no two cells have one in common, so that they are independent."""
+    truths = []
+    for number in range(study.truths):
+        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+        generator = torch.Generator().manual_seed(seed)
+        if study.truth == "geometric":
+            truths.append(bigram.geometric_truth(V, share, generator))
+        else:
+            truths.append(bigram.sparse_truth(V, generator))
+    return truths
 
-    Beside the measures, `gap_*`: the difference from the baseline at the temperature of equal entropy.
+
+def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, Any]:
+    """Return, for A, `values`: of each contestant by measure one for each truth; and `rates`, as chosen.
+
+    Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
+    best, and `tempered_js` at that; `gap_*`: the difference from the baseline at the temperature of equal
+    entropy.
     Measures that a zero in the truth makes infinite are left out.
     """
-    generator = torch.Generator().manual_seed(TRUTH_SEED)
-    if study.truth == "geometric":
-        truth = bigram.geometric_truth(V, share, generator)
-    else:
-        truth = bigram.sparse_truth(V, generator)
-    seeds = list(range(study.runs))
-    train = bigram.sample_counts(truth, tokens, seeds)
-    dev = bigram.sample_counts(truth, max(200, tokens // 10), [DEV_SEED + seed for seed in seeds])
-    log_p = truth.rows.log()
+    truths = draw_truths(study, V, share, tokens)
+    seeds = list(range(study.truths))
+    train, dev = (
+        torch.cat([bigram.sample_counts(t, size, [first + i]) for i, t in enumerate(truths)])
+        for size, first in ((tokens, 0), (max(200, tokens // 10), DEV_SEED))
+    )
+    embedding = torch.stack([truth.embedding for truth in truths]).float()
     logits: dict[str, Tensor] = {}
+    rates: dict[str, float] = {}
     for label, contestant in study.contestants.items():
-        costs = contestant.costs(truth.embedding.float())
-        fits = [
-            bigram.fit(train, dev, contestant.objective(), costs, seeds, rate, study.steps)
+        costs, objective = contestant.costs(embedding), contestant.objective()
+        head = embedding if contestant.head == "embedding" else None
+        fits = {
+            rate: bigram.fit(train, dev, objective, costs, seeds, rate, study.steps, head)
             for rate in study.rates
-        ]
-        logits[label] = min(fits, key=lambda fit: float(fit.nll.mean())).logits.double()
+        }
+        rates[label] = min(fits, key=lambda rate: float(fits[rate].nll.mean()))
+        logits[label] = fits[rates[label]].logits.double()
     base = logits[study.baseline]
-    found: dict[str, dict[str, list[float]]] = {}
-    for label, own in logits.items():
-        found[label] = {}
-        for run in seeds:
-            values = _weighted(truth, log_p, own[run])
-            matched = _at_entropy(truth, log_p, base[run], values["entropy_q"])
+    measured: dict[str, dict[str, list[float]]] = {}
+    for label, learned in logits.items():
+        measured[label] = {}
+        for i, truth in enumerate(truths):
+            log_p = truth.rows.log()
+            values = _weighted(truth, log_p, learned[i])
+            matched = _at_entropy(truth, log_p, base[i], values["entropy_q"])
             values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
+            values["temperature"] = best_temperature(partial(_nats, learned[i], dev[i]))
+            values["tempered_js"] = _weighted(truth, log_p, learned[i], values["temperature"])["js"]
             for name, value in values.items():
-                found[label].setdefault(name, []).append(value)
-    each = ((name, value) for measured in found.values() for name, v in measured.items() for value in v)
+                measured[label].setdefault(name, []).append(value)
+    each = ((name, value) for values in measured.values() for name, v in values.items() for value in v)
     infinite = {name for name, value in each if not math.isfinite(value)}
-    return {label: {n: v for n, v in m.items() if n not in infinite} for label, m in found.items()}
+    finite = {label: {n: v for n, v in m.items() if n not in infinite} for label, m in measured.items()}
+    return {"values": finite, "rates": rates}
+
+
+def _nats(logits: Tensor, counts: Tensor, temperature: float) -> float:
+    return float(bigram.nats_per_token(logits / temperature, counts))
 
 
 def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0) -> dict[str, float]:
-    """Measures of one run, contexts weighted as a long text has them."""
+    """Return the measures of a learner, contexts weighted as a long text has them."""
     measured = distributions.measures(log_p, distributions.log_probs(logits, t))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
 
 def _at_entropy(truth: bigram.Truth, log_p: Tensor, logits: Tensor, target: float) -> dict[str, float]:
-    """Measures of the baseline at the temperature at which its mean entropy is `target`."""
+    """Return the measures of the baseline at the temperature at which its mean entropy is `target`."""
 
     def mean_entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(logits, t)) @ truth.contexts)
@@ -171,64 +205,70 @@ def _at_entropy(truth: bigram.Truth, log_p: Tensor, logits: Tensor, target: floa
 
 
 def run(study: Study) -> dict[str, Any]:
-    """Everything, cell by cell; finished cells are read."""
-    study.out.mkdir(parents=True, exist_ok=True)
+    """Return the results of all cells, after writing them; finished cells are read."""
+    (study.out / "cells").mkdir(parents=True, exist_ok=True)
+    identity = _identity(study)
     done = []
     for V, share, tokens in cells(study):
-        path = study.out / "cells" / f"{_key(study)}-{V}-{share:g}-{tokens}.json"
+        key = json.dumps({**identity, "cell": [V, share, tokens]}, sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = study.out / "cells" / f"{digest}-{V}-{share:g}-{tokens}.json"
         if not path.is_file():
-            path.parent.mkdir(exist_ok=True)
             write_text(path, json.dumps(measure_cell(study, V, share, tokens)))
-        done.append(
-            {"V": V, "share": share, "tokens": tokens, "values": json.loads(path.read_text(encoding="utf-8"))}
-        )
-        print(f"V {V}, share {share:g}, {tokens} tokens: {_line(study, done[-1]['values'])}", flush=True)
+        cell = {"V": V, "share": share, "tokens": tokens, **json.loads(path.read_text(encoding="utf-8"))}
+        done.append(cell)
+        means = (f"{label} {sum(v[study.outcome]) / study.truths:.4f}" for label, v in cell["values"].items())
+        print(f"V {V}, share {share:g}, {tokens} tokens: {', '.join(means)}", flush=True)
     results = {
         "code": code_version(),
         "fixed_points": fixed_points(study),
-        "rows": [_row(cell) for cell in done],
+        "rows": [_row(study, cell) for cell in done],
         "verdicts": {name: _answer(study, name, done) for name in study.questions},
     }
     write_text(study.out / RESULTS, json.dumps(results, indent=1))
     return results
 
 
-def _key(study: Study) -> str:
-    """What a cell depends on besides its own place."""
-    tree = study.model_dump(
-        mode="json", include={"contestants", "baseline", "truth", "runs", "steps", "rates"}
-    )
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _line(study: Study, values: dict[str, dict[str, list[float]]]) -> str:
-    return ", ".join(f"{label} {sum(v[study.outcome]) / study.runs:.4f}" for label, v in values.items())
-
-
-def _row(cell: dict[str, Any]) -> dict[str, Any]:
-    means = {
-        label: {name: estimate(each)._asdict() for name, each in measured.items()}
-        for label, measured in cell["values"].items()
+def _identity(study: Study) -> dict[str, Any]:
+    """Return all that a cell depends on besides which cell it is: parameters, and the code that makes it."""
+    keys = {"contestants", "baseline", "truth", "truths", "steps", "rates"}
+    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
+    return {
+        "study": study.model_dump(mode="json", include=keys),
+        "code": code_digest("experiments.known_truth.study"),
+        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
+        "torch": torch.__version__,
     }
-    return {key: cell[key] for key in ("V", "share", "tokens")} | {"contestants": means}
+
+
+def _row(study: Study, cell: dict[str, Any]) -> dict[str, Any]:
+    """Return a cell's means, chosen learning rates (and whose lie at an end of the grid), and answers."""
+    return {key: cell[key] for key in ("V", "share", "tokens", "rates")} | {
+        "at_end": [label for label, rate in cell["rates"].items() if at_an_end(rate, study.rates)],
+        "contestants": {
+            label: {name: estimate(values)._asdict() for name, values in measured.items()}
+            for label, measured in cell["values"].items()
+        },
+        "verdicts": {name: _answer(study, name, [cell]) for name in study.questions},
+    }
 
 
 def _answer(study: Study, name: str, done: list[dict[str, Any]]) -> dict[str, Any]:
-    """The verdict over all cells: runs of all cells are pairs, each cell a block of equal weight."""
+    """Return the verdict over cells, each of which is one unit with its mean over truths.
+
+    However many truths a cell has, they say little about other cells. Of a single cell each truth is a unit.
+    """
     question = study.questions[name]
-    measure = study.outcome
-    better: list[float] = []
-    others: list[list[float]] = [[] for _ in question["than"]]
-    for cell in done:
-        values = cell["values"]
-        if question.get("tempered"):  # the gap is already the difference from the tempered baseline
-            better += values[question["better"]][f"gap_{measure}"]
-            others[0] += [0.0] * study.runs
-            continue
-        better += values[question["better"]][measure]
-        for place, label in enumerate(question["than"]):
-            others[place] += values[label][measure]
-    return {"outcome": measure, **verdict(better, others, least=True)._asdict()}
+    tempered = question.get("tempered", False)  # the gap is already the difference from the tempered baseline
+    measure = f"gap_{study.outcome}" if tempered else study.outcome
+
+    def units(label: str) -> list[float]:
+        values = [cell["values"][label][measure] for cell in done]
+        return values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
+
+    better = units(question["better"])
+    others = [[0.0] * len(better)] if tempered else [units(label) for label in question["than"]]
+    return {"outcome": study.outcome, **verdict(better, others, least=True)._asdict()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -243,10 +283,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(study: Study) -> int:
     results = run(study)
-    for name, found in results["verdicts"].items():
-        print(f"{name}: {found['answer']} ({found['effect']:.4g} [{found['low']:.4g}, {found['high']:.4g}])")
+    for row in results["rows"]:
+        if len(results["rows"]) > 1:
+            where = f"V {row['V']}, share {row['share']:g}, {row['tokens']} tokens"
+            print(f"{where}: {'; '.join(_said(*pair) for pair in row['verdicts'].items())}")
+    for pair in results["verdicts"].items():
+        print(_said(*pair))
+    ends = sorted({label for row in results["rows"] for label in row["at_end"]})
+    if ends:
+        print(f"learning rates, chosen by nats per token, lie at an end of the grid for {', '.join(ends)}")
     print(study.out / RESULTS)
     return ExitCode.DONE
+
+
+def _said(name: str, answer: dict[str, Any]) -> str:
+    interval = f"[{answer['low']:.4g}, {answer['high']:.4g}]"
+    return f"{name}: {answer['answer']} ({answer['effect']:.4g} {interval}, n {answer['n']})"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ STUDY = {
     "vocabularies": [10],
     "shares": [1.0],
     "tokens": [300],
-    "runs": 3,
+    "truths": 3,
     "steps": 40,
     "rates": [3e-3],
 }

@@ -11,7 +11,7 @@ from experiments.known_truth.study import main
 from tests.conftest import REPO
 
 FILE = str(REPO / "experiments/known-truth.yaml")
-SMALL = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "runs=3", "steps=60", "rates=[3e-3]"]
+SMALL = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "truths=3", "steps=60", "rates=[3e-3]"]
 
 
 def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +25,9 @@ def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert points["tailr"]["settled"] < 1
     (row,) = results["rows"]
     assert row["contestants"]["mle"]["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert set(row["verdicts"]) == set(results["verdicts"])
+    assert row["at_end"] == []  # a single rate is no choice
+    assert row["contestants"]["emo"]["temperature"]["mean"] > row["contestants"]["mle"]["temperature"]["mean"]
     assert set(results["verdicts"]) == {"geometry", "beyond-sharpening"}
     assert results["verdicts"]["geometry"]["n"] == 3
     (cell,) = (tmp_path / "cells").iterdir()

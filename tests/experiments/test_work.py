@@ -303,4 +303,5 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     results = gather(work)
     assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.2"]
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
-    assert "| emo | 0.2 |" in markdown(results)
+    assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.2 were tried
+    assert "| emo | 0.2† |" in markdown(results) and "end of its grid" in markdown(results)

@@ -1,0 +1,62 @@
+"""The identity of code: a digest of a module's source and of every module of the project that it imports."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from common.provenance import REPOSITORY
+
+
+@lru_cache
+def code_digest(module: str) -> str:
+    """Return a digest of the source of `module` and of all that it imports from this project.
+
+    So do their imports, those within functions and for type hints included: rather too much is computed again
+    than too little. A process asks for each module once; after `code_digest.cache_clear()` it looks again.
+    """
+    digest = hashlib.sha256()
+    for name, path in sorted(sources(module).items()):
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def sources(module: str) -> dict[str, Path]:
+    """Return the files of `module` and of all that it imports from this project, by module name."""
+    files: dict[str, Path] = {}
+    waiting = [module, f"{module}.__main__"]
+    while waiting:
+        name = waiting.pop()
+        path = source_file(name)
+        if name in files or path is None:
+            continue
+        files[name] = path
+        waiting.append(name.rpartition(".")[0])  # a package's __init__ runs before its modules
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return files
+
+
+def source_file(name: str) -> Path | None:
+    """Return the file of a module of this project, None for any other name."""
+    base = REPOSITORY.joinpath(*name.split("."))
+    files = (base.with_suffix(".py"), base / "__init__.py") if name else ()
+    return next((path for path in files if path.is_file()), None)
+
+
+def plugin_file(objective: str) -> Path | None:
+    """Return the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION, None for others."""
+    module = objective.rpartition(":")[0]
+    if module.endswith(".py") or not module:
+        return Path(module) if module else None
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None

@@ -1,0 +1,20 @@
+"""The temperature that suits a text best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy import optimize
+
+WIDEST = 3.0  # of the logarithm of a temperature, up and down
+
+
+def best_temperature(nats: Callable[[float], float]) -> float:
+    """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
+
+    def of_log(log_t: float) -> float:
+        return nats(math.exp(log_t))
+
+    bounds, options = (-WIDEST, WIDEST), {"xatol": 1e-9}
+    return math.exp(optimize.minimize_scalar(of_log, bounds=bounds, method="bounded", options=options).x)
