@@ -55,22 +55,23 @@ from data_prep.config import VALIDATION as UNNAMED
 from experiments import READERS
 
 Overrides = dict[str, Any]
+Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION, CHANGE = "validation_nll", "validation_change"  # what every run reports by itself
 LONGEST, MOST_RUNS = 60, 10_000  # characters of a label or name, and combinations of labels, at most
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
-PLACES = ("run", "dir", "export", "out", "baseline", "baseline_run")  # what a measure's command can refer to
+RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of a measure's command
 
 
-def reported(number: str, name: str) -> str:
-    """Return the name of VALIDATION or CHANGE of the validation set `name`."""
-    return number if name == UNNAMED else f"{number}:{name}"
+def validation_metric(metric: str, dataset: str) -> str:
+    """Return the name of VALIDATION or CHANGE on a validation set."""
+    return metric if dataset == UNNAMED else f"{metric}:{dataset}"
 
 
-def set_of(name: str) -> str | None:
-    """Return the validation set that a number is of; None for what the experiment itself measures."""
-    number, colon, of = name.partition(":")
-    return (of if colon else UNNAMED) if number in (VALIDATION, CHANGE) else None
+def validation_set(metric: str) -> str | None:
+    """Return the validation set of a metric, None where the experiment itself measures it."""
+    prefix, _, dataset = metric.partition(":")
+    return (dataset or UNNAMED) if prefix in (VALIDATION, CHANGE) else None
 
 
 class Measure(Section):
@@ -83,14 +84,18 @@ class Measure(Section):
     """
 
     command: str
-    # Name of a number: "FILE:key.key", or several of them whose mean it is. None where the command only makes
-    # what the next one measures.
+    # Metric: "FILE:key.key", or several of them whose mean it is. Empty where only the next measure needs it.
     read: dict[str, str | list[str]] = {}
 
     @property
     def against_baseline(self) -> bool:
         """Return whether the result of the baseline is needed, too."""
         return "{baseline}" in self.command or "{baseline_run}" in self.command
+
+    def sources(self, metric: str) -> list[str]:
+        """Return the "FILE:key.key" of a metric."""
+        sources = self.read[metric]
+        return [sources] if isinstance(sources, str) else sources
 
 
 class Choose(Section):
@@ -104,7 +109,7 @@ class Choose(Section):
 
 
 class Compare(Section):
-    """Which labels are compared, and with which."""
+    """The axis whose labels are compared, and the label that they are compared with."""
 
     axis: str
     baseline: str
@@ -143,7 +148,7 @@ class Experiment(Section):
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
 
     @model_validator(mode="after")
-    def _labels_differ(self) -> Experiment:
+    def _check_labels(self) -> Experiment:
         """Labels that change nothing would count one run as several."""
         for axis in self.axes:
             labels = self.labels(axis)
@@ -153,135 +158,115 @@ class Experiment(Section):
                 continue
             first: dict[str, str] = {}
             for label, overrides in labels.items():
-                same = first.setdefault(json.dumps(_plain(overrides), sort_keys=True, default=str), label)
+                same = first.setdefault(json.dumps(overrides, sort_keys=True, default=str), label)
                 if same != label:
                     raise ValueError(f"axes.{axis}: {same} and {label} are the same; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_free(self) -> Experiment:
-        for name in self.names:
-            if name in PLACES or name in self.axes:
-                raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        for name in self.measures:
-            if name in STAGES:
-                raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
-        reads: dict[str, str] = {}
-        for name, measure in self.measures.items():
-            for number in measure.read:
-                if set_of(number) is not None:
-                    raise ValueError(
-                        f"measures.{name}.read.{number}: every run reports this itself; rename it"
-                    )
-                if reads.setdefault(number, name) != name:
-                    raise ValueError(
-                        f"measures.{name}.read.{number}: {reads[number]} reads it too; rename one"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_of_files(self) -> Experiment:
-        """Runs, notes and logs are called by them, in `out` and nowhere else."""
-        labels = [label for axis in self.axes for label in self.labels(axis)]
-        for name in (*self.before, *self.measures, *labels):
-            if not is_plain_name(name) or name[0] in ".-" or len(name) > LONGEST:
-                raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
         if math.prod(len(self.labels(axis)) for axis in self.axes) > MOST_RUNS:
             raise ValueError(f"axes: more than {MOST_RUNS:,} runs; leave out axes or labels")
         return self
 
     @model_validator(mode="after")
-    def _axes_exist(self) -> Experiment:
-        named = {"repeat": self.repeat, "compare.axis": self.compare.axis}
-        if self.choose is not None:
-            named["choose.axis"] = self.choose.axis
-        for key, axis in named.items():
-            if axis not in self.axes:
-                raise ValueError(f"{key}={axis} is not one of the axes; {nearest(axis, self.axes)}")
-        if len(set(named.values())) < len(named):
-            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
-        labels = {axis: self.labels(axis) for axis in self.axes}[self.compare.axis]
-        asked = [q for question in self.questions.values() for q in (question.better, *question.than)]
-        for label in (self.compare.baseline, *asked):
-            if label not in labels:
-                raise ValueError(f"{label} is not a label of {self.compare.axis}; {nearest(label, labels)}")
-        outcomes = {VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)}
-        for name in self.decisive:
-            if name not in outcomes and set_of(name) is None:
-                raise ValueError(f"nothing measures {name}; {nearest(name, outcomes)}")
+    def _check_names(self) -> Experiment:
+        """Names are free and, as runs, notes and logs are called by them, stay in `out`."""
+        for name in self.names:
+            if name in RESERVED or name in self.axes:
+                raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
+        readers: dict[str, str] = {}
+        for name, measure in self.measures.items():
+            if name in STAGES:
+                raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
+            for metric in measure.read:
+                if validation_set(metric) is not None:
+                    raise ValueError(f"measures.{name}.read.{metric}: every run reports it; rename it")
+                if readers.setdefault(metric, name) != name:
+                    other = readers[metric]
+                    raise ValueError(f"measures.{name}.read.{metric}: {other} reads it too; rename one")
+        labels = [label for axis in self.axes for label in self.labels(axis)]
+        for name in (*self.before, *self.measures, *labels):
+            if not is_plain_name(name) or name[0] in ".-" or len(name) > LONGEST:
+                raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
         return self
 
     @model_validator(mode="after")
-    def _choice_can_be_made(self) -> Experiment:
-        if self.choose is None:
-            return self
-        others = [axis for axis in self.axes if axis not in (self.choose.axis, self.repeat)]
-        for axis, wanted in self.choose.where.items():
-            if axis not in others:
-                raise ValueError(f"choose.where.{axis} is not one of the other axes; {nearest(axis, others)}")
-            labels = self.labels(axis)
-            for label in map(str, wanted):
-                if label not in labels:
-                    raise ValueError(f"{label} is not a label of {axis}; {nearest(label, labels)}")
+    def _check_references(self) -> Experiment:
+        """Axes, labels and metrics that other keys refer to exist."""
+        roles = {"repeat": self.repeat, "compare.axis": self.compare.axis}
+        if self.choose is not None:
+            roles["choose.axis"] = self.choose.axis
+        for key, axis in roles.items():
+            if axis not in self.axes:
+                raise ValueError(f"{key}={axis} is not one of the axes; {nearest(axis, self.axes)}")
+        if len(set(roles.values())) < len(roles):
+            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
+        references = [(self.compare.axis, self.compare.baseline)]
+        for question in self.questions.values():
+            references += [(self.compare.axis, label) for label in (question.better, *question.than)]
+        if self.choose is not None:
+            others = self.axes.keys() - {self.choose.axis, self.repeat}
+            for axis, choosing in self.choose.where.items():
+                if axis not in others:
+                    raise ValueError(f"choose.where.{axis} is not another axis; {nearest(axis, others)}")
+                references += [(axis, str(label)) for label in choosing]
+        for axis, label in references:
+            if label not in (labels := self.labels(axis)):
+                raise ValueError(f"{label} is not a label of {axis}; {nearest(label, labels)}")
+        metrics = {VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)}
+        for name in self.decisive:
+            if name not in metrics and validation_set(name) is None:
+                raise ValueError(f"nothing measures {name}; {nearest(name, metrics)}")
         for name, measure in self.measures.items():
-            if measure.against_baseline and self.choose.by in measure.read:
-                raise ValueError(
-                    f"choose.by={self.choose.by}: {name} needs the baseline, which is chosen first"
-                )
+            if self.choose is not None and measure.against_baseline and self.choose.by in measure.read:
+                by = self.choose.by
+                raise ValueError(f"choose.by={by}: {name} needs the baseline, which is chosen first")
         return self
 
     @property
     def decisive(self) -> list[str]:
-        """Return the numbers that choose and answer."""
+        """Return the metrics that choose and answer."""
         choice = [self.choose.by] if self.choose else []
         return [*(question.outcome for question in self.questions.values()), *choice]
 
-    def chooses(self, labels: Mapping[str, str]) -> bool:
-        """Return whether runs with these labels have the axis that is chosen."""
-        where = self.choose.where if self.choose else {}
-        return all(labels[axis] in map(str, wanted) for axis, wanted in where.items())
-
     @property
-    def places(self) -> dict[str, Any]:
-        """Return what can be filled in everywhere. A name may use those before it."""
-        places: dict[str, Any] = {"out": self.out}
+    def variables(self) -> dict[str, Any]:
+        """Return what `{name}` stands for everywhere. A name may use those before it."""
+        variables: dict[str, Any] = {"out": self.out}
         for name, text in self.names.items():
-            places[name] = fill(str(text), places, f"names.{name}")
-        return places
+            variables[name] = fill(str(text), variables, f"names.{name}")
+        return variables
 
     def labels(self, axis: str) -> dict[str, Overrides]:
         """Return the labels of an axis in order, with the overrides that each stands for."""
-        given = self.axes[axis]
-        if len(given) == 1:
-            ((key, values),) = given.items()
+        options = self.axes[axis]
+        if len(options) == 1:
+            ((key, values),) = options.items()
             if isinstance(values, list):
                 repeated = next((v for v, times in Counter(map(str, values)).items() if times > 1), None)
                 if repeated is not None:
                     raise ValueError(f"axes.{axis}: {key} is given {shown(repeated)} more than once")
                 return {str(value): {str(key): value} for value in values}
-        for label, overrides in given.items():
+        for label, overrides in options.items():
             if not isinstance(overrides, Mapping):
                 raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")
-        return {str(label): dict(overrides) for label, overrides in given.items()}
+        return {str(label): dict(overrides) for label, overrides in options.items()}
 
 
 class Run(NamedTuple):
     """One combination of labels."""
 
-    labels: tuple[tuple[str, str], ...]  # (axis, label) in the file's order
+    labels: Labels
     overrides: Overrides
     names: Mapping[str, Any]  # that its labels give another text
 
     @property
     def name(self) -> str:
-        """Also its directory."""
+        """Return the name, also of its directory."""
         return "-".join(label for _, label in self.labels)
 
     def label(self, axis: str) -> str | None:
         """Return its label on an axis; None on one that is chosen only where it has other labels."""
         return dict(self.labels).get(axis)
 
-    def without(self, *axes: str) -> tuple[tuple[str, str], ...]:
+    def without(self, *axes: str) -> Labels:
         """Return its labels on the other axes."""
         return tuple(pair for pair in self.labels if pair[0] not in axes)
 
@@ -299,80 +284,66 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 def expand(experiment: Experiment) -> list[Run]:
     """Return all combinations of labels, in the order of the axes."""
     axes = {axis: experiment.labels(axis) for axis in experiment.axes}
-    runs: dict[tuple[tuple[str, str], ...], Run] = {}
+    choose, variables = experiment.choose, experiment.variables
+    runs: dict[Labels, Run] = {}
     for combination in itertools.product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
-        if experiment.choose is not None and not experiment.chooses(labels):
-            del labels[experiment.choose.axis]
-        pairs = tuple(labels.items())
-        if pairs not in runs:
-            runs[pairs] = _run(experiment, pairs, [axes[axis][label] for axis, label in pairs])
+        if choose and any(labels[axis] not in map(str, choosing) for axis, choosing in choose.where.items()):
+            del labels[choose.axis]
+        if (key := tuple(labels.items())) in runs:
+            continue
+        overrides = dict(experiment.set)
+        for axis, label in key:
+            overrides |= axes[axis][label]
+        names = {}
+        for override in [override for override in overrides if override.startswith("names.")]:
+            name = override.removeprefix("names.")
+            if name not in experiment.names:
+                raise UserError(f"{override}: no such name under names; {nearest(name, experiment.names)}")
+            names[name] = _filled(overrides.pop(override), variables, override)
+        filled = {name: _filled(value, variables | names, name) for name, value in overrides.items()}
+        runs[key] = Run(key, filled, names)
     return list(runs.values())
 
 
-def _run(experiment: Experiment, labels: tuple[tuple[str, str], ...], own: list[Overrides]) -> Run:
-    """Return the run of some labels, given their overrides."""
-    merged: Overrides = {}
-    for overrides in (experiment.set, *own):
-        merged |= overrides
-    names = {}
-    for key in [key for key in merged if key.startswith("names.")]:
-        name = key.removeprefix("names.")
-        if name not in experiment.names:
-            raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
-        names[name] = _filled(merged.pop(key), experiment.places, key)
-    places = experiment.places | names
-    return Run(labels, {key: _filled(value, places, key) for key, value in merged.items()}, names)
-
-
-def fill(text: str, places: Mapping[str, Any], where: str) -> str:
-    """Return `text` with its `{name}`s filled in. Raises UserError for a name that is not in `places`."""
-    try:
-        # Nothing but names: what formats and attributes do is not theirs to ask for.
-        for _, name, spec, conversion in string.Formatter().parse(text):
-            if name is not None and (name not in places or spec or conversion):
-                raise KeyError(name)
-        return text.format_map(places)
-    except (KeyError, ValueError) as error:
-        known = ", ".join(places)
-        raise UserError(f"{where}: {text!r} cannot be filled in ({error}); known: {known}") from None
-
-
-def words(text: str, places: Mapping[str, Any], where: str) -> list[str]:
-    """Return the words of a command; what is filled in stays one word, whatever is in it."""
-    try:
-        split = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{where}: {text!r} is not a command ({error})") from None
-    if not split:
-        raise UserError(f"{where} is empty; give it a command")
-    return [fill(word, places, where) for word in split]
-
-
-def interpreted(command: list[str]) -> list[str]:
-    """Return a command whose `python` is the one that runs this."""
-    return [sys.executable, *command[1:]] if command[0] == "python" else command
-
-
-def _plain(value: Any) -> Any:
-    """Return a value for comparison: YAML takes 1e-3 for text, a recipe for a number."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _filled(value: Any, places: Mapping[str, Any], key: str) -> Any:
+def _filled(value: Any, variables: Mapping[str, Any], key: str) -> Any:
     """Return an override with every text in it filled in."""
     if isinstance(value, Mapping):
-        return {name: _filled(inner, places, key) for name, inner in value.items()}
+        return {name: _filled(inner, variables, key) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, places, key) for inner in value]
-    return fill(value, places, f"override {key}") if isinstance(value, str) else value
+        return [_filled(inner, variables, key) for inner in value]
+    return fill(value, variables, f"override {key}") if isinstance(value, str) else value
+
+
+def fill(text: str, variables: Mapping[str, Any], key: str) -> str:
+    """Return `text` with its `{name}`s filled in. Raises UserError for a name that is no variable."""
+    try:
+        # Nothing but names: formats and attributes would reach into the objects themselves.
+        for _, name, spec, conversion in string.Formatter().parse(text):
+            if name is not None and (name not in variables or spec or conversion):
+                raise KeyError(name)
+        return text.format_map(variables)
+    except (KeyError, ValueError) as error:
+        names = ", ".join(variables)
+        raise UserError(f"{key}: {text!r} cannot be filled in ({error}); known: {names}") from None
+
+
+def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str]:
+    """Return the words of a command; a variable stays one word, whatever is in it."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{key}: {text!r} is not a command ({error})") from None
+    if not words:
+        raise UserError(f"{key} is empty; give it a command")
+    return [fill(word, variables, key) for word in words]
+
+
+def executable(command: list[str]) -> list[str]:
+    """Return a command whose program is this Python, or the one that is installed beside it."""
+    beside = Path(sys.executable).parent / command[0]
+    program = sys.executable if command[0] == "python" else str(beside) if beside.exists() else command[0]
+    return [program, *command[1:]]
 
 
 def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
@@ -384,15 +355,14 @@ def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
 
 
 def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
-    """Return the runs that are reported, given the scores of all trials by run name."""
+    """Return the runs that are reported, from the scores of all trials by run name."""
     if experiment.choose is None:
         return runs
-    choose = experiment.choose
-    best: dict[tuple[tuple[str, str], ...], Run] = {}
-    sign = 1 if choose.least else -1
+    axis, repeat, sign = experiment.choose.axis, experiment.repeat, 1 if experiment.choose.least else -1
+    best: dict[Labels, Run] = {}
     for run in trials(experiment, runs):
-        group = run.without(choose.axis, experiment.repeat)
+        group = run.without(axis, repeat)
         if group not in best or sign * scores[run.name] < sign * scores[best[group].name]:
             best[group] = run
-    picked = {group: run.label(choose.axis) for group, run in best.items()}
-    return [r for r in runs if picked.get(r.without(choose.axis, experiment.repeat)) == r.label(choose.axis)]
+    labels = {group: run.label(axis) for group, run in best.items()}
+    return [run for run in runs if labels.get(run.without(axis, repeat)) == run.label(axis)]

@@ -24,8 +24,8 @@ from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import load_section
 from experiments import READERS
-from experiments.design import RESULTS, fill, interpreted, words
-from experiments.parts import Answer, Evidence, Part
+from experiments.design import RESULTS, executable, fill, split_command
+from experiments.parts import Evidence
 from experiments.report import effect, html
 from pipeline.stop import die_with_parent
 
@@ -35,20 +35,31 @@ COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
 
 def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     """Do every part and return their results."""
-    left_out = _lacking(evidence)
+    left_out = {}  # parts whose files are not there, and what is done about each
+    for name, part in evidence.parts.items():
+        needs = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
+        missing = next((path for path in needs if not Path(path).exists()), None)
+        if missing is not None:
+            action = "left out" if part.otherwise is None else part.otherwise.note
+            left_out[name] = f"{action}, as {missing} does not exist"
     for answer in evidence.answers.values():
         if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
-            raise UserError(f"{answer.by} decides {answer.text!r} and was left out")
+            raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
     parts: dict[str, Any] = {}
     began = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
         if name not in left_out or part.otherwise is not None:
-            parts[name] = _do(evidence, name, part, name in left_out, jobs)
+            parts[name] = _run_part(evidence, name, name in left_out, jobs)
+    verdicts = {}
+    for name, answer in evidence.answers.items():
+        decisive = parts[answer.by]["verdicts"][answer.question]
+        also = {part: parts[part]["verdicts"][answer.question] for part in answer.also if part in parts}
+        verdicts[name] = decisive | {"question": answer.text, "by": answer.by, "also": also}
     return {
         "code": code_version(),
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "verdicts": {name: _verdict(answer, parts) for name, answer in evidence.answers.items()},
+        "verdicts": verdicts,
         "rows": [row | {"part": name} for name, results in parts.items() for row in results["rows"]],
         "parts": parts,
         "left_out": left_out,
@@ -56,47 +67,30 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     }
 
 
-def _lacking(evidence: Evidence) -> dict[str, str]:
-    """Return the parts whose files are not there, and what is done about each."""
-    lacking = {}
-    for name, part in evidence.parts.items():
-        needed = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
-        missing = next((path for path in needed if not Path(path).exists()), None)
-        if missing is not None:
-            instead = "left out" if part.otherwise is None else part.otherwise.note
-            lacking[name] = f"{instead}, as {missing} does not exist"
-    return lacking
-
-
-def _do(evidence: Evidence, name: str, part: Part, lacking: bool, jobs: int) -> dict[str, Any]:
-    """Run a part's commands and return its results."""
-    instead = part.otherwise if lacking else None
-    where = f"parts.{name}"
-    for text in instead.before if instead else []:
-        _run(words(text, evidence.names, where))
-    out = evidence.out / name
+def _run_part(evidence: Evidence, name: str, lacking: bool, jobs: int) -> dict[str, Any]:
+    """Run a part's commands, where its files are lacking those of `otherwise`, and return its results."""
+    part, out, key = evidence.parts[name], evidence.out / name, f"parts.{name}"
+    file, names = part.file, [f"names.{k}={fill(v, evidence.names, key)}" for k, v in part.names.items()]
+    if lacking and part.otherwise is not None:
+        for text in part.otherwise.before:
+            run_command(split_command(text, evidence.names, key))
+        file, names = part.otherwise.file, []
     command = ["python", "-m", COMMANDS[part.kind]]
     if part.kind == "sweep":
         command += ["run", "--jobs", str(jobs)]
-    names = {} if instead else {key: fill(value, evidence.names, where) for key, value in part.names.items()}
-    file = instead.file if instead else part.file
-    _run([*command, str(file), f"out={out}", *(f"names.{key}={value}" for key, value in names.items())])
+    run_command([*command, str(file), f"out={out}", *names])
     return json.loads((out / RESULTS).read_text(encoding="utf-8"))
 
 
-def _run(command: list[str]) -> None:
-    """One command of the product, as a user would give it. Raises UserError when it fails."""
+def run_command(command: list[str]) -> None:
+    """Run a command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
-    code = subprocess.run(interpreted(command), preexec_fn=die_with_parent).returncode
+    code = subprocess.run(executable(command), preexec_fn=die_with_parent).returncode
     if code:
-        raise UserError(f"{shlex.join(command)} ended with exit code {code}; cure that and run this again")
-
-
-def _verdict(answer: Answer, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer by the part that decides, and those of the others."""
-    decided = parts[answer.by]["verdicts"][answer.question]
-    also = {name: parts[name]["verdicts"][answer.question] for name in answer.also if name in parts}
-    return decided | {"question": answer.text, "by": answer.by, "also": also}
+        raise UserError(
+            f"{shlex.join(command)} ended with exit code {code}; cure that and run this again",
+            code="part-failed",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,21 +100,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-    return outcome(
-        lambda: _main(load_section(Evidence, args.file, args.overrides, "experiment", READERS), args.jobs)
-    )
 
+    def work() -> int:
+        evidence = load_section(Evidence, args.file, args.overrides, "experiment", READERS)
+        results = gather(evidence, args.jobs)
+        evidence.out.mkdir(parents=True, exist_ok=True)
+        write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
+        write_text(evidence.out / REPORT, html(evidence, results))
+        for verdict in results["verdicts"].values():
+            _, better, interval, pairs = effect(verdict)
+            print(f"{verdict['question']} {verdict['answer']} ({better} {interval}, n {pairs})")
+        print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
+        return ExitCode.DONE
 
-def _main(evidence: Evidence, jobs: int) -> int:
-    results = gather(evidence, jobs)
-    evidence.out.mkdir(parents=True, exist_ok=True)
-    write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
-    write_text(evidence.out / REPORT, html(evidence, results))
-    for verdict in results["verdicts"].values():
-        _, better, interval, pairs = effect(verdict)
-        print(f"{verdict['question']} {verdict['answer']} ({better} {interval}, n {pairs})")
-    print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
-    return ExitCode.DONE
+    return outcome(work)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ GRACE = 60.0
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the command; killed by a signal, this process ends by the same one."""
+    """Return the exit code of the command; as in shells, 128 and the number of the signal that killed it."""
     parent, command = int(argv[0]), argv[1:]
     requests: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,31 +35,17 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return ExitCode.MISTAKE
-    while child.poll() is None:
-        if requests or os.getppid() != parent:
-            _end(child, requests, parent)
+    deadline, orphaned = None, False
+    while child.poll() is None or (deadline is not None and _lives(child.pid)):
+        orphaned = orphaned or os.getppid() != parent
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if deadline is None and (requests or orphaned):
+                deadline = time.monotonic() + GRACE
+                os.killpg(child.pid, signal.SIGTERM)
+            if deadline is not None and (orphaned or len(requests) > 1 or time.monotonic() > deadline):
+                os.killpg(child.pid, signal.SIGKILL)
         time.sleep(TICK)
-    if child.returncode < 0:
-        with contextlib.suppress(OSError):  # SIGKILL needs none
-            signal.signal(-child.returncode, signal.SIG_DFL)
-        os.kill(os.getpid(), -child.returncode)
-    return child.returncode
-
-
-def _end(child: subprocess.Popen[bytes], requests: list[int], parent: int) -> None:
-    """End the whole group, and wait until it has."""
-    if requests:
-        _send(child.pid, signal.SIGTERM)
-    until = time.monotonic() + GRACE
-    while child.poll() is None or _lives(child.pid):
-        if os.getppid() != parent or len(requests) > 1 or time.monotonic() > until:
-            _send(child.pid, signal.SIGKILL)
-        time.sleep(TICK)
-
-
-def _send(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def _lives(group: int) -> bool:

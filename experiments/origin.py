@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -21,14 +22,14 @@ from pipeline.config import FREE, RunConfig
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
 REPORTED = {"train.eval_rows", "train.mixture_from"}
 OF_MODELS = (".safetensors", ".bin", ".json", ".model")  # files of a model's directory that decide
-_EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 OF_COMMANDS = (".yaml", ".yml", ".py", ".sh")  # files that tell a command what to do
+EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 
 
 def data_origin(config: DataConfig) -> dict[str, Any]:
     """Return what decides prepared data, by dotted key."""
-    origin = flattened({"data": settings(config)}) | {"data.root": str(config.root)}
-    return origin | code_origin("data_prep.prepare")
+    origin = flattened({"data": settings(config)})
+    return origin | {"data.root": str(config.root), **code_origin("data_prep.prepare")}
 
 
 def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,12 +38,9 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     recorded: what was noted when it was begun; it stands for files that are not there any more, which a run
     that is done does not need.
     """
-    free = marked(RunConfig, FREE) - REPORTED
-    origin = {
-        key: value
-        for key, value in flattened(config.model_dump(mode="json", exclude={"data"})).items()
-        if not any(key == unused or key.startswith(f"{unused}.") for unused in free)
-    }
+    free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
+    recipe = flattened(config.model_dump(mode="json", exclude={"data"}))
+    origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
     origin |= data_origin(config.data) | code_origin("pipeline.train")
     model, cost = config.model.path, config.objective.cost
     files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
@@ -50,35 +48,24 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     files |= {f"objective {name}": plugin_file(name) for name in objectives if ":" in name}
     for name, path in files.items():
         key = f"content of {name}"
-        content = None if not path else _content(path) or recorded.get(key)
-        if content is not None:
+        content = (path and _content(path.expanduser())) or recorded.get(key)
+        if path and content is not None:
             origin[key] = content
-    return origin | _deepspeed(config, recorded)
-
-
-def code_origin(module: str) -> dict[str, Any]:
-    """Return what decides the result of code: its source, and that of what it imports from this project."""
-    return {f"code of {module}": code_digest(module)}
-
-
-def _deepspeed(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the DeepSpeed file says; a file of another name may say the same."""
-    try:
-        return flattened({"deepspeed": read_json(shipped(config.deepspeed))})
+    try:  # what the DeepSpeed file says, as a file of another name may say the same
+        return origin | flattened({"deepspeed": read_json(shipped(config.deepspeed))})
     except (OSError, ValueError):
-        return {key: value for key, value in recorded.items() if key.split(".")[0] == "deepspeed"}
+        return origin | {key: recorded[key] for key in recorded if key.startswith("deepspeed.")}
 
 
 def _content(path: Path) -> str | None:
     """Return the digest of a file, or of a model in a directory; None where nothing is there."""
-    path = path.expanduser()
-    try:
+    with contextlib.suppress(OSError):
         if path.is_dir():
             files = [file for file in path.iterdir() if file.suffix in OF_MODELS and file.is_file()]
             return store.digest_files(path, files)
-        return store.digest_files(path.parent, [path]) if path.is_file() else None
-    except OSError:
-        return None
+        if path.is_file():
+            return store.digest_files(path.parent, [path])
+    return None
 
 
 def command_origin(command: list[str], out: Path) -> dict[str, Any]:
@@ -90,23 +77,20 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     for flag, module in pairwise(command):
         if flag == "-m" and source_file(module) is not None:
             origin |= code_origin(module)
-    for word in command:
-        file = shipped(Path(word.rpartition("=")[2]))
-        if file.suffix in OF_COMMANDS and not file.resolve().is_relative_to(out.resolve()):
-            origin |= {f"content of {base}": sha256(base) for base in _with_bases(file)}
+    files = [shipped(Path(word.rpartition("=")[2])) for word in command]
+    for file in files:  # the list grows by the recipes that they extend
+        key = f"content of {file}"
+        if key in origin or file.suffix not in OF_COMMANDS or not file.is_file():
+            continue
+        if not file.resolve().is_relative_to(out.resolve()):
+            origin[key] = sha256(file)
+            files += [file.parent / os.fsdecode(base) for base in EXTENDS.findall(file.read_bytes())]
     return origin
 
 
-def _with_bases(file: Path) -> list[Path]:
-    """Return a file and the recipes that it extends, as far as they exist."""
-    files: list[Path] = []
-    while file.is_file() and file not in files:
-        files.append(file)
-        base = _EXTENDS.search(file.read_bytes()) if file.suffix in (".yaml", ".yml") else None
-        if base is None:
-            break
-        file = file.parent / os.fsdecode(base[1])
-    return files
+def code_origin(module: str) -> dict[str, Any]:
+    """Return what decides the result of code: its source, and that of what it imports from this project."""
+    return {f"code of {module}": code_digest(module)}
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from common.recipe import Section
 
 
 class Otherwise(Section):
-    """What is done where the files that a part needs are not there."""
+    """A part's replacement where the files that it needs are not there."""
 
     note: str  # for the report
     before: list[str] = []  # commands, in order
@@ -32,7 +32,7 @@ class Part(Section):
 
 
 class Answer(Section):
-    """Where a question is answered, and where else the report looks for the same answer."""
+    """A question, the part that answers it, and others that the report quotes."""
 
     text: str
     by: str  # part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,58 +12,55 @@ from common.errors import UserError
 from common.files import finite, write_text
 from common.provenance import code_version
 from common.text import markdown as plain
-from experiments.design import RESULTS, Experiment, Run
+from experiments.design import RESULTS, Experiment, Labels, Run
 from experiments.statistics import at_an_end, difference, estimate, holm, verdict
-from experiments.work import Work
+from experiments.sweep import Sweep
 
 TABLE = "table.md"
 END = "\u2020"  # beside a value at an end of the grid that it was chosen from
 
 
-def gather(work: Work) -> dict[str, Any]:
+def gather(sweep: Sweep) -> dict[str, Any]:
     """Return all numbers of an experiment: `rows` by group of labels, and `verdicts`.
 
     Raises UserError when runs are missing: a table of a part would be another experiment.
     """
-    experiment = work.experiment
-    missing = [task.run.name for task in work.tasks() if not task.done]
+    experiment, choose = sweep.experiment, sweep.experiment.choose
+    missing = [task.run.name for task in sweep.tasks() if not task.done]
     if missing:
         raise UserError(
-            f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first"
+            f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first",
+            code="not-done",
         )
-    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    aside = [experiment.repeat, *([experiment.choose.axis] if experiment.choose else [])]
-    for run in work.reported():
+    aside = (experiment.repeat, choose.axis) if choose else (experiment.repeat,)
+    groups: dict[Labels, list[Run]] = {}
+    for run in sweep.reported():
         groups.setdefault(run.without(*aside), []).append(run)
-    values = {run.name: work.values(run) for runs in groups.values() for run in runs}
-    rows = [_row(experiment, labels, runs, values) for labels, runs in groups.items()]
+    rows = []
+    for labels, runs in groups.items():
+        measured = [sweep.values(run) for run in runs]
+        metrics = dict.fromkeys(metric for values in measured for metric in values)
+        columns = {metric: [values.get(metric, math.nan) for values in measured] for metric in metrics}
+        row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": columns}
+        if choose is not None:
+            label = runs[0].label(choose.axis) or "-"
+            row["chosen"] = {choose.axis: label}
+            row["at_end"] = [choose.axis] if _at_an_end(label, experiment.labels(choose.axis)) else []
+        row["measures"] = {metric: estimate(values)._asdict() for metric, values in columns.items()}
+        rows.append(row)
     _compare(experiment, rows)
-    verdicts = {name: _answer(experiment, name, rows) for name in experiment.questions}
-    lacking = _lacking(experiment, rows)
+    verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
+    lacking = {}
+    for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
+        pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
+        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
+            lacking[metric] = runs_without
     for row in rows:
         del row["values"]
     return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 
-def _row(
-    experiment: Experiment,
-    labels: tuple[tuple[str, str], ...],
-    runs: list[Run],
-    values: dict[str, dict[str, float]],
-) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for run in runs for name in values[run.name]))
-    each = {name: [values[run.name].get(name, math.nan) for run in runs] for name in names}
-    row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": each}
-    if experiment.choose is not None:
-        axis = experiment.choose.axis
-        label = runs[0].label(axis) or "-"
-        row["chosen"] = {axis: label}
-        row["at_end"] = [axis] if _at_an_end(label, experiment.labels(axis)) else []
-    row["measures"] = {name: estimate(values)._asdict() for name, values in each.items()}
-    return row
-
-
-def _at_an_end(label: str, labels: Iterable[str]) -> bool:
+def _at_an_end(label: str, labels: dict[str, Any]) -> bool:
     """Return whether a label is the least or the largest of several numbers."""
     try:
         return at_an_end(float(label), [float(other) for other in labels])
@@ -72,108 +68,80 @@ def _at_an_end(label: str, labels: Iterable[str]) -> bool:
         return False
 
 
-def _baseline_of(experiment: Experiment, row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    wanted = row["labels"] | {experiment.compare.axis: experiment.compare.baseline}
-    return next(other for other in rows if other["labels"] == wanted)
-
-
 def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
-    """Add differences from the baseline; p-values corrected over all comparisons of a measure."""
-    for name in dict.fromkeys(name for row in rows for name in row["measures"]):
-        compared = []
+    """Add differences from the baseline; p-values corrected over all comparisons of a metric."""
+    by_labels = {tuple(row["labels"].items()): row for row in rows}
+    for metric in dict.fromkeys(metric for row in rows for metric in row["measures"]):
+        gaps = []
         for row in rows:
-            base = _baseline_of(experiment, row, rows)
-            if base is not row and name in row["values"] and name in base["values"]:
-                gap = difference(row["values"][name], base["values"][name])
-                row.setdefault("differences", {})[name] = gap._asdict()
-                compared.append(row["differences"][name])
-        for gap, p in zip(compared, holm([gap["p"] for gap in compared]), strict=True):
+            labels = row["labels"] | {experiment.compare.axis: experiment.compare.baseline}
+            base = by_labels[tuple(labels.items())]
+            if base is not row and metric in row["values"] and metric in base["values"]:
+                gap = difference(row["values"][metric], base["values"][metric])._asdict()
+                row.setdefault("differences", {})[metric] = gap
+                gaps.append(gap)
+        for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
             gap["p_holm"] = p
 
 
-def _answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the verdict on a question; its units are repetitions, which share seed and data over all groups.
 
     The value of a repetition is its mean over the groups that differ in other labels than what is compared.
     """
     question, axis = experiment.questions[name], experiment.compare.axis
-
-    def units(label: str) -> list[float]:
-        """Return the outcome of each repetition."""
+    units: dict[str, list[float]] = {}
+    for label in (question.better, *question.than):
         groups = [_outcomes(row, question.outcome) for row in rows if row["labels"][axis] == label]
-        return [fmean(values) for values in zip(*groups, strict=True)]
-
-    answer = verdict(
-        units(question.better), [units(label) for label in question.than], question.least, question.negligible
-    )
-    return {"question": question.text, "outcome": question.outcome, **answer._asdict()}
+        units[label] = [fmean(values) for values in zip(*groups, strict=True)]
+    others = [units[label] for label in question.than]
+    result = verdict(units[question.better], others, question.least, question.negligible)
+    return {"question": question.text, "outcome": question.outcome, **result._asdict()}
 
 
-def _outcomes(row: dict[str, Any], name: str) -> list[float]:
-    """Return a measure of a row's runs, in their order; NaN where one has no number."""
-    return row["values"].get(name, [math.nan] * len(row["runs"]))
-
-
-def _lacking(experiment: Experiment, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return, by each outcome that is asked for, the runs that have no number of it."""
-    lacking: dict[str, list[str]] = {}
-    for name in dict.fromkeys(question.outcome for question in experiment.questions.values()):
-        for row in rows:
-            found = zip(row["runs"], _outcomes(row, name), strict=True)
-            lacking.setdefault(name, []).extend(run for run, value in found if not math.isfinite(value))
-    return {name: runs for name, runs in lacking.items() if runs}
+def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
+    """Return a metric of a row's runs, in their order; NaN where one has no number."""
+    return row["values"].get(metric, [math.nan] * len(row["runs"]))
 
 
 def markdown(results: dict[str, Any]) -> str:
     """Return the table as Markdown."""
     rows = results["rows"]
-    axes = list(rows[0]["labels"])
-    chosen = list(rows[0].get("chosen", {}))
-    names = list(dict.fromkeys(name for row in rows for name in row["measures"]))
-    lines = [
-        "| " + " | ".join(map(plain, (*axes, *chosen, *names))) + " |",
-        "|" + "---|" * len((*axes, *chosen, *names)),
-    ]
+    metrics = list(dict.fromkeys(metric for row in rows for metric in row["measures"]))
+    head = [*rows[0]["labels"], *rows[0].get("chosen", {}), *metrics]
+    lines = ["| " + " | ".join(map(plain, head)) + " |", "|" + "---|" * len(head)]
     for row in rows:
-        cells = [*row["labels"].values(), *chosen_values(row)]
-        cells += [_cell(row, name) for name in names]
+        labels = [*row["labels"].values()]
+        labels += [f"{v}{END if axis in row['at_end'] else ''}" for axis, v in row.get("chosen", {}).items()]
+        cells = [*labels, *(_cell(row, metric) for metric in metrics)]
         lines.append("| " + " | ".join(map(plain, cells)) + " |")
-    lines.append("")
-    lines.append("Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05).")
+    lines += ["", "Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05)."]
     if any(row.get("at_end") for row in rows):
         lines.append(f"{END} chosen at an end of its grid: a better value may lie beyond.")
-    for found in results["verdicts"].values():
-        lines.append("")
-        lines.append(
-            f"**{plain(found['question'])}** {found['answer']}: {plain(found['outcome'])} better by "
-            f"{found['effect']:.4g} "
-            f"[{found['low']:.4g}, {found['high']:.4g}], n {found['n']}."
-        )
-    for name, runs in results["lacking"].items():
-        lines.append("")
-        lines.append(f"No number of {plain(name)}: {', '.join(map(plain, runs))}.")
+    for result in results["verdicts"].values():
+        effect, low, high = (f"{result[key]:.4g}" for key in ("effect", "low", "high"))
+        question, outcome = plain(result["question"]), plain(result["outcome"])
+        by = f"{effect} [{low}, {high}], n {result['n']}"
+        lines += ["", f"**{question}** {result['answer']}: {outcome} better by {by}."]
+    for metric, runs in results["lacking"].items():
+        lines += ["", f"No number of {plain(metric)}: {', '.join(map(plain, runs))}."]
     return "\n".join(lines) + "\n"
 
 
-def chosen_values(row: dict[str, Any]) -> list[str]:
-    """Return the values that were chosen for a row, marked where one lies at an end of its grid."""
-    return [f"{value}{END if axis in row['at_end'] else ''}" for axis, value in row.get("chosen", {}).items()]
-
-
-def _cell(row: dict[str, Any], name: str) -> str:
-    measure = row["measures"].get(name)
+def _cell(row: dict[str, Any], metric: str) -> str:
+    measure = row["measures"].get(metric)
     if measure is None:
         return "-"
-    gap = row.get("differences", {}).get(name)
-    mark = "*" if gap is not None and gap["p_holm"] < 0.05 else ""
-    if math.isnan(measure["low"]):
-        return f"{measure['mean']:.4g}{mark}"
-    return f"{measure['mean']:.4g} ± {measure['high'] - measure['mean']:.2g}{mark}"
+    gap = row.get("differences", {}).get(metric)
+    star = "*" if gap is not None and gap["p_holm"] < 0.05 else ""
+    half = "" if math.isnan(measure["low"]) else f" ± {measure['high'] - measure['mean']:.2g}"
+    return f"{measure['mean']:.4g}{half}{star}"
 
 
-def write(work: Work) -> Path:
+def write(sweep: Sweep) -> Path:
     """Write results.json and table.md into the experiment's directory; return the path of the latter."""
-    results = gather(work)
-    write_text(work.experiment.out / RESULTS, json.dumps(finite(results), indent=1))
-    write_text(work.experiment.out / TABLE, markdown(results))
-    return work.experiment.out / TABLE
+    results = gather(sweep)
+    path = sweep.experiment.out / TABLE
+    write_text(path.with_name(RESULTS), json.dumps(finite(results), indent=1))
+    write_text(path, markdown(results))
+    return path

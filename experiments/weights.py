@@ -8,24 +8,24 @@ at a cost of 1; a second model gives the target the probability STORED.
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.files import write_text
+from common.outcome import outcome
 from pipeline.loss import OBJECTIVES, Objective, get_objective
 from pipeline.loss.checking import Rows, gradient, scalars_of
 
 OTHERS, STORED = 9, 0.5
 COLUMNS = 5  # panels beside each other
-SHOWN = (0.001, 0.99)  # probabilities of the target in the table: nearly missed, and known
+PROBABILITIES = (0.001, 0.99)  # of the target in the table: nearly missed, and certain
 LEFT_OUT = ("demd_dense",)  # compares with a teacher; for one target it is demd
 
 
@@ -56,21 +56,19 @@ def draw() -> str:
     import matplotlib.pyplot as plt
 
     p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
-    all_of_them = objectives()
+    panels = objectives()
     likelihood = pull(get_objective("mle"), p)
-    with plt.rc_context(
-        {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False}
-    ):
-        rows = -(-len(all_of_them) // COLUMNS)
+    look = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False}
+    with plt.rc_context(look | {"axes.spines.right": False}):
+        rows = -(-len(panels) // COLUMNS)
         figure, grid = plt.subplots(rows, COLUMNS, figsize=(9, 1.7 * rows), sharex=True, sharey=True)
-        for axes, objective in zip(grid.flat, all_of_them, strict=False):
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes, objective in zip(grid.flat, panels, strict=False):
             axes.plot(p, likelihood, color="0.75", linewidth=1)
             axes.plot(p, pull(objective, p), color="#1f6feb", linewidth=1.5)
             axes.set_title(str(objective), fontsize=8)
             axes.axhline(0, color="0.85", linewidth=0.6, zorder=0)
-            axes.spines["right"].set_visible(False)
-        for axes in grid.flat[len(all_of_them) :]:
-            axes.set_visible(False)
         grid[0, 0].set_ylim(-0.6, 1.9)
         figure.supxlabel("probability of the target")
         figure.supylabel("pull at its logit")
@@ -81,24 +79,18 @@ def draw() -> str:
     return buffer.getvalue()
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the table's numbers; write the figure where a path is given."""
-    shown = torch.tensor(SHOWN, dtype=torch.float64)
+    parser = argparse.ArgumentParser(prog="python -m experiments.weights", description=__doc__)
+    parser.add_argument("figure", nargs="?", type=Path, help="an .svg file")
+    args = parser.parse_args(argv)
     for objective in objectives():
-        low, high = pull(objective, shown).tolist()
+        low, high = pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
         print(f"{objective.name:<12} {low:8.3f} {high:8.3f}")
-    if argv:
-        path = Path(argv[0])
-        if path.suffix != ".svg":
-            raise UserError(f"{path}: the figure is written as .svg")
-        write_text(path, draw())
+    if args.figure:
+        write_text(args.figure, draw())
     return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = ExitCode.MISTAKE
-    sys.exit(code)
+    sys.exit(outcome(main))

@@ -36,17 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
         parser.add_argument(f"--{split}", type=int, default=count, help="texts (%(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="tokens of a text at most (%(default)s)")
-    return outcome(lambda: _main(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
 
+    def work() -> int:
+        oracle = EvaluatedModel(args.oracle)
+        for split, seed in SEEDS.items():
+            rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
+            text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
+            write_text(args.out / f"{split}.jsonl", text)
+            print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
+        return ExitCode.DONE
 
-def _main(args: argparse.Namespace) -> int:
-    oracle = EvaluatedModel(args.oracle)
-    for split, seed in SEEDS.items():
-        rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
-        text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
-        write_text(args.out / f"{split}.jsonl", text)
-        print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
-    return ExitCode.DONE
+    return outcome(work)
 
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:

@@ -12,6 +12,7 @@ With `--samples` the oracle reads so many texts of the model's own, and as many 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -46,17 +47,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dev", type=Path)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=160, help="of each sample at most (%(default)s)")
-    return outcome(lambda: _main(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
 
+    def work() -> int:
+        oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+        results = measure(oracle, model, args.texts, args.baseline, args.dev)
+        if args.samples:
+            results["samples"] = judge_samples(oracle, model, args.samples, args.tokens, args.out.parent)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(args.out, json.dumps(results, indent=1))
+        return ExitCode.DONE
 
-def _main(args: argparse.Namespace) -> int:
-    oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-    found = measure(oracle, model, args.texts, args.baseline, args.dev)
-    if args.samples:
-        found["samples"] = judged(oracle, model, args.samples, args.tokens, args.out.parent)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.out, json.dumps(found, indent=1))
-    return ExitCode.DONE
+    return outcome(work)
 
 
 def measure(
@@ -70,41 +72,40 @@ def measure(
     if oracle.tokenizer_digest != model.tokenizer_digest:
         raise UserError(
             f"{model.given} and {oracle.given} have different tokenizers; their distributions cannot be "
-            "compared"
+            "compared",
+            code="other-tokenizer",
         )
     rows = token_rows(oracle.tokenizer, texts)
     targets = torch.tensor([token for row in rows for token in row[1:]])
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
-    found: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    found["deciles"] = by_decile(p, distributions.log_probs(q))
+    results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
+    results["deciles"] = by_decile(p, distributions.log_probs(q))
     if dev is not None:
-        fitted = fit_temperature(model.model, token_rows(oracle.tokenizer, dev), shared)
-        found["temperature"] = fitted
-        found["tempered"] = summary(p, q / fitted, targets)
+        temperature = fit_temperature(model.model, token_rows(oracle.tokenizer, dev), shared)
+        results["temperature"] = temperature
+        results["tempered"] = summary(p, q / temperature, targets)
     if baseline is not None:
         base = logits_of(EvaluatedModel(str(baseline)).model, rows, shared)
-        matched = distributions.matching_temperature(base, found["at_1"]["entropy_q"])
-        other = summary(p, base / matched, targets)
-        found["baseline_temperature"] = matched
-        found["over_tempered_baseline"] = {k: found["at_1"][k] - other[k] for k in other}
-    return found
+        temperature = distributions.matching_temperature(base, results["at_1"]["entropy_q"])
+        tempered = summary(p, base / temperature, targets)
+        results["baseline_temperature"] = temperature
+        results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
+    return results
 
 
-def judged(
+def judge_samples(
     oracle: EvaluatedModel, model: EvaluatedModel, samples: int, tokens: int, out: Path
 ) -> dict[str, float]:
     """Return the oracle's nats per token of the model's samples, and of its own: log PPL_oracle."""
-    return {
-        "oracle_nats": _nats(oracle, sample(model, samples, tokens, SAMPLES_SEED, out)),
-        "floor_nats": _nats(oracle, sample(oracle, samples, tokens, SAMPLES_SEED, out)),
-    }
-
-
-def _nats(oracle: EvaluatedModel, rows: list[list[int]]) -> float:
     begin = prompt_ids(oracle, "")
-    return likelihood.continuations(oracle, [(begin, row[len(begin) :]) for row in rows]).per_token
+
+    def nats(writer: EvaluatedModel) -> float:
+        rows = sample(writer, samples, tokens, SAMPLES_SEED, out)
+        return likelihood.continuations(oracle, [(begin, row[len(begin) :]) for row in rows]).per_token
+
+    return {"oracle_nats": nats(model), "floor_nats": nats(oracle)}
 
 
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -145,32 +146,23 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
     rows, contexts = [], 0
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
-            row = _tokens(tokenizer, line)
-            if row is None:
+            record: Any = None
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            row = record.get("ids") if isinstance(record, dict) else None
+            if isinstance(record, dict) and "ids" not in record and isinstance(record.get("text"), str):
+                row = tokenizer(record["text"]).input_ids
+            if not isinstance(row, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in row):
                 raise UserError(
-                    f"{path}, line {number}: expected an object with text, or with ids of the tokenizer"
+                    f"{path}, line {number}: expected an object with text, or with ids of the tokenizer",
+                    code="no-row",
                 )
             if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
                 contexts += len(row) - 1
     if not rows:
-        raise UserError(f"{path} holds no text of two tokens or more")
+        raise UserError(f"{path} holds no text of two tokens or more", code="no-text")
     return rows
-
-
-def _tokens(tokenizer: Any, line: str) -> list[int] | None:
-    """Return a line's ids; None for what is no row of a corpus."""
-    try:
-        one = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(one, dict):
-        return None
-    if "ids" not in one:
-        return tokenizer(one["text"]).input_ids if isinstance(one.get("text"), str) else None
-    ids, size = one["ids"], len(tokenizer)
-    good = isinstance(ids, list) and all(type(i) is int and 0 <= i < size for i in ids)
-    return ids if good else None
 
 
 @torch.no_grad()

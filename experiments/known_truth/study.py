@@ -86,8 +86,8 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _labels_exist(self) -> Study:
-        asked = [x for q in self.questions.values() for x in (q["better"], *q["than"])]
-        for label in (self.baseline, *asked):
+        labels = [label for q in self.questions.values() for label in (q["better"], *q["than"])]
+        for label in (self.baseline, *labels):
             if label not in self.contestants:
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(self.contestants)}")
         if self.truth == "sparse" and self.shares != [0.0]:
@@ -173,9 +173,11 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
         for i, truth in enumerate(truths):
             log_p = truth.rows.log()
             values = _weighted(truth, log_p, learned[i])
-            matched = _at_entropy(truth, log_p, base[i], values["entropy_q"])
+            mean_entropy = partial(_mean_entropy, truth, base[i])
+            temperature = distributions.solve_temperature(mean_entropy, values["entropy_q"])
+            matched = _weighted(truth, log_p, base[i], temperature)  # the baseline, as certain as the learner
             values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
-            values["temperature"] = best_temperature(partial(_nats, learned[i], dev[i]))
+            values["temperature"] = best_temperature(partial(_tempered_nats, learned[i], dev[i]))
             values["tempered_js"] = _weighted(truth, log_p, learned[i], values["temperature"])["js"]
             for name, value in values.items():
                 measured[label].setdefault(name, []).append(value)
@@ -185,8 +187,12 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     return {"values": finite, "rates": rates}
 
 
-def _nats(logits: Tensor, counts: Tensor, temperature: float) -> float:
+def _tempered_nats(logits: Tensor, counts: Tensor, temperature: float) -> float:
     return float(bigram.nats_per_token(logits / temperature, counts))
+
+
+def _mean_entropy(truth: bigram.Truth, logits: Tensor, temperature: float) -> float:
+    return float(distributions.entropy(distributions.log_probs(logits, temperature)) @ truth.contexts)
 
 
 def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0) -> dict[str, float]:
@@ -195,20 +201,18 @@ def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
 
-def _at_entropy(truth: bigram.Truth, log_p: Tensor, logits: Tensor, target: float) -> dict[str, float]:
-    """Return the measures of the baseline at the temperature at which its mean entropy is `target`."""
-
-    def mean_entropy(t: float) -> float:
-        return float(distributions.entropy(distributions.log_probs(logits, t)) @ truth.contexts)
-
-    return _weighted(truth, log_p, logits, distributions.solve_temperature(mean_entropy, target))
-
-
 def run(study: Study) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
-    identity = _identity(study)
-    done = []
+    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
+    keys = {"contestants", "baseline", "truth", "truths", "steps", "rates"}
+    identity = {  # what every cell depends on: parameters, and the code that makes it
+        "study": study.model_dump(mode="json", include=keys),
+        "code": code_digest("experiments.known_truth.study"),
+        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
+        "torch": torch.__version__,
+    }
+    results, rows = [], []
     for V, share, tokens in cells(study):
         key = json.dumps({**identity, "cell": [V, share, tokens]}, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -216,44 +220,28 @@ def run(study: Study) -> dict[str, Any]:
         if not path.is_file():
             write_text(path, json.dumps(measure_cell(study, V, share, tokens)))
         cell = {"V": V, "share": share, "tokens": tokens, **json.loads(path.read_text(encoding="utf-8"))}
-        done.append(cell)
+        results.append(cell)
+        contestants = {
+            label: {metric: estimate(values)._asdict() for metric, values in measured.items()}
+            for label, measured in cell["values"].items()
+        }
+        ends = [label for label, rate in cell["rates"].items() if at_an_end(rate, study.rates)]
+        verdicts = {name: answer(study, name, [cell]) for name in study.questions}
+        row = {key: cell[key] for key in ("V", "share", "tokens", "rates")}
+        rows.append(row | {"at_end": ends, "contestants": contestants, "verdicts": verdicts})
         means = (f"{label} {sum(v[study.outcome]) / study.truths:.4f}" for label, v in cell["values"].items())
         print(f"V {V}, share {share:g}, {tokens} tokens: {', '.join(means)}", flush=True)
-    results = {
+    summary = {
         "code": code_version(),
         "fixed_points": fixed_points(study),
-        "rows": [_row(study, cell) for cell in done],
-        "verdicts": {name: _answer(study, name, done) for name in study.questions},
+        "rows": rows,
+        "verdicts": {name: answer(study, name, results) for name in study.questions},
     }
-    write_text(study.out / RESULTS, json.dumps(results, indent=1))
-    return results
+    write_text(study.out / RESULTS, json.dumps(summary, indent=1))
+    return summary
 
 
-def _identity(study: Study) -> dict[str, Any]:
-    """Return all that a cell depends on besides which cell it is: parameters, and the code that makes it."""
-    keys = {"contestants", "baseline", "truth", "truths", "steps", "rates"}
-    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
-    return {
-        "study": study.model_dump(mode="json", include=keys),
-        "code": code_digest("experiments.known_truth.study"),
-        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
-        "torch": torch.__version__,
-    }
-
-
-def _row(study: Study, cell: dict[str, Any]) -> dict[str, Any]:
-    """Return a cell's means, chosen learning rates (and whose lie at an end of the grid), and answers."""
-    return {key: cell[key] for key in ("V", "share", "tokens", "rates")} | {
-        "at_end": [label for label, rate in cell["rates"].items() if at_an_end(rate, study.rates)],
-        "contestants": {
-            label: {name: estimate(values)._asdict() for name, values in measured.items()}
-            for label, measured in cell["values"].items()
-        },
-        "verdicts": {name: _answer(study, name, [cell]) for name in study.questions},
-    }
-
-
-def _answer(study: Study, name: str, done: list[dict[str, Any]]) -> dict[str, Any]:
+def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the verdict over cells, each of which is one unit with its mean over truths.
 
     However many truths a cell has, they say little about other cells. Of a single cell each truth is a unit.
@@ -263,7 +251,7 @@ def _answer(study: Study, name: str, done: list[dict[str, Any]]) -> dict[str, An
     measure = f"gap_{study.outcome}" if tempered else study.outcome
 
     def units(label: str) -> list[float]:
-        values = [cell["values"][label][measure] for cell in done]
+        values = [cell["values"][label][measure] for cell in results]
         return values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
 
     better = units(question["better"])
@@ -278,27 +266,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
-    return outcome(lambda: _main(load_section(Study, args.file, args.overrides, "experiment", READERS)))
 
+    def work() -> int:
+        study = load_section(Study, args.file, args.overrides, "experiment", READERS)
+        results = run(study)
+        lines = {f"V {r['V']}, share {r['share']:g}, {r['tokens']} tokens": r for r in results["rows"]}
+        for cell, row in {**(lines if len(lines) > 1 else {}), "all cells": results}.items():
+            for name, result in row["verdicts"].items():
+                interval = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
+                print(f"{cell}: {name}: {result['answer']} ({result['effect']:.4g} {interval})")
+        ends = sorted({label for row in results["rows"] for label in row["at_end"]})
+        if ends:
+            print(
+                f"learning rates, chosen by nats per token, lie at an end of the grid for {', '.join(ends)}"
+            )
+        print(study.out / RESULTS)
+        return ExitCode.DONE
 
-def _main(study: Study) -> int:
-    results = run(study)
-    for row in results["rows"]:
-        if len(results["rows"]) > 1:
-            where = f"V {row['V']}, share {row['share']:g}, {row['tokens']} tokens"
-            print(f"{where}: {'; '.join(_said(*pair) for pair in row['verdicts'].items())}")
-    for pair in results["verdicts"].items():
-        print(_said(*pair))
-    ends = sorted({label for row in results["rows"] for label in row["at_end"]})
-    if ends:
-        print(f"learning rates, chosen by nats per token, lie at an end of the grid for {', '.join(ends)}")
-    print(study.out / RESULTS)
-    return ExitCode.DONE
-
-
-def _said(name: str, answer: dict[str, Any]) -> str:
-    interval = f"[{answer['low']:.4g}, {answer['high']:.4g}]"
-    return f"{name}: {answer['answer']} ({answer['effect']:.4g} {interval}, n {answer['n']})"
+    return outcome(work)
 
 
 if __name__ == "__main__":

@@ -8,26 +8,24 @@ from typing import Any
 import pytest
 import yaml
 
-from common.errors import UserError
 from experiments.__main__ import main
 from experiments.design import chosen, expand, read_experiment, trials
 from tests.conftest import REPO
 
+AXES = {
+    "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
+    "lr": {"train.lr": [0.1, 0.2]},
+    "seed": {"train.seed": [1, 2, 3]},
+}
 FILE: dict[str, Any] = {
     "out": "runs/x",
     "recipe": "launch/recipes/quickstart-continue.yaml",
     "set": {"train.log_every": 3},
-    "axes": {
-        "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
-        "lr": {"train.lr": [0.1, 0.2]},
-        "seed": {"train.seed": [1, 2, 3]},
-    },
+    "axes": AXES,
     "repeat": "seed",
     "choose": {"axis": "lr"},
     "compare": {"axis": "objective", "baseline": "mle"},
 }
-
-AGAINST = {"gap": {"command": "python -c pass {baseline}", "read": {"x": "x.json:x"}}}
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
@@ -36,59 +34,23 @@ def write(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def reads(number: str, place: str = "x.json:x") -> dict[str, Any]:
-    return {"command": "python -c pass", "read": {number: place}}
+def axes(**changes: Any) -> dict[str, Any]:
+    return {"axes": AXES | changes}
 
 
-LABEL = {"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}
+def measures(**sources: dict[str, str]) -> dict[str, Any]:
+    return {"measures": {name: {"command": "python -c pass", "read": read} for name, read in sources.items()}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"axes": FILE["axes"] | {"lr": LABEL}}, "'../../x' cannot be part of a file's name"),
-        ({"axes": FILE["axes"] | {"lr": {"train.lr": ["-rf", "b"]}}}, "'-rf' cannot be part"),
-        ({"before": {"a/b": "python -c pass"}}, "'a/b' cannot be part"),
-        ({"measures": {"..": {"command": "python -c pass"}}}, "'..' cannot be part"),
-        ({"axes": FILE["axes"] | {"lr": {"train.lr": list(range(2000))}}}, "more than 10,000 runs"),
-        ({"set": {"data.dir": "{out:>99999999999}"}}, "cannot be filled in"),
-        ({"set": {"data.dir": "{out.__class__.__init__.__globals__}"}}, "cannot be filled in"),
-    ],
-)
-def test_names_stay_in_out_and_templates_are_names(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        read_experiment(write(tmp_path, **changes), [])
-
-
-def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
-    runs = expand(read_experiment(write(tmp_path), []))
-    assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
-    assert len(runs) == 12
-    assert runs[-1].overrides == {
-        "train.log_every": 3,
-        "objective.name": "emo",
-        "train.lr": 0.2,
-        "train.seed": 3,
-    }
-
-
-def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> None:
-    experiment = read_experiment(write(tmp_path), [])
-    runs = expand(experiment)
-    first = trials(experiment, runs)
-    assert [run.name for run in first] == ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
-    scores = {"mle-0.1-1": 2.0, "mle-0.2-1": 1.0, "emo-0.1-1": 1.0, "emo-0.2-1": float("inf")}
-    kept = [run.name for run in chosen(experiment, runs, scores)]
-    assert kept == ["mle-0.2-1", "mle-0.2-2", "mle-0.2-3", "emo-0.1-1", "emo-0.1-2", "emo-0.1-3"]
+AGAINST = {"gap": {"command": "python -c pass {baseline}", "read": {"x": "x.json:x"}}}
+TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a": 1}, "1-1": {"a": 2}})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"axis": {}}, "axis"),
         ({"repeat": "sed"}, "did you mean seed?"),
-        ({"axes": {**FILE["axes"], "lr": {"slow": 3}}}, "axes.lr.slow"),
         ({"compare": {"axis": "objective", "baseline": "mel"}}, "did you mean mle?"),
         ({"compare": {"axis": "lr", "baseline": "0.1"}}, "different axes"),
         ({"choose": {"axis": "lr", "by": "validation_nl"}}, "did you mean validation_nll?"),
@@ -96,41 +58,49 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path) -> No
             {"choose": {"axis": "lr", "by": "validation_nll:home"}},
             "no validation set for validation_nll:home",
         ),
-        ({"axis": {}}, "axis"),
-        ({"set": {"model.path": "{oracel}"}}, "override model.path: '{oracel}' cannot be filled in"),
-        ({"before": {"corpus": "python -c {oracle}"}}, "before.corpus: '{oracle}' cannot be filled in"),
-        ({"before": {"corpus": "python 'x"}}, "No closing quotation"),
-        ({"before": {"corpus": ""}}, "before.corpus is empty"),
-        ({"names": {"lr": "x"}}, "names.lr"),
-        ({"set": {"names.oracel": "x"}, "names": {"oracle": "y"}}, "did you mean oracle?"),
-        ({"set": {"train.stesp": 3}}, "mle-0.1-1: unknown key train.stesp"),
-        ({"ranks": 3}, "does not divide over 3 ranks"),
         ({"choose": {"axis": "lr", "where": {"objectiv": ["emo"]}}}, "did you mean objective?"),
         ({"choose": {"axis": "lr", "where": {"objective": ["em"]}}}, "did you mean emo?"),
         ({"choose": {"axis": "lr", "by": "x"}, "measures": AGAINST}, "needs the baseline"),
-        ({"measures": {"train": {"command": "python -c pass"}}}, "measures.train"),
+        # names and what is filled in
+        ({"set": {"model.path": "{oracel}"}}, "override model.path: '{oracel}' cannot be filled in"),
+        ({"set": {"data.dir": "{out:>99999999999}"}}, "cannot be filled in"),
+        ({"set": {"data.dir": "{out.__class__.__init__.__globals__}"}}, "cannot be filled in"),
+        ({"before": {"corpus": "python -c {oracle}"}}, "before.corpus: '{oracle}' cannot be filled in"),
+        ({"before": {"corpus": "python 'x"}}, "No closing quotation"),
+        ({"before": {"corpus": ""}}, "before.corpus is empty"),
+        ({"before": {"a/b": "python -c pass"}}, "'a/b' cannot be part of a file's name"),
+        ({"names": {"lr": "x"}}, "names.lr"),
         ({"names": {"export": "x"}}, "{export} already means something else"),
-        ({"axes": FILE["axes"] | {"seed": {"train.seed": [1, 1]}}}, "train.seed is given '1' more than once"),
-        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, 0.001]}}}, "'0.001' more than once"),
-        ({"axes": FILE["axes"] | {"lr": {"train.lr": [1.0e-3, "1e-3"]}}}, "given '0.001' more than once"),
-        (
-            {"axes": FILE["axes"] | {"lr": {"a": {"train.lr": 1}, "b": {"train.lr": 1}}}},
-            "a and b are the same",
-        ),
-        ({"axes": FILE["axes"] | {"seed": {"train.seed": []}}}, "axes.seed has no labels"),
-        ({"axes": FILE["axes"] | {"seed": {}}}, "axes.seed has no labels"),
-        ({"measures": {"a": reads("x"), "b": reads("x")}}, "measures.b.read.x: a reads it too"),
-        ({"measures": {"a": reads("validation_nll")}}, "every run reports this itself"),
-        ({"measures": {"a": reads("x", "{plase}/x.json:x")}}, "measures.a.read.x: '{plase}/x.json:x' cannot"),
+        ({"set": {"names.oracel": "x"}, "names": {"oracle": "y"}}, "did you mean oracle?"),
+        # labels
+        (axes(lr={"slow": 3}), "axes.lr.slow"),
+        (axes(seed={"train.seed": [1, 1]}), "train.seed is given '1' more than once"),
+        (axes(lr={"train.lr": [1.0e-3, 0.001]}), "'0.001' more than once"),
+        (axes(lr={"a": {"train.lr": 1}, "b": {"train.lr": 1}}), "a and b are the same"),
+        (axes(seed={"train.seed": []}), "axes.seed has no labels"),
+        (axes(seed={}), "axes.seed has no labels"),
+        (axes(lr={"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}), "'../../x' cannot be part"),
+        (axes(lr={"train.lr": ["-rf", "b"]}), "'-rf' cannot be part"),
+        (axes(lr={"train.lr": list(range(2000))}), "more than 10,000 runs"),
+        (TWICE, "both called mle-a-1-1"),
+        # measures
+        ({"measures": {"train": {"command": "python -c pass"}}}, "measures.train"),
+        ({"measures": {"..": {"command": "python -c pass"}}}, "'..' cannot be part"),
+        (measures(a={"x": "x.json:x"}, b={"x": "x.json:x"}), "measures.b.read.x: a reads it too"),
+        (measures(a={"validation_nll": "x.json:x"}), "every run reports it"),
+        (measures(a={"x": "{plase}/x.json:x"}), "measures.a.read.x: '{plase}/x.json:x' cannot"),
+        # the recipe
+        ({"set": {"train.stesp": 3}}, "mle-0.1-1: unknown key train.stesp"),
+        ({"ranks": 3}, "does not divide over 3 ranks"),
     ],
 )
 def test_mistakes_are_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(write(tmp_path, **changes)), "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -144,62 +114,83 @@ def test_files_of_other_commands_are_told_apart(
     assert f"is not for this command; give it to python -m {reader}\n" in capsys.readouterr().err
 
 
-def test_labels_may_be_numbers(tmp_path: Path) -> None:
-    axes = FILE["axes"] | {"seed": {1: {"train.seed": 1, "data.seed": 1}, 2: {"train.seed": 2}}}
-    runs = expand(read_experiment(write(tmp_path, axes=axes), []))
-    assert [run.name for run in runs[:2]] == ["mle-0.1-1", "mle-0.1-2"]
+def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
+    runs = expand(read_experiment(write(tmp_path), []))
+    assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
+    assert len(runs) == 12
+    expected = {"train.log_every": 3, "objective.name": "emo", "train.lr": 0.2, "train.seed": 3}
+    assert runs[-1].overrides == expected
 
 
-def test_labels_that_a_command_tells_apart_may_have_the_same_overrides(tmp_path: Path) -> None:
-    measures = {"a": {"command": "python -c pass {temperature}", "read": {"x": "x.json:x"}}}
-    axes = FILE["axes"] | {"temperature": {"cold": {}, "hot": {}}}
-    assert len(expand(read_experiment(write(tmp_path, axes=axes, measures=measures), []))) == 24
+def test_labels_may_be_numbers_and_differ_in_a_command_alone(tmp_path: Path) -> None:
+    changes = axes(
+        seed={1: {"train.seed": 1, "data.seed": 1}, 2: {"train.seed": 2}}, temperature={"cold": {}, "hot": {}}
+    )
+    measure = {"a": {"command": "python -c pass {temperature}", "read": {"x": "x.json:x"}}}
+    runs = expand(read_experiment(write(tmp_path, measures=measure, **changes), []))
+    assert [run.name for run in runs[:3]] == ["mle-0.1-1-cold", "mle-0.1-1-hot", "mle-0.1-2-cold"]
 
 
-def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
-    lr = {"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}
-    axes = FILE["axes"] | {"lr": lr, "seed": {"1": {"train.seed": 1}, "1-1": {"train.seed": 2}}}
-    with pytest.raises(UserError, match="both called mle-a-1-1"):
-        read_experiment(write(tmp_path, axes=axes), [])
-
-
-def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
-    assert main(["run", str(path), "--dry-run", "--jobs", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "12 combinations; to do now 4 of 4 runs" in said
-    assert "about 4 minutes with 2 at a time" in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_names_are_filled_into_overrides(tmp_path: Path) -> None:
-    changes = {
-        "names": {"root": "some", "place": "{root}/where", "rows": 3},
-        "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
-        "axes": FILE["axes"] | {"lr": {"slow": {"train.lr": 0.1, "data.limit_rows": "{rows}"}}},
-    }
-    run = expand(read_experiment(write(tmp_path, **changes), ["names.root=there"]))[0]
-    assert run.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
-    assert run.overrides["data.root"] == "there/where"
-    assert run.overrides["data.limit_rows"] == "3"
+@pytest.mark.parametrize("least", [True, False])
+def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path, least: bool) -> None:
+    experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "least": least}), [])
+    runs = expand(experiment)
+    names = ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
+    assert [run.name for run in trials(experiment, runs)] == names
+    scores = dict(zip(names, (2.0, 1.0, 1.0, float("inf")), strict=True))
+    rates = {"mle": "0.2", "emo": "0.1"} if least else {"mle": "0.1", "emo": "0.2"}
+    expected = [f"{objective}-{rate}-{seed}" for objective, rate in rates.items() for seed in (1, 2, 3)]
+    assert [run.name for run in chosen(experiment, runs, scores)] == expected
 
 
 def test_an_axis_may_belong_to_some_labels_alone(tmp_path: Path) -> None:
     experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "where": {"objective": ["emo"]}}), [])
     runs = expand(experiment)
     names = [run.name for run in runs]
-    assert names[:4] == ["mle-1", "mle-2", "mle-3", "emo-0.1-1"]
-    assert len(names) == 3 + 6
+    assert names[:4] == ["mle-1", "mle-2", "mle-3", "emo-0.1-1"] and len(names) == 3 + 6
     assert "train.lr" not in runs[0].overrides
     assert [run.name for run in trials(experiment, runs)] == ["emo-0.1-1", "emo-0.2-1"]
-    kept = chosen(experiment, runs, {"emo-0.1-1": 2.0, "emo-0.2-1": 1.0})
-    assert [run.name for run in kept] == ["mle-1", "mle-2", "mle-3", "emo-0.2-1", "emo-0.2-2", "emo-0.2-3"]
+    reported = chosen(experiment, runs, {"emo-0.1-1": 2.0, "emo-0.2-1": 1.0})
+    assert [run.name for run in reported[:4]] == ["mle-1", "mle-2", "mle-3", "emo-0.2-1"]
 
 
-def test_a_label_gives_a_name_another_text(tmp_path: Path) -> None:
-    corpus = {"near": {"train.seed": 1}, "far": {"names.place": "{place}/far", "data.root": "{place}"}}
-    changes = {"names": {"place": "here"}, "axes": {**FILE["axes"], "corpus": corpus}}
-    near, far = expand(read_experiment(write(tmp_path, **changes), ["names.place=there"]))[:2]
-    assert not near.names
-    assert far.names == {"place": "there/far"}
-    assert far.overrides["data.root"] == "there/far"
+def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_path: Path) -> None:
+    corpus = {
+        "near": {"data.limit_rows": "{rows}"},
+        "far": {"names.place": "{place}/far", "data.root": "{place}"},
+    }
+    changes = {
+        "names": {"root": "some", "place": "{root}/where", "rows": 3},
+        "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
+    }
+    path = write(tmp_path, **changes, **axes(corpus=corpus))
+    near, *_, far = expand(read_experiment(path, ["names.root=there"]))
+    assert near.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
+    assert near.overrides["data.root"] == "there/where" and not near.names
+    assert near.overrides["data.limit_rows"] == "3"
+    assert far.names == {"place": "there/where/far"}
+    assert far.overrides["data.root"] == "there/where/far"
+
+
+def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
+    assert main(["run", str(path), "--dry-run", "--jobs", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "12 combinations; to do now 4 of 4 runs" in output
+    assert "about 4 minutes with 2 at a time" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_jobs_share_the_runs(tmp_path: Path) -> None:
+    """Workers of a Slurm array and of a Kubernetes job run the same command."""
+    path = write(tmp_path, out=str(tmp_path / "out"), ranks=2)
+    slurm, kubernetes = tmp_path / "a.sbatch", tmp_path / "a.yaml"
+    options = ["--slurm", str(slurm), "--kubernetes", str(kubernetes), "--workers", "3"]
+    assert main(["run", str(path), *options]) == 0
+    script, job = slurm.read_text(), yaml.safe_load(kubernetes.read_text())
+    assert "#SBATCH --array=1-3\n" in script and "#SBATCH --gpus=2\n" in script
+    assert script.endswith(f" -m experiments run {path}\n")
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] == 3
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "experiments", "run", str(path)]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2

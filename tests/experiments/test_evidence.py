@@ -1,8 +1,7 @@
-"""The evidence from one end to the other on parts that take seconds; what is missing is said."""
+"""The evidence from one end to the other, on parts that take seconds."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import psutil
 import pytest
 import yaml
 
-from common.errors import UserError
 from common.recipe import load_section
 from experiments.evidence import Evidence, main
 from experiments.report import html
@@ -53,9 +51,7 @@ def evidence(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def test_what_is_missing_is_replaced_or_left_out_and_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_replaced_or_left_out_and_reported(tmp_path: Path) -> None:
     assert main([str(evidence(tmp_path))]) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
@@ -68,9 +64,8 @@ def test_what_is_missing_is_replaced_or_left_out_and_said(
         "text": f"left out, {missing}text does not exist",
     }
     page = (tmp_path / "out/report.html").read_text()
-    for said in ("Does it help?", "almost everything", "left out, as", "Text &lt;b&gt;", "emo-permuted"):
-        assert said in page
-    assert "left out" in capfd.readouterr().out
+    for text in ("Does it help?", "almost everything", "left out, as", "Text &lt;b&gt;", "emo-permuted"):
+        assert text in page
 
 
 PART = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml"}
@@ -78,49 +73,38 @@ ANSWERS = {"geometry": {"text": "Does it help?", "by": "study", "question": "geo
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"answers": {"x": {"text": "?", "by": "stdy", "question": "q"}}}, "stdy is not one of the parts"),
         ({"parts": {}}, "parts"),
         ({"parts": {"study": PART}, "answers": ANSWERS}, "ended with exit code 2"),
         ({"parts": {"study": PART | {"needs": ["{dta}/x"]}}, "answers": ANSWERS}, "cannot be filled in"),
-        (
-            {"parts": {"study": PART | {"needs": ["{data}/x"]}}, "answers": ANSWERS},
-            "study decides 'Does it help?' and was left out",
-        ),
+        ({"parts": {"study": PART | {"needs": ["{data}/x"]}}, "answers": ANSWERS}, "was left out"),
     ],
 )
 def test_mistakes_are_one_line(
-    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(evidence(tmp_path, **changes))]) == 2
-    err = capsys.readouterr().err
-    assert said in err and not (tmp_path / "out/results.json").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "out/results.json").exists()
 
 
 def test_the_shipped_files_are_whole() -> None:
     for name in ("evidence", "evidence-full"):
         shipped = load_section(Evidence, REPO / f"experiments/{name}.yaml", [])
-        files = [p.file for p in shipped.parts.values()]
-        files += [p.otherwise.file for p in shipped.parts.values() if p.otherwise]
-        assert all((REPO / file).is_file() for file in files)
-    with pytest.raises(UserError, match="unknown key"):
-        load_section(Evidence, REPO / "experiments/evidence.yaml", ["part=1"])
+        parts = [part for p in shipped.parts.values() for part in (p, p.otherwise) if part is not None]
+        assert all((REPO / part.file).is_file() for part in parts)
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:
-    code = "from experiments.evidence import _run; _run(['sleep', '300'])"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as whole:
-        launching.wait_for(lambda: psutil.Process(whole.pid).children(), "the part")
-        (part,) = psutil.Process(whole.pid).children()
-        whole.kill()
-
-    def ended() -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return part.status() == psutil.STATUS_ZOMBIE
-        return True
-
-    launching.wait_for(ended, "the part's end", timeout=30)
+    code = "from experiments.evidence import run_command; run_command(['sleep', '300'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
+        launching.wait_for(lambda: psutil.Process(process.pid).children(), "the part")
+        (part,) = psutil.Process(process.pid).children()
+        process.kill()
+    launching.wait_for(
+        lambda: not part.is_running() or part.status() == "zombie", "the part's end", timeout=30
+    )
 
 
 def estimate(mean: float) -> dict[str, Any]:
@@ -140,13 +124,13 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     ]
     rows.append({"labels": {"objective": "tailr"}, "measures": {}})
     verdict = {"answer": "no", "effect": -0.2, "low": -0.3, "high": -0.1, "n": 3, "outcome": "gap_js"}
-    found = {"code": "c", "minutes": 1, "left_out": {}, "cut": []}
-    found["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}, "lacking": {"js": ["tailr-s1"]}}}
+    results = {"code": "c", "minutes": 1, "left_out": {}, "cut": []}
+    results["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}, "lacking": {"js": ["tailr-s1"]}}}
     alone = {"answer": "undecided", "effect": 0.2, "low": None, "high": None, "n": 1, "outcome": "js"}
-    found["verdicts"] = {
+    results["verdicts"] = {
         "geometry": verdict | {"question": "Does it help?", "by": "study", "also": {"p": alone}}
     }
     shipped = load_section(Evidence, evidence(tmp_path), [])
-    page = html(shipped, found)
-    for said in ("0.1151*", "± 0.1", "No.", "<svg", "JS minus tempered MLE", "[-, -]", "tailr-s1"):
-        assert said in page
+    page = html(shipped, results)
+    for text in ("0.1151*", "± 0.1", "No.", "<svg", "JS minus tempered MLE", "[-, -]", "tailr-s1"):
+        assert text in page

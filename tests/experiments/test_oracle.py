@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.errors import UserError
 from eval.model import EvaluatedModel
 from experiments.known_truth import corpus, oracle
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -35,14 +37,15 @@ def rows(path: Path) -> list[list[int]]:
     return [json.loads(line)["ids"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def measured(root: Path, *arguments: str) -> dict:
-    given = {
-        "--oracle": root / "oracle",
-        "--model": root / "learner",
-        "--texts": root / "corpus/test.jsonl",
-        "--out": root / "out.json",
-    }
-    assert oracle.main([*(str(x) for pair in given.items() for x in pair), *arguments]) == 0
+def run(root: Path, *arguments: str | Path) -> int:
+    """Return the exit code for the learner on the test texts; later arguments win."""
+    paths = {"oracle": "oracle", "model": "learner", "texts": "corpus/test.jsonl", "out": "out.json"}
+    options = [word for name, path in paths.items() for word in (f"--{name}", str(root / path))]
+    return oracle.main([*options, *map(str, arguments)])
+
+
+def measured(root: Path, *arguments: str | Path) -> dict[str, Any]:
+    assert run(root, *arguments) == 0
     return json.loads((root / "out.json").read_text())
 
 
@@ -56,7 +59,7 @@ def test_the_texts_are_the_tokens_that_were_drawn(root: Path) -> None:
 
 
 def test_measures_equal_a_naive_computation(root: Path) -> None:
-    found = measured(root)
+    results = measured(root)
     models = [EvaluatedModel(str(root / name)).model for name in ("oracle", "learner")]
     kl, js, nats, count = 0.0, 0.0, 0.0, 0
     for row in rows(root / "corpus/test.jsonl"):
@@ -68,19 +71,19 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         js += ((p * np.log(p / middle)).sum() + (q * np.log(q / middle)).sum()) / 2
         nats -= np.log(q[np.arange(len(row) - 1), row[1:]]).sum()
         count += len(row) - 1
-    assert found["contexts"] == count
+    assert results["contexts"] == count
     for name, value in (("kl_pq", kl), ("js", js), ("test_nats", nats)):
-        assert found["at_1"][name] == pytest.approx(value / count, abs=1e-6)
+        assert results["at_1"][name] == pytest.approx(value / count, abs=1e-6)
 
 
 def test_the_oracle_is_no_different_from_itself(root: Path) -> None:
     same = ["--model", str(root / "oracle"), "--samples", "7", "--tokens", str(TOKENS)]
-    found = measured(root, *same, "--baseline", str(root / "oracle"))
-    assert found["at_1"]["js"] == found["at_1"]["kl_pq"] == 0
-    assert found["at_1"]["test_nats"] == found["at_1"]["floor_nats"]
-    assert found["samples"]["oracle_nats"] == found["samples"]["floor_nats"]
-    assert found["baseline_temperature"] == pytest.approx(1, abs=1e-6)
-    assert abs(found["over_tempered_baseline"]["js"]) < 1e-9
+    results = measured(root, *same, "--baseline", str(root / "oracle"))
+    assert results["at_1"]["js"] == results["at_1"]["kl_pq"] == 0
+    assert results["at_1"]["test_nats"] == results["at_1"]["floor_nats"]
+    assert results["samples"]["oracle_nats"] == results["samples"]["floor_nats"]
+    assert results["baseline_temperature"] == pytest.approx(1, abs=1e-6)
+    assert abs(results["over_tempered_baseline"]["js"]) < 1e-9
 
 
 def test_tempering_explains_a_tempered_model(root: Path) -> None:
@@ -90,19 +93,19 @@ def test_tempering_explains_a_tempered_model(root: Path) -> None:
     model.model.lm_head.weight.data *= 2.0
     model.model.save_pretrained(sharp)
     model.tokenizer.save_pretrained(sharp)
-    found = measured(root, "--model", str(sharp), "--baseline", str(root / "learner"))
-    assert found["baseline_temperature"] == pytest.approx(0.5, abs=1e-4)
-    assert abs(found["over_tempered_baseline"]["kl_pq"]) < 1e-6
+    results = measured(root, "--model", str(sharp), "--baseline", str(root / "learner"))
+    assert results["baseline_temperature"] == pytest.approx(0.5, abs=1e-4)
+    assert abs(results["over_tempered_baseline"]["kl_pq"]) < 1e-6
 
 
 def test_the_best_temperature_is_exact(root: Path) -> None:
     """There the derivative of the nats by log T vanishes: sum over contexts of E_q[z] - z_target, scaled."""
     dev = root / "corpus/dev.jsonl"
-    found = measured(root, "--dev", str(dev))
+    results = measured(root, "--dev", str(dev))
     model, slope = EvaluatedModel(str(root / "learner")).model, 0.0
     for row in rows(dev):
         with torch.no_grad():
-            z = model(input_ids=torch.tensor([row])).logits[0, :-1].double() / found["temperature"]
+            z = model(input_ids=torch.tensor([row])).logits[0, :-1].double() / results["temperature"]
         slope += float((z.softmax(-1) * z).sum() - z.gather(-1, torch.tensor(row[1:])[:, None]).sum())
     assert abs(slope / sum(len(row) - 1 for row in rows(dev))) < 1e-6
 
@@ -116,28 +119,22 @@ def test_a_padded_head_is_cut(root: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "3", "{}", '{"ids": [1, 99999]}', '{"ids": ["a"]}', '{"text": 3}'])
-def test_what_is_no_row_is_named(line: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_row_is_refused(line: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "bad.jsonl").write_text('{"ids": [1, 2]}\n' + line + "\n")
-    given = ["--oracle", str(root / "oracle"), "--model", str(root / "learner")]
-    assert oracle.main([*given, "--texts", str(root / "bad.jsonl"), "--out", str(root / "none.json")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and "bad.jsonl, line 2: expected an object" in said
+    assert run(root, "--texts", root / "bad.jsonl", "--out", root / "none.json") == 2
+    assert "bad.jsonl, line 2: " in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--oracle", str(root / "oracle"), "--model", str(root / "learner")]
-    given += ["--texts", str(root / "corpus/test.jsonl")]
-    assert oracle.main([*given, "--out", str(root / "corpus/test.jsonl/out.json")]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: ") and "File exists" in said
+def test_a_directory_that_cannot_be_made_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(root, "--out", root / "corpus/test.jsonl/out.json") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
-def test_another_tokenizer_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_is_refused(root: Path) -> None:
     tokenizer = tiny_tokenizer(root / "tokenizer")
     tokenizer.add_tokens(["zebra"])
     tiny_model(root / "other", seed=3, tokenizer=tokenizer)
-    given = ["--oracle", str(root / "oracle"), "--model", str(root / "other")]
-    given += ["--texts", str(root / "corpus/test.jsonl"), "--out", str(root / "none.json")]
-    assert oracle.main(given) == 2
-    assert "different tokenizers" in capsys.readouterr().err
-    assert not (root / "none.json").exists()
+    models = [EvaluatedModel(str(root / name)) for name in ("oracle", "other")]
+    with pytest.raises(UserError) as error:
+        oracle.measure(*models, root / "corpus/test.jsonl")
+    assert error.value.code == "other-tokenizer"

@@ -19,7 +19,7 @@ from experiments.__main__ import main
 from experiments.design import Experiment, expand, read_experiment
 from experiments.evidence import Evidence
 from experiments.known_truth.study import Study
-from experiments.work import Work
+from experiments.sweep import Sweep
 from pipeline.config import load_config
 from pipeline.planning.checks import check
 from tests.conftest import REPO
@@ -29,7 +29,7 @@ DEVELOPMENT = FOLDER / "paper" / "dev"  # task files
 OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by how their names begin
 FILES = sorted(
     path
-    for path in FOLDER.rglob("*.yaml")
+    for path in (*FOLDER.glob("*.yaml"), *FOLDER.glob("paper/*.yaml"))
     if not path.name.startswith(tuple(OTHERS)) and not path.is_relative_to(DEVELOPMENT)
 )
 every_experiment = pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_the_command_in_a_header_can_be_run(path: Path, tmp_path: Path) -> None:
 
 def evaluations(path: Path) -> Iterator[list[str]]:
     """The words after `python -m eval` of every such command of an experiment's first and last run."""
-    work = Work(experiment(path))
+    work = Sweep(experiment(path))
     first = work.runs[0]  # of the baseline, for the measures that compare with it
-    stages = [stage for run in (first, work.runs[-1]) for stage in work.whole(run, first).stages]
+    stages = [stage for run in (first, work.runs[-1]) for stage in work.stages(run, first)]
     for stage in (*work.before(), *stages):
         if stage.command[1:3] == ["-m", "eval"]:
             yield stage.command[3:]
@@ -97,9 +97,9 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
 @every_experiment
 def test_numbers_are_read_where_they_are_written(path: Path) -> None:
     """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
-    work = Work(experiment(path))
+    work = Sweep(experiment(path))
     run = work.runs[-1]
-    places = work.places(run)
+    places = work.variables(run)
     texts = [place for m in experiment(path).measures.values() for place in m.read.values()]
     files = [one.format(**places) for text in texts for one in ([text] if isinstance(text, str) else text)]
     written = []
@@ -119,9 +119,9 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
     last = {run.label("objective"): run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
-        overrides = [*Work.overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
+        overrides = [*Sweep.overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
-        assert check(config, experiment(path).ranks, here=False).batch.batch == config.train.batch
+        assert check(config, experiment(path).ranks, local=False).batch.batch == config.train.batch
 
 
 @pytest.mark.parametrize("name", PAPER_ORDER)

@@ -1,115 +1,101 @@
-"""What runs were made with: another recipe, file or validation set is refused, what changes nothing not."""
+"""A sweep refuses runs of another recipe, file, code or validation set, and no others."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import experiments.code
 from common.errors import UserError
+from experiments.code import code_digest, sources
 from experiments.design import read_experiment
-from experiments.stages import Stage, in_order
-from experiments.work import Work
+from experiments.origin import command_origin
+from experiments.stages import Stage
+from experiments.sweep import Sweep
 from tests.helpers.sweeping import sweep
 
-
-def parts(here: Path) -> Path:
-    """A recipe that extends another one and names a DeepSpeed file, weights and a program, all of its own."""
-    data: dict[str, Any] = {"dir": str(here / "data"), "root": str(here), "train_tokenizer": 384}
-    tree = {
-        "run_dir": str(here / "run"),
-        "data": data | {"sources": [{"files": "text.txt"}], "validation_fraction": 0.1},
-        "model": {"path": str(here / "weights")},
-        "train": {"steps": 3, "lr": 0.1, "eval_rows": 8},
-        "deepspeed": str(here / "ds.json"),
-    }
-    (here / "base.yaml").write_text(yaml.safe_dump(tree))
-    (here / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    (here / "weights").mkdir()
-    (here / "weights/model.safetensors").write_bytes(b"weights")
-    (here / "make.py").write_text("pass")
-    path = here / "recipe.yaml"
-    path.write_text("extends: base.yaml\n")
-    return path
+Edit = Callable[[Path], object]
 
 
-def opened(here: Path, **changes: Any) -> Work:
-    before = {"corpus": f"python {here}/make.py"}
-    path = sweep(here, here / "recipe.yaml", **{"before": before, "measures": {}} | changes)
-    return Work(read_experiment(path, []), lambda _: None)
+def opened(root: Path, **changes: Any) -> Sweep:
+    before = {"corpus": f"python {root}/make.py"}
+    path = sweep(root, root / "recipe.yaml", **{"before": before, "measures": {}} | changes)
+    return Sweep(read_experiment(path, []), lambda _: None)
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """An experiment of which all runs are done."""
-    parts(tmp_path)
+def finished(tmp_path: Path) -> Path:
+    """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
+    data = {"dir": f"{tmp_path}/data", "root": str(tmp_path), "train_tokenizer": 384}
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "data": data | {"sources": [{"files": "text.txt"}], "validation_fraction": 0.1},
+        "model": {"path": str(tmp_path / "weights")},
+        "train": {"steps": 3, "lr": 0.1, "eval_rows": 8},
+        "deepspeed": str(tmp_path / "ds.json"),
+    }
+    (tmp_path / "weights").mkdir()
+    for name, text in {
+        "base.yaml": yaml.safe_dump(tree),
+        "recipe.yaml": "extends: base.yaml\n",
+        "ds.json": json.dumps({"zero_optimization": {"stage": 1}}),
+        "weights/model.safetensors": "weights",
+        "make.py": "pass",
+    }.items():
+        (tmp_path / name).write_text(text)
     work = opened(tmp_path)
-    for stage in (*work.before(), *(stage for run in work.runs for stage in work.whole(run).stages)):
-        if stage.place is not None:
-            stage.place.mkdir(parents=True, exist_ok=True)
-        stage.finish(1.0)
-    opened(tmp_path).refuse_others()
+    for stage in (*work.before(), *(stage for run in work.runs for stage in work.stages(run))):
+        if stage.directory is not None:
+            stage.directory.mkdir(parents=True, exist_ok=True)
+        stage.write(1.0)
+    opened(tmp_path).refuse_changes()
     assert all(task.done for task in opened(tmp_path).tasks())
     return tmp_path
 
 
-def recipe(text: str) -> Callable[[Path], None]:
-    def edit(here: Path) -> None:
-        (here / "recipe.yaml").write_text(f"extends: base.yaml\n{text}\n")
-
-    return edit
+def text(name: str, content: str) -> Edit:
+    return lambda root: (root / name).write_text(content)
 
 
-def base(old: str, new: str) -> Callable[[Path], None]:
-    def edit(here: Path) -> None:
-        text = (here / "base.yaml").read_text()
-        assert old in text
-        (here / "base.yaml").write_text(text.replace(old, new))
-
-    return edit
+def recipe(content: str) -> Edit:
+    return text("recipe.yaml", f"extends: base.yaml\n{content}\n")
 
 
-def file(name: str, text: str) -> Callable[[Path], None]:
-    def edit(here: Path) -> None:
-        (here / name).write_text(text)
-
-    return edit
+def base(root: Path) -> None:
+    content = (root / "base.yaml").read_text()
+    (root / "base.yaml").write_text(content.replace("lr: 0.1", "lr: 0.3"))
 
 
 VALIDATION = "data: {validation: [{files: other.txt}], validation_fraction: 0}"
+STAGE_2 = '{"zero_optimization": {"stage": 2}}'
 
 
 @pytest.mark.parametrize(
     ("edit", "key"),
     [
         (recipe("train: {lr: 0.2}"), r"train\.lr=0\.1, now 0\.2"),
-        (base("lr: 0.1", "lr: 0.3"), r"train\.lr=0\.1, now 0\.3"),
+        (base, r"train\.lr=0\.1, now 0\.3"),
         (recipe("train: {eval_rows: 4}"), r"train\.eval_rows=8, now 4"),
         (recipe(VALIDATION), r"data\.validation"),
-        (
-            file("ds.json", '{"zero_optimization": {"stage": 2}}'),
-            r"deepspeed\.zero_optimization\.stage=1, now 2",
-        ),
-        (file("weights/model.safetensors", "strange"), "content of model.path"),
-        (file("make.py", "print()"), r"before\.corpus\.content of .*make\.py"),
+        (text("ds.json", STAGE_2), r"deepspeed\.zero_optimization\.stage=1, now 2"),
+        (text("weights/model.safetensors", "strange"), "content of model.path"),
+        (text("make.py", "print()"), r"before\.corpus\.content of .*make\.py"),
     ],
 )
-def test_runs_that_are_done_are_not_mixed_with_others(
-    here: Path, edit: Callable[[Path], None], key: str
-) -> None:
-    kept = {path: path.read_text() for path in (here / "out/notes").rglob("*.json")}
-    edit(here)
-    with pytest.raises(UserError, match=key) as told:
-        opened(here).refuse_others()
-    assert "mle-1" in str(told.value) and "set another out" in str(told.value)
-    with pytest.raises(UserError, match=key):
-        opened(here).work()
-    assert kept == {path: path.read_text() for path in (here / "out/notes").rglob("*.json")}
+def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, edit: Edit, key: str) -> None:
+    notes = {path: path.read_text() for path in (finished / "out/notes").rglob("*.json")}
+    edit(finished)
+    for attempt in (opened(finished).refuse_changes, opened(finished).work):
+        with pytest.raises(UserError, match=f"mle-1: .*{key}") as error:
+            attempt()
+        assert error.value.code == "stage-changed"
+    assert notes == {path: path.read_text() for path in (finished / "out/notes").rglob("*.json")}
 
 
 @pytest.mark.parametrize(
@@ -117,62 +103,90 @@ def test_runs_that_are_done_are_not_mixed_with_others(
     [
         recipe("train: {log_every: 99, save_every: 7, micro_batch: 1}"),
         recipe("# a comment"),
-        lambda here: shutil.rmtree(here / "weights"),  # nothing that is done needs them
-        lambda here: (here / "ds.json").write_text('{"zero_optimization":  {"stage": 1}}'),
+        lambda root: shutil.rmtree(root / "weights"),  # nothing that is done needs them
+        text("ds.json", '{"zero_optimization":  {"stage": 1}}'),
     ],
 )
-def test_what_changes_no_result_is_not_refused(here: Path, edit: Callable[[Path], None]) -> None:
-    edit(here)
-    work = opened(here)
-    work.refuse_others()
+def test_what_changes_no_result_is_not_refused(finished: Path, edit: Edit) -> None:
+    edit(finished)
+    work = opened(finished)
+    work.refuse_changes()
     assert all(task.done for task in work.tasks())
 
 
-def test_another_corpus_is_refused_before_it_is_made(here: Path) -> None:
-    with pytest.raises(UserError, match=r"before\.corpus\.command"):
-        opened(here, before={"corpus": f"python {here}/make.py more"}).refuse_others()
-
-
-def test_a_run_that_was_removed_is_made_anew(here: Path) -> None:
-    recipe("train: {lr: 0.2}")(here)
-    for place in (here / "out/runs").iterdir():
-        shutil.rmtree(place)
-    work = opened(here)
-    work.refuse_others()
+def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
+    recipe("train: {lr: 0.2}")(finished)
+    shutil.rmtree(finished / "out/runs")
+    work = opened(finished)
+    work.refuse_changes()
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
 
 
-def test_what_was_begun_is_refused_too(here: Path) -> None:
+def test_what_was_begun_is_refused_too(finished: Path) -> None:
     """A trainer lets a run go on with other validation rows; its table would say one number of both."""
-    train = opened(here).whole(opened(here).runs[0]).stages[-1]
-    train.note.unlink()
-    train.claim()
+    work = opened(finished)
+    train = work.stages(work.runs[0])[-1]
+    train.write()
     assert not train.done
-    opened(here).refuse_others()
-    recipe("train: {eval_rows: 4}")(here)
+    opened(finished).refuse_changes()
+    recipe("train: {eval_rows: 4}")(finished)
     with pytest.raises(UserError, match=r"mle-1: train was made with train\.eval_rows=8, now 4"):
-        opened(here).refuse_others()
+        opened(finished).refuse_changes()
 
 
-def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(here: Path) -> None:
-    shutil.rmtree(here / "out/runs/emo-2")
-    work = opened(here)
+def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -> None:
+    shutil.rmtree(finished / "out/runs/emo-2")
+    work = opened(finished)
     task = next(task for task in work.tasks() if task.run.name == "emo-2")
-    recipe("train: {lr: 0.2}")(here)
-    with pytest.raises(UserError, match="emo-2: what it is made with has just changed"):
-        work._do(task)
+    recipe("train: {lr: 0.2}")(finished)
+    with pytest.raises(UserError) as error:
+        work.advance(task)
+    assert error.value.code == "stage-changed"
 
 
-def test_notes_of_another_version_are_refused(here: Path) -> None:
-    for note in (here / "out/notes").rglob("train.json"):
+def test_notes_of_another_version_are_refused(finished: Path) -> None:
+    for note in (finished / "out/notes").rglob("train.json"):
         note.write_text(json.dumps({"command": ["a"], "after": "", "seconds": 1.0}))
-    with pytest.raises(UserError, match="its note does not say") as told:
-        opened(here).refuse_others()
-    assert "and so with 3 more" in str(told.value)
+    with pytest.raises(UserError) as error:
+        opened(finished).refuse_changes()
+    assert error.value.code == "stage-changed"
 
 
-def test_each_stage_depends_on_those_before_it(tmp_path: Path) -> None:
-    one, two = (Stage(name, [name], tmp_path / name, {"command": [name]}) for name in "ab")
-    chain = in_order([one, two])
-    assert chain[0].after == ""
-    assert in_order([one._replace(made_with={"command": ["c"]}), two])[1].after != chain[1].after
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Modules of which `room.command` imports `deep` through `room.part`, and none imports `aside`."""
+    (tmp_path / "room").mkdir()
+    for name, content in {
+        "room/__init__": "",
+        "room/command": "import json\nfrom room.part import answer\n",
+        "room/part": "def answer():\n    from deep import number\n    return number\n",
+        "deep": "number = 1\n",
+        "aside": "import deep\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    monkeypatch.setattr(experiments.code, "REPOSITORY", tmp_path)
+    code_digest.cache_clear()
+    yield tmp_path
+    code_digest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("room/__init__", True), ("room/command", True), ("room/part", True), ("deep", True), ("aside", False)],
+)
+def test_a_command_whose_code_changed_is_done_again(project: Path, file: str, counts: bool) -> None:
+    def measure() -> Stage:
+        code_digest.cache_clear()
+        command = ["python", "-m", "room.command", "--out", "x"]
+        return Stage("measure", command, project / "note.json", command_origin(command, project / "out"))
+
+    measure().write(1.0)
+    assert measure().done
+    (project / f"{file}.py").write_text("changed = True\n")
+    assert measure().done is not counts
+
+
+def test_the_code_of_a_study_is_what_makes_its_cells() -> None:
+    modules = sources("experiments.known_truth.study").keys()
+    assert modules >= {f"experiments.known_truth.{name}" for name in ("bigram", "expected", "temperature")}
+    assert modules >= {"pipeline.loss.objectives", "pipeline.loss.registry", "eval.generation.distributions"}

@@ -73,7 +73,7 @@ def experiment(here: Path) -> None:
     found = read_experiment(here / "a.yaml", [])
     several = expand(found)
     chosen(found, several, dict.fromkeys((one.name for one in trials(found, several)), 0.0))
-    _ = found.places
+    _ = found.variables
 
 
 def make_task(here: Path) -> None:
@@ -586,7 +586,7 @@ def make_notes(here: Path) -> None:
 @target("notes and measures", make_notes, "note.json", "value.json")
 def notes(here: Path) -> None:
     from experiments.stages import Stage
-    from experiments.work import _number
+    from experiments.sweep import read_number
 
     _ = Stage("a", ["a"], here / "note.json").done
-    _number(f"{here / 'value.json'}:result.accuracy")
+    read_number(f"{here / 'value.json'}:result.accuracy")

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import FrameType
 from typing import IO
-
-LOOK = 0.2  # seconds
 
 
 class StoppedError(BaseException):
@@ -27,8 +26,8 @@ class EndedError(Exception):
     """This worker has nothing more to do, as another one failed or the sweep stops."""
 
 
-class Crew:
-    """Workers that share their end, and the commands that they are at."""
+class Workers:
+    """Threads that share their end, and the commands that they are at."""
 
     def __init__(self) -> None:
         self._over = threading.Event()  # no further command is begun
@@ -37,30 +36,23 @@ class Crew:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def together(self, work: Callable[[], None], count: int) -> None:
-        """`count` threads that do `work`. Raises the first error of any of them, once all have ended."""
+        """Call `work` in `count` threads. Raises the first error of any of them, once all have ended."""
         errors: list[BaseException] = []
-
-        def worker() -> None:
+        with ThreadPoolExecutor(count) as pool:
+            futures = [pool.submit(work) for _ in range(count)]
             try:
-                work()
-            except EndedError:
-                pass
-            except BaseException as error:  # of any kind: the thread that waits raises it
-                errors.append(error)
+                for future in as_completed(futures):
+                    error = future.exception()
+                    if error is not None and not isinstance(error, EndedError):
+                        errors.append(error)
+                        self._over.set()
+            except BaseException:
                 self._over.set()
-
-        threads = [threading.Thread(target=worker) for _ in range(count)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(LOOK)
-        except BaseException:
-            self._stop()
-            for thread in threads:
-                thread.join()
-            raise
+                with self._lock:
+                    self._stopped = True
+                    for process in self._running:
+                        process.terminate()
+                raise
         if errors:
             raise errors[0]
 
@@ -73,32 +65,25 @@ class Crew:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches it through `_stop` alone
+                start_new_session=True,  # Ctrl-C reaches it through `together` alone
             )
             self._running.add(process)
         code = process.wait()
         with self._lock:
             self._running.discard(process)
-        if self._stopped:
-            raise EndedError
+            if self._stopped:
+                raise EndedError
         return code
 
     def wait(self, seconds: float) -> None:
-        """Raises EndedError as soon as no further command is to be begun."""
+        """Raise EndedError as soon as no further command is to be begun."""
         if self._over.wait(seconds):
             raise EndedError
-
-    def _stop(self) -> None:
-        self._stopped = True
-        self._over.set()
-        with self._lock:
-            for process in self._running:
-                process.terminate()
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block SIGTERM raises StoppedError in the main thread."""
+    """Raise StoppedError in the main thread when SIGTERM comes within the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError

@@ -1,0 +1,324 @@
+"""Doing the runs of an experiment: stage by stage, by the rooms' own commands, by any number of workers.
+
+The stages in `before` are done first, once for all runs. A run's own are preparation (shared by all runs with
+the same data), training, and its measures. A stage that is done leaves a note (see stages.py). Workers take
+runs through leases, so the same command on more machines shares the work, and one that is killed loses one
+stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from common.errors import FailureError, UserError, one_line
+from common.exit_codes import ExitCode
+from common.lease import held
+from common.provenance import shipped
+from common.untrusted import read_json
+from data_prep.config import load_data_config
+from eval import store
+from experiments.code import code_digest
+from experiments.design import (
+    CHANGE,
+    PREPARE,
+    TRAIN,
+    VALIDATION,
+    Experiment,
+    Run,
+    chosen,
+    executable,
+    expand,
+    fill,
+    split_command,
+    trials,
+    validation_metric,
+)
+from experiments.origin import command_origin, data_origin, run_origin
+from experiments.stages import Stage, read_note, refuse_changes
+from experiments.workers import Workers
+from pipeline.config import RunConfig, load_config
+from pipeline.run_dir import EXPORT, read_metrics
+
+POLL = 2.0  # seconds between looks for work when others hold all of it
+PORTS = range(20_000, 32_768)  # where the ranks of runs meet: below those that the kernel gives away
+SCRIPTS = {"text": "launch/continual.sh", "instruct": "launch/instruct.sh"}
+
+
+class Task(NamedTuple):
+    """A run and its stages in order."""
+
+    run: Run
+    stages: list[Stage]
+
+    @property
+    def done(self) -> bool:
+        """Return whether every stage has been done."""
+        return all(stage.done for stage in self.stages)
+
+
+class Sweep:
+    """An experiment on disk."""
+
+    def __init__(self, experiment: Experiment, log: Callable[[str], None] = print) -> None:
+        self.experiment, self.log = experiment, log
+        self.workers = Workers()
+        self.runs = expand(experiment)
+        self.notes = experiment.out / "notes"
+        self.script = SCRIPTS[load_data_config(experiment.recipe, self.overrides(self.runs[0])).kind]
+        self._stages: dict[tuple[str, str | None], list[Stage]] = {}  # as of when they were listed
+
+    @staticmethod
+    def overrides(run: Run, section: str = "") -> list[str]:
+        """Return a run's overrides, all or those of a section, as on a command line."""
+        return [
+            f"{key}={json.dumps(value) if isinstance(value, dict | list | bool | None) else value}"
+            for key, value in run.overrides.items()
+            if section in ("", key.partition(".")[0])
+        ]
+
+    def directory(self, run: Run) -> Path:
+        """Return the run directory of a run."""
+        return self.experiment.out / "runs" / run.name
+
+    def data(self, run: Run) -> Path:
+        """Return the directory of a run's data, one for all runs whose data overrides are the same."""
+        overrides = {key: value for key, value in run.overrides.items() if key.partition(".")[0] == "data"}
+        text = json.dumps(overrides, sort_keys=True, default=str)
+        return self.experiment.out / f"data-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def config(self, run: Run) -> RunConfig:
+        """Return the resolved recipe of a run. Raises UserError naming the run."""
+        overrides = [*self.overrides(run), f"data.dir={self.data(run)}", f"run_dir={self.directory(run)}"]
+        try:
+            return load_config(self.experiment.recipe, overrides)
+        except UserError as error:
+            raise UserError(f"{run.name}: {error}") from None
+
+    def variables(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
+        """Return what the commands of a run can refer to."""
+        directory = self.directory(run)
+        variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}
+        if baseline is not None:
+            variables |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
+        return dict(run.labels) | variables | self.experiment.variables | dict(run.names)
+
+    def before(self) -> list[Stage]:
+        """Return the stages that all runs share, in order."""
+        stages: list[Stage] = []
+        for name, text in self.experiment.before.items():
+            command = split_command(text, self.experiment.variables, f"before.{name}")
+            origin = command_origin(command, self.experiment.out)
+            note = self.notes / f"before.{name}.json"
+            stages.append(Stage(name, command, note, origin, tuple(stages[-1:])))
+        return stages
+
+    def stages(self, run: Run, baseline: Run | None = None) -> list[Stage]:
+        """Return the stages of a run, with measures against the baseline only where that is given."""
+        key = run.name, baseline and baseline.name
+        if key not in self._stages:
+            self._stages[key] = self._list_stages(run, baseline)
+        return self._stages[key]
+
+    def _list_stages(self, run: Run, baseline: Run | None) -> list[Stage]:
+        experiment, config, shared = self.experiment, self.config(run), self.before()
+        data, directory, notes = self.data(run), self.directory(run), self.notes / run.name
+        train_note = notes / f"{TRAIN}.json"
+        recorded = read_note(train_note).get("made_with") if directory.exists() else None
+        origin = {
+            f"before.{stage.name}.{key}": value for stage in shared for key, value in stage.origin.items()
+        }
+        data_dir, recipe = f"data.dir={data}", str(experiment.recipe)
+        prepare = Stage(
+            PREPARE,
+            ["python", "-m", "data_prep", "prepare", recipe, *self.overrides(run, "data"), data_dir],
+            self.notes / f"{data.name}.json",
+            origin | data_origin(config.data),
+            tuple(shared[-1:]),
+            data,
+        )
+        launch = ["deepspeed", "--num_gpus", str(experiment.ranks), str(shipped(Path(self.script))), recipe]
+        train = Stage(
+            TRAIN,
+            [*launch, *self.overrides(run), data_dir, f"run_dir={directory}"],
+            train_note,
+            origin | run_origin(config, recorded if isinstance(recorded, dict) else {}),
+            (prepare,),
+            directory,
+        )
+        stages = [prepare, train]
+        for name, measure in sorted(experiment.measures.items(), key=lambda item: item[1].against_baseline):
+            needs = stages[-1:]
+            if measure.against_baseline:
+                if baseline is None:
+                    break
+                needs.append(self.stages(baseline)[-1])
+            command = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
+            origin = command_origin(command, experiment.out)
+            stages.append(Stage(name, command, notes / f"{name}.json", origin, tuple(needs)))
+        return stages
+
+    def refuse_changes(self) -> None:
+        """Raise UserError where a run was begun or done with something else than it would be now."""
+        begun = [run for run in self.runs if self.data(run).exists() or self.directory(run).exists()]
+        refuse_changes((run.name, stage) for run in begun for stage in self.stages(run))
+
+    def trial(self, run: Run) -> Task:
+        """Return the stages of a run that `choose` needs: none after the measure that it goes by."""
+        by = self.experiment.choose.by if self.experiment.choose else VALIDATION
+        last = next((name for name, measure in self.experiment.measures.items() if by in measure.read), TRAIN)
+        stages = self.stages(run)
+        return Task(run, stages[: [stage.name for stage in stages].index(last) + 1])
+
+    def tasks(self) -> list[Task]:
+        """Return what is to be done: the trials until all are done, then what they choose."""
+        first = [self.trial(run) for run in trials(self.experiment, self.runs)]
+        if not all(task.done for task in first):
+            return first
+        axis, label = self.experiment.compare.axis, self.experiment.compare.baseline
+        aside = (axis, self.experiment.choose.axis) if self.experiment.choose else (axis,)
+        runs = sorted(self.reported(), key=lambda run: run.label(axis) != label)  # baselines first
+        baselines = {run.without(*aside): run for run in runs if run.label(axis) == label}
+        return [Task(run, self.stages(run, baselines[run.without(*aside)])) for run in runs]
+
+    def reported(self) -> list[Run]:
+        """Return the runs that the table shows; all trials must be done."""
+        choose = self.experiment.choose
+        if choose is None:
+            return self.runs
+        worst = math.inf if choose.least else -math.inf
+        scores = {}
+        for run in trials(self.experiment, self.runs):
+            score = self.values(run).get(choose.by, math.nan)
+            scores[run.name] = score if math.isfinite(score) else worst
+        return chosen(self.experiment, self.runs, scores)
+
+    def values(self, run: Run) -> dict[str, float]:
+        """Return the numbers of a run so far, by metric. Raises UserError where a measure left no number."""
+        values = {}
+        last = {record["set"]: record for record in read_metrics(self.directory(run)) if "set" in record}
+        for dataset, record in last.items():
+            for metric in (VALIDATION, CHANGE):
+                if record.get(metric) is not None:
+                    values[validation_metric(metric, dataset)] = float(record[metric])
+        for name, measure in self.experiment.measures.items():
+            if read_note(self.notes / run.name / f"{name}.json"):
+                for metric in measure.read:
+                    key, variables = f"measures.{name}.read.{metric}", self.variables(run)
+                    sources = [fill(source, variables, key) for source in measure.sources(metric)]
+                    values[metric] = fmean(map(read_number, sources))
+        return values
+
+    def work(self) -> None:
+        """Do what all runs share, then runs until none is left; wait for those that other workers hold.
+
+        Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
+        EndedError when another worker of this process has failed.
+        """
+        code_digest.cache_clear()
+        self.refuse_changes()  # before what all runs share is made anew for some
+        for stage in self.before():
+            self._run_once("before", stage)
+        self._stages.clear()  # these stages may have made what runs begin from
+        while tasks := [task for task in self.tasks() if not task.done]:
+            worked = False
+            for task in tasks:
+                with held(store.lease(self.experiment.out / "leases", task.run.name)) as acquired:
+                    worked |= acquired and self.advance(task)
+            if not worked:
+                self.workers.wait(POLL)
+
+    def advance(self, task: Task) -> bool:
+        """Do the stages of a run that can be done now; return whether there was one."""
+        worked = False
+        for index, stage in enumerate(task.stages):
+            if stage.done:
+                continue
+            if stage.directory is not None:
+                self._refuse_new_changes(task.run, index, stage)
+            if not all(need.done for need in stage.needs):  # the baseline's, which another worker does
+                break
+            if stage.name == PREPARE:
+                self._run_once(task.run.name, stage)
+            else:
+                self._run(task.run.name, stage)
+            worked = True
+        return worked
+
+    def _refuse_new_changes(self, run: Run, index: int, listed: Stage) -> None:
+        """Raise UserError where the recipe is not what it was when the stages were listed."""
+        code_digest.cache_clear()
+        stage = self._list_stages(run, None)[index]
+        refuse_changes([(run.name, stage)])
+        if stage.identity != listed.identity:
+            raise UserError(
+                f"{run.name}: what it is made with has just changed; run the same command again",
+                code="stage-changed",
+            )
+
+    def _run_once(self, name: str, stage: Stage) -> None:
+        """Do what several runs share: one worker does it, the others wait."""
+        lease = f"once.{stage.note.stem}"
+        while not stage.done:
+            with held(store.lease(self.experiment.out / "leases", lease)) as acquired:
+                if acquired and not stage.done:
+                    self._run(name, stage)
+            if not acquired:
+                self.workers.wait(POLL)
+
+    def _run(self, name: str, stage: Stage) -> None:
+        if stage.directory is not None and not stage.read():
+            stage.write()
+        log = self.experiment.out / "logs" / f"{name}.{stage.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log(f"{name}: {stage.name}")
+        command = executable(stage.command)
+        if stage.name == TRAIN:
+            command[1:1] = ["--master_port", str(free_port())]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        began = time.monotonic()
+        with log.open("ab") as output:
+            start = output.tell()  # the log holds every attempt
+            code = self.workers.run(command, output, environment)
+        if code:
+            with log.open("rb") as file:
+                file.seek(start)
+                text = file.read().decode(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()] or [""]
+            reason = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
+            error = UserError if code == ExitCode.MISTAKE else FailureError
+            raise error(f"{name}: {stage.name} ended with code {code} ({log}): {reason}", code="stage-failed")
+        stage.write(time.monotonic() - began)
+
+
+def read_number(source: str) -> float:
+    """Return the number at "FILE:key.key"."""
+    path, _, keys = source.rpartition(":")
+    try:
+        value = read_json(Path(path), store.STORED_BYTES)
+        for key in keys.split("."):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return float(value)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {one_line(error, 120)}"
+        raise UserError(f"{source} holds no number ({reason})", code="no-number") from None
+
+
+def free_port() -> int:
+    """Return one of PORTS that nothing on this host listens at."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended runs leave theirs free
+            probe.bind(("", port))
+            return port
+    raise FailureError(f"no port of this host between {PORTS.start} and {PORTS.stop} is free")

@@ -1,0 +1,268 @@
+"""Sweeps repeat nothing, share work, choose on development data and say what failed; their table."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from common.exit_codes import ExitCode
+from experiments import sweep as engine
+from experiments.__main__ import main
+from experiments.design import read_experiment
+from experiments.sweep import Sweep, Task
+from experiments.table import gather, markdown
+from tests.helpers.launching import tiny_recipe
+from tests.helpers.sweeping import notes, start, sweep
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("recipe"), steps=3)
+
+
+def opened(path: Path, *overrides: str) -> Sweep:
+    return Sweep(read_experiment(path, list(overrides)), lambda _: None)
+
+
+def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Task] | None = None) -> None:
+    """Leave what real stages of the tasks leave, without any of all runs."""
+    for run, stages in tasks or [Task(run, work.stages(run)) for run in work.runs]:
+        directory = work.directory(run)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = {"step": 3, "set": "validation", "validation_nll": (nll or {}).get(run.name, 1.0)}
+        (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        for stage in stages:
+            if stage.directory is not None:
+                stage.directory.mkdir(parents=True, exist_ok=True)
+            stage.write(1.0)
+        text = json.dumps({"letters": [len(run.name)], "made": 1})
+        (work.experiment.out / f"{run.name}.json").write_text(text)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_repeats_nothing(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objectives = {name: {"objective.name": name} for name in ("mle", "emo")}
+    axes = {"objective": objectives, "seed": {"train.seed": [1]}}
+    path, out = sweep(tmp_path, recipe, axes=axes), tmp_path / "out"
+    process = start(path)
+    time.sleep(random.Random(0).uniform(8, 16))
+    os.killpg(process.pid, signal.SIGKILL)  # tests/campaigns/sweep.py does it twenty times
+    process.communicate()
+    before = notes(out)
+    process = start(path)
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    assert notes(out).items() >= before.items()  # nothing that was done was done again
+    results = json.loads((out / "results.json").read_text())
+    assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
+    assert all(row["measures"]["validation_nll"]["n"] == 1 for row in results["rows"])
+    assert results["verdicts"]["helps"]["answer"] in ("yes", "no", "undecided")
+    table = (out / "table.md").read_text()
+    assert main(["run", str(path), "--jobs", "2"]) == 0
+    assert "to do now 0 of 2 runs" in capsys.readouterr().out
+    assert (out / "table.md").read_text() == table
+
+
+def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
+    work = opened(sweep(tmp_path, recipe))
+    with pytest.raises(UserError) as error:
+        gather(work)
+    assert error.value.code == "not-done"
+    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.4})
+    results = gather(work)
+    mle, emo = results["rows"]
+    assert mle["measures"]["validation_nll"]["mean"] == 2.5
+    gap = emo["differences"]["validation_nll"]
+    assert gap["mean"] == pytest.approx(-0.55)
+    assert gap["p_holm"] == gap["p"]
+    assert emo["measures"]["letters"]["mean"] == 5
+    assert "Does EMO help?" in markdown(results)
+
+
+def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
+    work = opened(sweep(tmp_path, recipe))
+    pretend(work, {"emo-1": float("nan"), "emo-2": float("nan")})
+    results = gather(work)
+    assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
+    assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
+    assert "No number of validation_nll: emo-1, emo-2." in markdown(results)
+    (tmp_path / "out/emo-1.json").write_text("{}")
+    with pytest.raises(UserError, match=r"emo-1.json:letters.0") as error:
+        gather(work)
+    assert error.value.code == "no-number"
+
+
+def test_each_validation_set_is_a_measure(tmp_path: Path, recipe: Path) -> None:
+    """By its name, and how it changed; what is not finite is not there, and not what was before."""
+    work = opened(sweep(tmp_path, recipe))
+    run = work.runs[0]
+    work.directory(run).mkdir(parents=True)
+    records = [
+        {"step": 0, "set": "home", "validation_nll": 3.0},
+        {"step": 0, "set": "abroad", "validation_nll": 4.0},
+        {"step": 3, "set": "home", "validation_nll": 2.0, "validation_change": -1.0},
+        {"step": 3, "set": "abroad", "validation_nll": None, "validation_change": None},
+    ]
+    (work.directory(run) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert work.values(run) == {"validation_nll:home": 2.0, "validation_change:home": -1.0}
+
+
+FAILING = "python -c 'raise SystemExit(3)'"
+
+
+@pytest.mark.parametrize(
+    ("changes", "log"),
+    [
+        ({"before": {"corpus": FAILING}}, "before.corpus.log"),
+        ({"measures": {"broken": {"command": FAILING, "read": {"x": "{out}/x.json:x"}}}}, "mle-1.broken.log"),
+    ],
+)
+def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path, changes: Any, log: str) -> None:
+    work = opened(sweep(tmp_path, recipe, **changes))
+    if "measures" in changes:
+        pretend(work)
+        work.stages(work.runs[0])[-1].note.unlink()
+    with pytest.raises(UserError) as error:
+        work.work()
+    assert error.value.code == "stage-failed" and f"{tmp_path}/out/logs/{log}" in str(error.value)
+
+
+def test_a_failed_attempt_is_told_by_its_own_last_line(tmp_path: Path, recipe: Path) -> None:
+    """The log holds every attempt; the second one of these is killed without a word."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import os, pathlib, sys; path = pathlib.Path(sys.argv[1])\n"
+        "os.kill(os.getpid(), 9) if path.exists() else path.touch()\n"
+        "sys.exit('error: the first')\n"
+    )
+    path = sweep(tmp_path, recipe, before={"corpus": f"python {script} {tmp_path}/begun"})
+    with pytest.raises(UserError, match=r"ended with code 1 .*: error: the first"):
+        opened(path).work()
+    with pytest.raises(UserError, match=r"before: corpus ended with code 137 \([^:]*\): $"):
+        opened(path).work()
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
+def test_a_failure_is_told_once_whoever_met_it(
+    tmp_path: Path, recipe: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two workers; each would try the same command."""
+    path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
+    assert main(["run", str(path), "--jobs", "2"]) == expected
+    output = capsys.readouterr()
+    assert output.out.count("before: corpus\n") == 2  # the plan's line, and one attempt
+    assert output.err.count("error") == 1
+
+
+def test_a_sweep_that_is_asked_to_stop_says_so(tmp_path: Path, recipe: Path) -> None:
+    script = tmp_path / "stop.py"
+    script.write_text(
+        "import os, psutil, signal, time\n"
+        "os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)\n"  # above it is its leash
+        "time.sleep(600)\n"
+    )
+    path = sweep(tmp_path, recipe, before={"corpus": f"python {script}"})
+    assert main(["run", str(path), "--jobs", "2"]) == ExitCode.STOPPED
+    assert not (tmp_path / "out/notes").exists()
+
+
+def test_ports_of_others_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = engine.free_port()
+    monkeypatch.setattr(engine, "PORTS", range(port, port + 3))
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        assert engine.free_port() in (port + 1, port + 2)
+
+
+def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
+    command = "python -c pass {baseline_run} {baseline} {export}"
+    measures = {"gap": {"command": command, "read": {"gap": "{out}/x.json:x"}}}
+    work = opened(sweep(tmp_path, recipe, measures=measures))
+    tasks = {task.run.name: task for task in work.tasks()}
+    assert list(tasks)[:2] == ["mle-1", "mle-2"]  # baselines first
+    exports = [str(tmp_path / f"out/runs/{name}/export") for name in ("mle-2", "emo-2")]
+    assert tasks["emo-2"].stages[-1].command[-3:] == ["mle-2", *exports]
+    pretend(work)
+    work.stages(work.runs[0])[-1].note.unlink()  # mle-1 is not trained
+    assert not work.advance(tasks["emo-1"])
+    assert work.advance(tasks["emo-2"]) and tasks["emo-2"].done
+
+
+def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
+    """Each time the corpus is made, its file has a letter more."""
+    corpus, script = tmp_path / "a corpus", tmp_path / "count.py"
+    script.write_text(
+        "import sys, pathlib, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).open('a').write('x')"
+    )
+    changes = {"names": {"corpus": str(corpus)}, "before": {"corpus": f"python {script} {{corpus}}"}}
+    path = sweep(tmp_path, recipe, measures={}, **changes)
+    sweeps = [opened(path) for _ in range(3)]
+    assert sweeps[0].before()[0].command[-1] == str(corpus)  # one word, whatever is in it
+    pretend(sweeps[0])
+    workers = [threading.Thread(target=work.work) for work in sweeps]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    sweeps[0].work()
+    assert corpus.read_text() == "x"
+    other = opened(path, "names.corpus=/elsewhere")
+    assert not any(stage.done for task in other.tasks() for stage in task.stages)
+
+
+def test_a_measure_follows_those_before_it(tmp_path: Path, recipe: Path) -> None:
+    """What `quality` says of texts is old when `generate` wrote others."""
+    measures = {
+        name: {"command": f"python -c pass {name}", "read": {name: "{out}/x.json:x"}} for name in ("a", "b")
+    }
+    pretend(opened(sweep(tmp_path, recipe, measures=measures)))
+    measures["a"]["command"] += " more"
+    changed = opened(sweep(tmp_path, recipe, measures=measures))
+    assert [stage.done for stage in changed.tasks()[0].stages] == [True, True, False, False]
+
+
+def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
+    """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
+    axes = {
+        "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
+        "gamma": {"train.lr": [0.1, 0.25]},
+        "seed": {"train.seed": [1, 2]},
+    }
+    letters = "{out}/{run}.json:letters.0"
+    measures = {
+        "texts": {"command": "python -c pass {run} dev"},
+        "dev": {"command": "python -c pass {run}", "read": {"dev": letters}},
+        "test": {
+            "command": "python -c pass {run} test",
+            "read": {"score": [letters, "{out}/{run}.json:made"]},
+        },
+    }
+    choose = {"axis": "gamma", "by": "dev", "least": False, "where": {"objective": ["emo"]}}
+    work = opened(sweep(tmp_path, recipe, axes=axes, measures=measures, choose=choose, questions={}))
+    trials = work.tasks()
+    names = {task.run.name: [stage.name for stage in task.stages] for task in trials}
+    assert names == {run: ["prepare", "train", "texts", "dev"] for run in ("emo-0.1-1", "emo-0.25-1")}
+    pretend(work, tasks=trials)
+    tasks = work.tasks()  # the longer name has the better score
+    assert [task.run.name for task in tasks] == ["mle-1", "mle-2", "emo-0.25-1", "emo-0.25-2"]
+    assert [stage.name for stage in tasks[2].stages if not stage.done] == ["test"]
+    pretend(work, tasks=tasks)
+    results = gather(work)
+    assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.25"]
+    assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
+    assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
+    assert "| emo | 0.25† |" in markdown(results) and "end of its grid" in markdown(results)
