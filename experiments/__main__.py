@@ -13,13 +13,14 @@ from pathlib import Path
 from common.commands import offer_completion, parse_arguments, program
 from common.errors import UserError
 from common.exit_codes import ExitCode
-from common.files import write_text
+from common.files import finite, write_text
 from common.outcome import AGAIN, outcome
 from experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
 from experiments.sweep import Sweep
-from experiments.workers import StoppedError, stoppable
+from experiments.workers import StoppedError
 
 ABOUT = "Sweeps over recipes: runs that differ in a few settings, and the table of what came of them."
+TABLE = "table.md"
 JOBS = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}  # templates in jobs/
 
 
@@ -62,8 +63,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     # Runs beside each other share the cores of a machine without a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
     try:
-        with stoppable():
-            sweep.workers.together(sweep.work, args.jobs)
+        sweep.workers.together(sweep.work, args.jobs)
     except StoppedError:
         print(f"stopped; {AGAIN}", file=sys.stderr)
         return ExitCode.STOPPED
@@ -112,13 +112,16 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
-    from experiments.table import write
+    from experiments.table import gather, markdown
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
-    path = write(sweep)
-    print(path.read_text(encoding="utf-8"))
-    print(f"{path}; numbers: {path.with_name(RESULTS)}")
+    results = gather(sweep)
+    table = markdown(results)
+    write_text(experiment.out / RESULTS, json.dumps(finite(results), indent=1))
+    write_text(experiment.out / TABLE, table)
+    print(table)
+    print(f"{experiment.out / TABLE}; numbers: {experiment.out / RESULTS}")
     return ExitCode.DONE
 
 

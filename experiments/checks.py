@@ -66,8 +66,8 @@ def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
             raise UserError(f"its data have no validation set for {metric}; {nearest(metric, metrics)}")
     for name, measure in sweep.experiment.measures.items():
         split_command(measure.command, sweep.variables(run, run), f"measures.{name}")
-        for metric in measure.read:
-            for source in measure.sources(metric):
+        for metric, sources in measure.read.items():
+            for source in sources:
                 fill(source, sweep.variables(run), f"measures.{name}.read.{metric}")
 
 

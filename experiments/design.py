@@ -44,9 +44,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from common.errors import UserError, nearest
 from common.recipe import Section, load_section, shown
@@ -55,6 +55,7 @@ from data_prep.config import VALIDATION as UNNAMED
 from experiments import READERS
 
 Overrides = dict[str, Any]
+Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION, CHANGE = "validation_nll", "validation_change"  # what every run reports by itself
@@ -85,17 +86,12 @@ class Measure(Section):
 
     command: str
     # Metric: "FILE:key.key", or several of them whose mean it is. Empty where only the next measure needs it.
-    read: dict[str, str | list[str]] = {}
+    read: dict[str, Sources] = {}
 
     @property
     def against_baseline(self) -> bool:
         """Return whether the result of the baseline is needed, too."""
         return "{baseline}" in self.command or "{baseline_run}" in self.command
-
-    def sources(self, metric: str) -> list[str]:
-        """Return the "FILE:key.key" of a metric."""
-        sources = self.read[metric]
-        return [sources] if isinstance(sources, str) else sources
 
 
 class Choose(Section):

@@ -29,7 +29,8 @@ EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 def data_origin(config: DataConfig) -> dict[str, Any]:
     """Return what decides prepared data, by dotted key."""
     origin = flattened({"data": settings(config)})
-    return origin | {"data.root": str(config.root), **code_origin("data_prep.prepare")}
+    code = code_digest("data_prep.prepare")
+    return origin | {"data.root": str(config.root), "code of data_prep.prepare": code}
 
 
 def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
     recipe = flattened(config.model_dump(mode="json", exclude={"data"}))
     origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
-    origin |= data_origin(config.data) | code_origin("pipeline.train")
+    origin |= data_origin(config.data) | {"code of pipeline.train": code_digest("pipeline.train")}
     model, cost = config.model.path, config.objective.cost
     files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
     objectives = [config.objective.name, *(part.name for part in config.objective.sum or ())]
@@ -76,7 +77,7 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     origin: dict[str, Any] = {"command": command}
     for flag, module in pairwise(command):
         if flag == "-m" and source_file(module) is not None:
-            origin |= code_origin(module)
+            origin[f"code of {module}"] = code_digest(module)
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend
         key = f"content of {file}"
@@ -86,11 +87,6 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
             origin[key] = sha256(file)
             files += [file.parent / os.fsdecode(base) for base in EXTENDS.findall(file.read_bytes())]
     return origin
-
-
-def code_origin(module: str) -> dict[str, Any]:
-    """Return what decides the result of code: its source, and that of what it imports from this project."""
-    return {f"code of {module}": code_digest(module)}
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -54,21 +54,28 @@ class Stage:
         """Return whether it has been done."""
         return self.seconds is not None
 
-    def changes(self) -> list[str]:
-        """Return what is not as it was when its directory was begun, as in `train.lr=0.1, now 0.2`."""
+    def refuse_changes(self, run: str) -> None:
+        """Raise UserError where its directory was begun for `run` with something else than now."""
         note = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
-            return []
+            return
         before = note.get("made_with")
-        if not isinstance(before, dict):
-            return [f"what its note does not say ({self.note})"]
-        changes = [
-            f"{key}={shown(before[key]) if key in before else 'absent'}, "
-            f"now {shown(self.origin[key]) if key in self.origin else 'absent'}"
-            for key in {**self.origin, **before}
-            if before.get(key) != self.origin.get(key)
-        ]
-        return changes or ["what was made before it has changed"]
+        if isinstance(before, dict):
+            keys = [key for key in {**self.origin, **before} if before.get(key) != self.origin.get(key)]
+            values = [
+                f"{key}={shown(before[key]) if key in before else 'absent'}, "
+                f"now {shown(self.origin[key]) if key in self.origin else 'absent'}"
+                for key in keys
+            ]
+            change = values[0] if values else "what was made before it has changed"
+            others = f" (also {', '.join(keys[1:])})" if keys[1:] else ""
+        else:
+            change, others = f"what its note does not say ({self.note})", ""
+        raise UserError(
+            f"{run}: {self.name} was made with {change}{others}; put back what changed, remove "
+            f"{self.directory} to make it again, or set another out",
+            code="stage-changed",
+        )
 
     def write(self, seconds: float | None = None) -> None:
         """Write its note: that it is done, or without `seconds` that its directory is being made."""
@@ -84,15 +91,3 @@ def read_note(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
-
-
-def refuse_changes(stages: Iterable[tuple[str, Stage]]) -> None:
-    """Raise UserError where a stage, given with its run's name, was begun or done with something else."""
-    for run, stage in stages:
-        if changes := stage.changes():
-            others = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
-            raise UserError(
-                f"{run}: {stage.name} was made with {changes[0]}{others}; put back what changed, remove "
-                f"{stage.directory} to make it again, or set another out",
-                code="stage-changed",
-            )

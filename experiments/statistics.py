@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy import stats
 
-from eval.stats import LEVEL
+from eval.stats import LEVEL, student
 
 Answer = Literal["yes", "no", "undecided"]
 
@@ -35,25 +35,21 @@ class Difference(NamedTuple):
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
     """Return mean and interval of values [n]."""
-    array = np.asarray(values, dtype=float)
-    n, mean = len(array), float(array.mean())
-    if n < 2:
-        return Estimate(mean, math.nan, math.nan, n)
-    half = float(stdtrit(n - 1, (1 + level) / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
-    return Estimate(mean, mean - half, mean + half, n)
+    interval = student(values, level)
+    low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
+    return Estimate(float(np.mean(values)), low, high, len(values))
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) -> Difference:
-    """Return ours - theirs, paired by position; both [n]."""
-    gaps = np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
+def difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> Difference:
+    """Return values - baseline, paired by position; both [n]."""
+    gaps = np.subtract(values, baseline).tolist()
     mean, low, high, n = estimate(gaps, level)
-    spread = float(gaps.std(ddof=1)) if n > 1 else math.nan
     if n < 2:
         p = math.nan
-    elif spread == 0:
+    elif len(set(gaps)) == 1:
         p = 1.0 if mean == 0 else 0.0
     else:
-        p = float(2 * stdtr(n - 1, -abs(mean) / (spread / math.sqrt(n))))
+        p = float(stats.ttest_1samp(gaps, 0.0).pvalue)
     return Difference(mean, low, high, p, n)
 
 
@@ -99,6 +95,10 @@ def verdict(
     return Verdict(answer, decisive.mean, decisive.low, decisive.high, decisive.n)
 
 
-def at_an_end(chosen: float, grid: Sequence[float]) -> bool:
-    """Return whether a value lies at an end of the grid that it was chosen from; the best may lie beyond."""
-    return len(set(grid)) > 1 and chosen in (min(grid), max(grid))
+def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
+    """Return whether a value is the least or largest number of the grid that it was chosen from."""
+    try:
+        numbers = {float(value) for value in grid}
+        return len(numbers) > 1 and float(chosen) in (min(numbers), max(numbers))
+    except ValueError:
+        return False

@@ -45,7 +45,7 @@ from experiments.design import (
     validation_metric,
 )
 from experiments.origin import command_origin, data_origin, run_origin
-from experiments.stages import Stage, read_note, refuse_changes
+from experiments.stages import Stage, read_note
 from experiments.workers import Workers
 from pipeline.config import RunConfig, load_config
 from pipeline.run_dir import EXPORT, read_metrics
@@ -127,18 +127,28 @@ class Sweep:
         """Return the stages of a run, with measures against the baseline only where that is given."""
         key = run.name, baseline and baseline.name
         if key not in self._stages:
-            self._stages[key] = self._list_stages(run, baseline)
+            stages = self._training(run) if baseline is None else [*self.stages(run)]
+            for name, measure in self.experiment.measures.items():
+                if measure.against_baseline == (baseline is not None):
+                    command = split_command(
+                        measure.command, self.variables(run, baseline), f"measures.{name}"
+                    )
+                    origin = command_origin(command, self.experiment.out)
+                    needs = stages[-1:] if baseline is None else [stages[-1], self.stages(baseline)[-1]]
+                    note = self.notes / run.name / f"{name}.json"
+                    stages.append(Stage(name, command, note, origin, tuple(needs)))
+            self._stages[key] = stages
         return self._stages[key]
 
-    def _list_stages(self, run: Run, baseline: Run | None) -> list[Stage]:
-        experiment, config, shared = self.experiment, self.config(run), self.before()
-        data, directory, notes = self.data(run), self.directory(run), self.notes / run.name
-        train_note = notes / f"{TRAIN}.json"
-        recorded = read_note(train_note).get("made_with") if directory.exists() else None
+    def _training(self, run: Run) -> list[Stage]:
+        """Return the stages that prepare a run's data and train, as they would be now."""
+        config, shared, data, directory = self.config(run), self.before(), self.data(run), self.directory(run)
+        note = self.notes / run.name / f"{TRAIN}.json"
+        recorded = read_note(note).get("made_with") if directory.exists() else None
         origin = {
             f"before.{stage.name}.{key}": value for stage in shared for key, value in stage.origin.items()
         }
-        data_dir, recipe = f"data.dir={data}", str(experiment.recipe)
+        data_dir, recipe = f"data.dir={data}", str(self.experiment.recipe)
         prepare = Stage(
             PREPARE,
             ["python", "-m", "data_prep", "prepare", recipe, *self.overrides(run, "data"), data_dir],
@@ -147,46 +157,40 @@ class Sweep:
             tuple(shared[-1:]),
             data,
         )
-        launch = ["deepspeed", "--num_gpus", str(experiment.ranks), str(shipped(Path(self.script))), recipe]
+        launch = ["deepspeed", "--num_gpus", str(self.experiment.ranks), str(shipped(Path(self.script)))]
         train = Stage(
             TRAIN,
-            [*launch, *self.overrides(run), data_dir, f"run_dir={directory}"],
-            train_note,
+            [*launch, recipe, *self.overrides(run), data_dir, f"run_dir={directory}"],
+            note,
             origin | run_origin(config, recorded if isinstance(recorded, dict) else {}),
             (prepare,),
             directory,
         )
-        stages = [prepare, train]
-        for name, measure in sorted(experiment.measures.items(), key=lambda item: item[1].against_baseline):
-            needs = stages[-1:]
-            if measure.against_baseline:
-                if baseline is None:
-                    break
-                needs.append(self.stages(baseline)[-1])
-            command = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
-            origin = command_origin(command, experiment.out)
-            stages.append(Stage(name, command, notes / f"{name}.json", origin, tuple(needs)))
-        return stages
+        return [prepare, train]
 
     def refuse_changes(self) -> None:
         """Raise UserError where a run was begun or done with something else than it would be now."""
-        begun = [run for run in self.runs if self.data(run).exists() or self.directory(run).exists()]
-        refuse_changes((run.name, stage) for run in begun for stage in self.stages(run))
-
-    def trial(self, run: Run) -> Task:
-        """Return the stages of a run that `choose` needs: none after the measure that it goes by."""
-        by = self.experiment.choose.by if self.experiment.choose else VALIDATION
-        last = next((name for name, measure in self.experiment.measures.items() if by in measure.read), TRAIN)
-        stages = self.stages(run)
-        return Task(run, stages[: [stage.name for stage in stages].index(last) + 1])
+        for run in self.runs:
+            if self.data(run).exists() or self.directory(run).exists():
+                for stage in self.stages(run):
+                    stage.refuse_changes(run.name)
 
     def tasks(self) -> list[Task]:
-        """Return what is to be done: the trials until all are done, then what they choose."""
-        first = [self.trial(run) for run in trials(self.experiment, self.runs)]
+        """Return what is to be done: the trials until all are done, then what they choose.
+
+        A trial ends with the measure that is chosen by, or with training.
+        """
+        experiment, choose = self.experiment, self.experiment.choose
+        by = choose.by if choose else VALIDATION
+        last = next((name for name, measure in experiment.measures.items() if by in measure.read), TRAIN)
+        first = []
+        for run in trials(experiment, self.runs):
+            stages = self.stages(run)
+            first.append(Task(run, stages[: [stage.name for stage in stages].index(last) + 1]))
         if not all(task.done for task in first):
             return first
-        axis, label = self.experiment.compare.axis, self.experiment.compare.baseline
-        aside = (axis, self.experiment.choose.axis) if self.experiment.choose else (axis,)
+        axis, label = experiment.compare.axis, experiment.compare.baseline
+        aside = (axis, choose.axis) if choose else (axis,)
         runs = sorted(self.reported(), key=lambda run: run.label(axis) != label)  # baselines first
         baselines = {run.without(*aside): run for run in runs if run.label(axis) == label}
         return [Task(run, self.stages(run, baselines[run.without(*aside)])) for run in runs]
@@ -213,10 +217,9 @@ class Sweep:
                     values[validation_metric(metric, dataset)] = float(record[metric])
         for name, measure in self.experiment.measures.items():
             if read_note(self.notes / run.name / f"{name}.json"):
-                for metric in measure.read:
+                for metric, sources in measure.read.items():
                     key, variables = f"measures.{name}.read.{metric}", self.variables(run)
-                    sources = [fill(source, variables, key) for source in measure.sources(metric)]
-                    values[metric] = fmean(map(read_number, sources))
+                    values[metric] = fmean(read_number(fill(source, variables, key)) for source in sources)
         return values
 
     def work(self) -> None:
@@ -244,8 +247,15 @@ class Sweep:
         for index, stage in enumerate(task.stages):
             if stage.done:
                 continue
-            if stage.directory is not None:
-                self._refuse_new_changes(task.run, index, stage)
+            if stage.directory is not None:  # the recipe may have changed since the stages were listed
+                code_digest.cache_clear()
+                latest = self._training(task.run)[index]
+                latest.refuse_changes(task.run.name)
+                if latest.identity != stage.identity:
+                    raise UserError(
+                        f"{task.run.name}: what it is made with has just changed; run the same command again",
+                        code="stage-changed",
+                    )
             if not all(need.done for need in stage.needs):  # the baseline's, which another worker does
                 break
             if stage.name == PREPARE:
@@ -254,17 +264,6 @@ class Sweep:
                 self._run(task.run.name, stage)
             worked = True
         return worked
-
-    def _refuse_new_changes(self, run: Run, index: int, listed: Stage) -> None:
-        """Raise UserError where the recipe is not what it was when the stages were listed."""
-        code_digest.cache_clear()
-        stage = self._list_stages(run, None)[index]
-        refuse_changes([(run.name, stage)])
-        if stage.identity != listed.identity:
-            raise UserError(
-                f"{run.name}: what it is made with has just changed; run the same command again",
-                code="stage-changed",
-            )
 
     def _run_once(self, name: str, stage: Stage) -> None:
         """Do what several runs share: one worker does it, the others wait."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from common.errors import UserError
-from common.files import finite, write_text
 from common.provenance import code_version
 from common.text import markdown as plain
-from experiments.design import RESULTS, Experiment, Labels, Run
+from experiments.design import Experiment, Labels, Run
 from experiments.statistics import at_an_end, difference, estimate, holm, verdict
 from experiments.sweep import Sweep
 
-TABLE = "table.md"
 END = "\u2020"  # beside a value at an end of the grid that it was chosen from
 
 
@@ -45,7 +41,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
         if choose is not None:
             label = runs[0].label(choose.axis) or "-"
             row["chosen"] = {choose.axis: label}
-            row["at_end"] = [choose.axis] if _at_an_end(label, experiment.labels(choose.axis)) else []
+            row["at_end"] = [choose.axis] if at_an_end(label, experiment.labels(choose.axis)) else []
         row["measures"] = {metric: estimate(values)._asdict() for metric, values in columns.items()}
         rows.append(row)
     _compare(experiment, rows)
@@ -58,14 +54,6 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     for row in rows:
         del row["values"]
     return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
-
-
-def _at_an_end(label: str, labels: dict[str, Any]) -> bool:
-    """Return whether a label is the least or the largest of several numbers."""
-    try:
-        return at_an_end(float(label), [float(other) for other in labels])
-    except ValueError:
-        return False
 
 
 def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
@@ -136,12 +124,3 @@ def _cell(row: dict[str, Any], metric: str) -> str:
     star = "*" if gap is not None and gap["p_holm"] < 0.05 else ""
     half = "" if math.isnan(measure["low"]) else f" ± {measure['high'] - measure['mean']:.2g}"
     return f"{measure['mean']:.4g}{half}{star}"
-
-
-def write(sweep: Sweep) -> Path:
-    """Write results.json and table.md into the experiment's directory; return the path of the latter."""
-    results = gather(sweep)
-    path = sweep.experiment.out / TABLE
-    write_text(path.with_name(RESULTS), json.dumps(finite(results), indent=1))
-    write_text(path, markdown(results))
-    return path

@@ -2,6 +2,13 @@
 
 When one fails, the others finish the command that they are at. When the sweep is asked to stop, so are their
 commands, and all are waited for.
+
+    python -m experiments.workers PID COMMAND...
+
+is what they start: a command in a process group of its own. SIGTERM and SIGINT become a SIGTERM to the whole
+group, so that trainers save; what is left of it after GRACE seconds, or at a second signal, is killed. When
+the process PID, which waits for it, is gone, the group is killed at once: nothing stands beside what the same
+command starts anew.
 """
 
 from __future__ import annotations
@@ -12,10 +19,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import FrameType
 from typing import IO
+
+import psutil
+
+from common.exit_codes import ExitCode
+from pipeline.stop import die_with_parent
+
+TICK = 0.1  # seconds
+GRACE = 60.0
 
 
 class StoppedError(BaseException):
@@ -36,8 +52,16 @@ class Workers:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def together(self, work: Callable[[], None], count: int) -> None:
-        """Call `work` in `count` threads. Raises the first error of any of them, once all have ended."""
+        """Call `work` in `count` threads; for the main thread alone.
+
+        Raises the first error of any of them, or StoppedError after a SIGTERM, once all have ended.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise StoppedError
+
         errors: list[BaseException] = []
+        previous = signal.signal(signal.SIGTERM, stop)
         with ThreadPoolExecutor(count) as pool:
             futures = [pool.submit(work) for _ in range(count)]
             try:
@@ -53,6 +77,8 @@ class Workers:
                     for process in self._running:
                         process.terminate()
                 raise
+            finally:
+                signal.signal(signal.SIGTERM, previous)
         if errors:
             raise errors[0]
 
@@ -61,7 +87,7 @@ class Workers:
         with self._lock:
             self.wait(0)
             process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.leash", str(os.getpid()), *command],
+                [sys.executable, "-m", "experiments.workers", str(os.getpid()), *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -81,15 +107,38 @@ class Workers:
             raise EndedError
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Raise StoppedError in the main thread when SIGTERM comes within the block."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedError
-
-    before = signal.signal(signal.SIGTERM, stop)
+def main(argv: list[str]) -> int:
+    """Return the exit code of the command; as in shells, 128 and the number of the signal that killed it."""
+    parent, command = int(argv[0]), argv[1:]
+    requests: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: requests.append(number))
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    except OSError as error:
+        print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    deadline, orphaned = None, False
+    while child.poll() is None or (deadline is not None and _lives(child.pid)):
+        orphaned = orphaned or os.getppid() != parent
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if deadline is None and (requests or orphaned):
+                deadline = time.monotonic() + GRACE
+                os.killpg(child.pid, signal.SIGTERM)
+            if deadline is not None and (orphaned or len(requests) > 1 or time.monotonic() > deadline):
+                os.killpg(child.pid, signal.SIGKILL)
+        time.sleep(TICK)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _lives(group: int) -> bool:
+    """Return whether a process of the group has not ended."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -15,8 +15,6 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,11 +119,6 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     return points
 
 
-def cells(study: Study) -> Iterator[tuple[int, float, int]]:
-    """Yield vocabulary, share of geometry, and tokens of every cell."""
-    return itertools.product(study.vocabularies, study.shares, study.tokens)
-
-
 def draw_truths(study: Study, V: int, share: float, tokens: int) -> list[bigram.Truth]:
     """Return the truths of a cell; no two cells have one in common, so that they are independent."""
     truths = []
@@ -171,15 +164,7 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     for label, learned in logits.items():
         measured[label] = {}
         for i, truth in enumerate(truths):
-            log_p = truth.rows.log()
-            values = _weighted(truth, log_p, learned[i])
-            mean_entropy = partial(_mean_entropy, truth, base[i])
-            temperature = distributions.solve_temperature(mean_entropy, values["entropy_q"])
-            matched = _weighted(truth, log_p, base[i], temperature)  # the baseline, as certain as the learner
-            values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
-            values["temperature"] = best_temperature(partial(_tempered_nats, learned[i], dev[i]))
-            values["tempered_js"] = _weighted(truth, log_p, learned[i], values["temperature"])["js"]
-            for name, value in values.items():
+            for name, value in _measure(truth, learned[i], base[i], dev[i]).items():
                 measured[label].setdefault(name, []).append(value)
     each = ((name, value) for values in measured.values() for name, v in values.items() for value in v)
     infinite = {name for name, value in each if not math.isfinite(value)}
@@ -187,18 +172,27 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     return {"values": finite, "rates": rates}
 
 
-def _tempered_nats(logits: Tensor, counts: Tensor, temperature: float) -> float:
-    return float(bigram.nats_per_token(logits / temperature, counts))
+def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
+    """Return a learner's measures from logits [V, V], its baseline's, and counts of development [V, V]."""
+    log_p = truth.rows.log()
 
+    def weighted(logits: Tensor, t: float = 1.0) -> dict[str, float]:
+        """Return measures at a temperature, contexts weighted as a long text has them."""
+        measured = distributions.measures(log_p, distributions.log_probs(logits, t))
+        return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
-def _mean_entropy(truth: bigram.Truth, logits: Tensor, temperature: float) -> float:
-    return float(distributions.entropy(distributions.log_probs(logits, temperature)) @ truth.contexts)
-
-
-def _weighted(truth: bigram.Truth, log_p: Tensor, logits: Tensor, t: float = 1.0) -> dict[str, float]:
-    """Return the measures of a learner, contexts weighted as a long text has them."""
-    measured = distributions.measures(log_p, distributions.log_probs(logits, t))
-    return {name: float(values @ truth.contexts) for name, values in measured.items()}
+    values = weighted(learned)
+    matched = weighted(  # the baseline at the temperature at which its mean entropy is the learner's
+        base,
+        distributions.solve_temperature(
+            lambda t: float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts),
+            values["entropy_q"],
+        ),
+    )
+    values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
+    values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
+    values["tempered_js"] = weighted(learned, values["temperature"])["js"]
+    return values
 
 
 def run(study: Study) -> dict[str, Any]:
@@ -213,7 +207,7 @@ def run(study: Study) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     results, rows = [], []
-    for V, share, tokens in cells(study):
+    for V, share, tokens in itertools.product(study.vocabularies, study.shares, study.tokens):
         key = json.dumps({**identity, "cell": [V, share, tokens]}, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         path = study.out / "cells" / f"{digest}-{V}-{share:g}-{tokens}.json"

@@ -12,9 +12,10 @@ WIDEST = 3.0  # of the logarithm of a temperature, up and down
 
 def best_temperature(nats: Callable[[float], float]) -> float:
     """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
-
-    def of_log(log_t: float) -> float:
-        return nats(math.exp(log_t))
-
-    bounds, options = (-WIDEST, WIDEST), {"xatol": 1e-9}
-    return math.exp(optimize.minimize_scalar(of_log, bounds=bounds, method="bounded", options=options).x)
+    result = optimize.minimize_scalar(
+        lambda log_t: nats(math.exp(log_t)),
+        bounds=(-WIDEST, WIDEST),
+        method="bounded",
+        options={"xatol": 1e-9},
+    )
+    return math.exp(result.x)

@@ -6,7 +6,6 @@ import functools
 import re
 import shlex
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,66 +51,43 @@ def experiment(path: Path) -> Experiment:
     return read_experiment(path, [])
 
 
-def header_commands(path: Path) -> list[list[str]]:
-    """What a file's first comment says to run."""
+@every_experiment
+def test_the_command_in_a_header_can_be_run(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     head = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     lines = [line[1:].strip() for line in head if line.startswith("#")]
-    return [shlex.split(line) for line in lines if line.startswith("python -m experiments ")]
-
-
-@every_experiment
-def test_a_dry_run_needs_no_network(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(path), "--dry-run", f"out={tmp_path}"]) == 0, capsys.readouterr().err
-    assert "to do" in capsys.readouterr().out
-
-
-@every_experiment
-def test_the_command_in_a_header_can_be_run(path: Path, tmp_path: Path) -> None:
-    (command,) = header_commands(path)
+    (command,) = [shlex.split(line) for line in lines if line.startswith("python -m experiments ")]
     assert command[:4] == ["python", "-m", "experiments", "run"]
     assert REPO / command[4] == path
     arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[4:]]
     assert main(["run", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
+    assert "to do" in capsys.readouterr().out
     for script in tmp_path.glob("*.sbatch"):
         assert f"#SBATCH --gpus={experiment(path).ranks}\n" in script.read_text()
 
 
-def evaluations(path: Path) -> Iterator[list[str]]:
-    """The words after `python -m eval` of every such command of an experiment's first and last run."""
-    work = Sweep(experiment(path))
-    first = work.runs[0]  # of the baseline, for the measures that compare with it
-    stages = [stage for run in (first, work.runs[-1]) for stage in work.stages(run, first)]
-    for stage in (*work.before(), *stages):
-        if stage.command[1:3] == ["-m", "eval"]:
-            yield stage.command[3:]
-
-
 @every_experiment
 def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
-    for words in evaluations(path):
-        arguments = parser().parse_args(words)
+    """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
+    sweep = Sweep(experiment(path))
+    first, last = sweep.runs[0], sweep.runs[-1]  # the first is of the baseline, which some compare with
+    written = []
+    for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
+        if stage.command[1:3] != ["-m", "eval"]:
+            continue
+        arguments = parser().parse_args(stage.command[3:])
         if arguments.command == "run" and arguments.tasks != "all":
             assert [load_task(name).name for name in arguments.tasks.split(",")] == list(PAPER_ORDER)
-
-
-@every_experiment
-def test_numbers_are_read_where_they_are_written(path: Path) -> None:
-    """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
-    work = Sweep(experiment(path))
-    run = work.runs[-1]
-    places = work.variables(run)
-    texts = [place for m in experiment(path).measures.values() for place in m.read.values()]
-    files = [one.format(**places) for text in texts for one in ([text] if isinstance(text, str) else text)]
-    written = []
-    for words in evaluations(path):
-        arguments = parser().parse_args(words)
         if arguments.command in ("run", "generate", "answer"):
             written.append(f"{arguments.out}/models/{arguments.name}/")
         if arguments.command == "judge":
             written.append(f"{arguments.out}/judgements/{arguments.name}.json:")
-    for file in files:
-        if "/models/" in file or "/judgements/" in file:
-            assert any(file.startswith(place) for place in written), file
+    for measure in experiment(path).measures.values():
+        for source in (source for sources in measure.read.values() for source in sources):
+            file = source.format(**sweep.variables(last))
+            if "/models/" in file or "/judgements/" in file:
+                assert file.startswith(tuple(written)), file
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "paper"], ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,41 +152,27 @@ def test_notes_of_another_version_are_refused(finished: Path) -> None:
     assert error.value.code == "stage-changed"
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Modules of which `room.command` imports `deep` through `room.part`, and none imports `aside`."""
-    (tmp_path / "room").mkdir()
-    for name, content in {
-        "room/__init__": "",
-        "room/command": "import json\nfrom room.part import answer\n",
-        "room/part": "def answer():\n    from deep import number\n    return number\n",
-        "deep": "number = 1\n",
-        "aside": "import deep\n",
-    }.items():
-        (tmp_path / f"{name}.py").write_text(content)
-    monkeypatch.setattr(experiments.code, "REPOSITORY", tmp_path)
-    code_digest.cache_clear()
-    yield tmp_path
-    code_digest.cache_clear()
+def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, out = tmp_path / "module.py", tmp_path / "out"
+    monkeypatch.setattr(experiments.code, "sources", lambda _: {"module": module})
 
-
-@pytest.mark.parametrize(
-    ("file", "counts"),
-    [("room/__init__", True), ("room/command", True), ("room/part", True), ("deep", True), ("aside", False)],
-)
-def test_a_command_whose_code_changed_is_done_again(project: Path, file: str, counts: bool) -> None:
     def measure() -> Stage:
         code_digest.cache_clear()
-        command = ["python", "-m", "room.command", "--out", "x"]
-        return Stage("measure", command, project / "note.json", command_origin(command, project / "out"))
+        command = ["python", "-m", "experiments.weights"]
+        return Stage("measure", command, tmp_path / "note.json", command_origin(command, out))
 
+    module.write_text("number = 1\n")
     measure().write(1.0)
     assert measure().done
-    (project / f"{file}.py").write_text("changed = True\n")
-    assert measure().done is not counts
+    module.write_text("number = 2\n")
+    assert not measure().done
+    code_digest.cache_clear()
 
 
-def test_the_code_of_a_study_is_what_makes_its_cells() -> None:
+def test_code_is_what_a_module_imports() -> None:
+    """Directly, through others, and within functions; a package's own file counts, other users do not."""
     modules = sources("experiments.known_truth.study").keys()
-    assert modules >= {f"experiments.known_truth.{name}" for name in ("bigram", "expected", "temperature")}
+    assert modules >= {"experiments", *(f"experiments.known_truth.{name}" for name in ("bigram", "expected"))}
     assert modules >= {"pipeline.loss.objectives", "pipeline.loss.registry", "eval.generation.distributions"}
+    assert modules.isdisjoint({"experiments.sweep", "experiments.known_truth.oracle"})
+    assert "experiments.table" in sources("experiments")  # imported within a function of __main__

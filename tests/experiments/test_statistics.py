@@ -26,14 +26,15 @@ def test_a_paired_difference_is_the_paired_t_test() -> None:
     assert (gap.low, gap.high) == pytest.approx((interval.low, interval.high))
 
 
-def test_a_single_repetition_has_no_interval() -> None:
-    assert math.isnan(estimate([1.0]).low)
-    assert math.isnan(difference([1.0], [2.0]).p)
-
-
-def test_equal_values_do_not_differ() -> None:
+def test_what_decides_nothing() -> None:
+    """A single repetition, equal values, a tie, and an end of a grid that holds one value."""
+    assert math.isnan(estimate([1.0]).low) and math.isnan(difference([1.0], [2.0]).p)
     assert difference([1.0, 2.0], [1.0, 2.0]).p == 1.0
     assert difference([2.0, 3.0], [1.0, 2.0]).p == 0.0
+    for others in ([[1.0, 2.0, 4.0]], [[1.0, 2.0, 4.0], [2.0, 3.0, 5.0]]):
+        assert verdict([1.0, 2.0, 4.0], others, least=True).answer == "undecided"
+    assert [at_an_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
+    assert not at_an_end(1e-3, [1e-3]) and not at_an_end("a", ["a", "b"])
 
 
 def test_holm_is_holm() -> None:
@@ -65,17 +66,6 @@ def test_a_refutation_is_reported_with_the_comparison_that_refutes() -> None:
     assert answer.answer == "no" and answer.high < 0 and answer.effect == pytest.approx(-0.1, abs=0.02)
 
 
-def test_a_value_at_an_end_of_its_grid() -> None:
-    assert [at_an_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
-    assert not at_an_end(1e-3, [1e-3])  # nothing was chosen
-
-
-def test_a_tie_decides_nothing() -> None:
-    same = [1.0, 2.0, 4.0]
-    assert verdict(same, [same], least=True).answer == "undecided"
-    assert verdict(same, [same, [2.0, 3.0, 5.0]], least=True).answer == "undecided"
-
-
 def test_a_negligible_gain_is_no_gain() -> None:
     rng = np.random.default_rng(3)
     other = rng.normal(size=20)
@@ -91,17 +81,14 @@ def simulate(seed: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [3, 5, 10])
-def test_means(n: int) -> None:
+def test_means_and_paired_differences(n: int) -> None:
     estimates = [estimate(values) for values in simulate(0, n).tolist()]
     assert 0.92 <= np.mean([e.low <= 0 <= e.high for e in estimates]) <= 0.98
-
-
-@pytest.mark.parametrize("n", [3, 5, 10])
-def test_paired_differences(n: int) -> None:
-    shared, ours, theirs = 10 * simulate(1, n), simulate(2, n), simulate(3, n)
-    gaps = [difference(a, b) for a, b in zip(shared + ours, shared + theirs - 0.5, strict=True)]
-    assert 0.92 <= np.mean([g.low <= 0.5 <= g.high for g in gaps]) <= 0.98
-    assert 0.02 <= np.mean([g.p < 0.05 for g in map(difference, shared + ours, shared + theirs)]) <= 0.08
+    shared, values, baseline = 10 * simulate(1, n), simulate(2, n), simulate(3, n)
+    gaps = [difference(a, b) for a, b in zip(shared + values, shared + baseline - 0.5, strict=True)]
+    assert 0.92 <= np.mean([gap.low <= 0.5 <= gap.high for gap in gaps]) <= 0.98
+    nulls = map(difference, shared + values, shared + baseline)
+    assert 0.02 <= np.mean([gap.p < 0.05 for gap in nulls]) <= 0.08
 
 
 def test_several_comparisons_hold_together() -> None:

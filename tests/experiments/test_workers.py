@@ -19,7 +19,7 @@ from tests.helpers.launching import wait_for
 # Two workers, each at a shell that has started another program and waits for it.
 SWEEP = """
 import itertools, os, sys
-from experiments.workers import StoppedError, Workers, stoppable
+from experiments.workers import StoppedError, Workers
 workers, number = Workers(), itertools.count()
 
 def work():
@@ -28,8 +28,7 @@ def work():
     workers.run(["sh", "-c", command], sys.stdout.buffer, dict(os.environ))
 
 try:
-    with stoppable():
-        workers.together(work, 2)
+    workers.together(work, 2)
 except StoppedError:
     sys.exit(75)
 """
@@ -78,7 +77,7 @@ def test_the_others_finish_their_command(tmp_path: Path) -> None:
 
 
 def leashed(*command: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "experiments.leash", str(os.getpid()), *command]
+    words = [sys.executable, "-m", "experiments.workers", str(os.getpid()), *command]
     return subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
