@@ -58,8 +58,15 @@ def draw() -> str:
     p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
     panels = objectives()
     likelihood = pull(get_objective("mle"), p)
-    look = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False}
-    with plt.rc_context(look | {"axes.spines.right": False}):
+    with plt.rc_context(
+        {
+            "svg.hashsalt": "objectives",
+            "svg.fonttype": "none",
+            "font.size": 8,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    ):
         rows = -(-len(panels) // COLUMNS)
         figure, grid = plt.subplots(rows, COLUMNS, figsize=(9, 1.7 * rows), sharex=True, sharey=True)
         for axes in grid.flat[len(panels) :]:

@@ -63,7 +63,6 @@ TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a":
         ({"choose": {"axis": "lr", "by": "x"}, "measures": AGAINST}, "needs the baseline"),
         # names and what is filled in
         ({"set": {"model.path": "{oracel}"}}, "override model.path: '{oracel}' cannot be filled in"),
-        ({"set": {"data.dir": "{out:>99999999999}"}}, "cannot be filled in"),
         ({"set": {"data.dir": "{out.__class__.__init__.__globals__}"}}, "cannot be filled in"),
         ({"before": {"corpus": "python -c {oracle}"}}, "before.corpus: '{oracle}' cannot be filled in"),
         ({"before": {"corpus": "python 'x"}}, "No closing quotation"),
@@ -78,14 +77,11 @@ TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a":
         (axes(lr={"train.lr": [1.0e-3, 0.001]}), "'0.001' more than once"),
         (axes(lr={"a": {"train.lr": 1}, "b": {"train.lr": 1}}), "a and b are the same"),
         (axes(seed={"train.seed": []}), "axes.seed has no labels"),
-        (axes(seed={}), "axes.seed has no labels"),
         (axes(lr={"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}), "'../../x' cannot be part"),
-        (axes(lr={"train.lr": ["-rf", "b"]}), "'-rf' cannot be part"),
         (axes(lr={"train.lr": list(range(2000))}), "more than 10,000 runs"),
         (TWICE, "both called mle-a-1-1"),
         # measures
         ({"measures": {"train": {"command": "python -c pass"}}}, "measures.train"),
-        ({"measures": {"..": {"command": "python -c pass"}}}, "'..' cannot be part"),
         (measures(a={"x": "x.json:x"}, b={"x": "x.json:x"}), "measures.b.read.x: a reads it too"),
         (measures(a={"validation_nll": "x.json:x"}), "every run reports it"),
         (measures(a={"x": "{plase}/x.json:x"}), "measures.a.read.x: '{plase}/x.json:x' cannot"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, expected_gradient, settle
-from pipeline.loss import Objective, Scalars, get_objective
+from pipeline.loss import Objective, get_objective
 from pipeline.loss.checking import Rows, gradient, scalars_of
 
 V = 30
@@ -76,36 +76,8 @@ def test_emo_settles_where_its_closed_form_says() -> None:
     assert (entropy(q) < entropy(truth)).all()
 
 
-@pytest.mark.parametrize(("name", "lr"), [("emo", 20.0), ("mixce", 5.0)])
-def test_plain_descent_on_the_detached_loss_gets_there(name: str, lr: float) -> None:
-    truth, costs, objective = truths(2), geometry(), get_objective(name)
-    c = matrix(costs)
-    z = truth.log().requires_grad_()
-    optimizer = torch.optim.SGD([z], lr=lr)
-    for _ in range(6000):
-        q = torch.softmax(z, -1)
-        m, D = -torch.log_softmax(z, -1), q @ c
-        loss = objective.coefficients(Scalars(m, q, D)).loss  # it detaches what it holds fixed
-        optimizer.zero_grad()
-        (truth * loss).sum().backward()
-        optimizer.step()
-    settled = settle(truth, objective, costs).q
-    assert torch.allclose(torch.softmax(z.detach(), -1), settled, atol=1e-6)
-
-
 def test_gem_settles_at_the_tempered_truth() -> None:
     """softmax(z / beta) = P, so the model is the truth at temperature 1 / beta: broader."""
     truth = truths()
     want = torch.softmax(0.7 * truth.log(), -1)
     assert torch.allclose(settle(truth, get_objective("gem", beta=0.7), geometry()).q, want, atol=1e-9)
-
-
-def test_mle_settles_at_the_truth() -> None:
-    truth = truths()
-    assert torch.allclose(settle(truth, get_objective("mle"), geometry()).q, truth, atol=1e-12)
-
-
-def test_tailr_collapses_and_says_so() -> None:
-    settled = settle(truths(), get_objective("tailr", gamma=0.8), geometry(), steps=300)
-    assert settled.residual.max() > 1e-6
-    assert (entropy(settled.q) < entropy(truths()) - 0.1).all()

@@ -14,19 +14,19 @@ import yaml
 import experiments.code
 from common.errors import UserError
 from experiments.code import code_digest, sources
-from experiments.design import read_experiment
 from experiments.origin import command_origin
 from experiments.stages import Stage
 from experiments.sweep import Sweep
-from tests.helpers.sweeping import sweep
+from tests.helpers import sweeping as helper
 
 Edit = Callable[[Path], object]
 
 
 def opened(root: Path, **changes: Any) -> Sweep:
     before = {"corpus": f"python {root}/make.py"}
-    path = sweep(root, root / "recipe.yaml", **{"before": before, "measures": {}} | changes)
-    return Sweep(read_experiment(path, []), lambda _: None)
+    return helper.opened(
+        helper.sweep(root, root / "recipe.yaml", **{"before": before, "measures": {}} | changes)
+    )
 
 
 @pytest.fixture
@@ -50,10 +50,9 @@ def finished(tmp_path: Path) -> Path:
     }.items():
         (tmp_path / name).write_text(text)
     work = opened(tmp_path)
-    for stage in (*work.before(), *(stage for run in work.runs for stage in work.stages(run))):
-        if stage.directory is not None:
-            stage.directory.mkdir(parents=True, exist_ok=True)
+    for stage in work.before():
         stage.write(1.0)
+    helper.pretend(work)
     opened(tmp_path).refuse_changes()
     assert all(task.done for task in opened(tmp_path).tasks())
     return tmp_path

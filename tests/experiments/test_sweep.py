@@ -9,9 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,35 +17,14 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from experiments import sweep as engine
 from experiments.__main__ import main
-from experiments.design import read_experiment
-from experiments.sweep import Sweep, Task
 from experiments.table import gather, markdown
 from tests.helpers.launching import tiny_recipe
-from tests.helpers.sweeping import notes, start, sweep
+from tests.helpers.sweeping import notes, opened, pretend, start, sweep
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_recipe(tmp_path_factory.mktemp("recipe"), steps=3)
-
-
-def opened(path: Path, *overrides: str) -> Sweep:
-    return Sweep(read_experiment(path, list(overrides)), lambda _: None)
-
-
-def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Task] | None = None) -> None:
-    """Leave what real stages of the tasks leave, without any of all runs."""
-    for run, stages in tasks or [Task(run, work.stages(run)) for run in work.runs]:
-        directory = work.directory(run)
-        directory.mkdir(parents=True, exist_ok=True)
-        record = {"step": 3, "set": "validation", "validation_nll": (nll or {}).get(run.name, 1.0)}
-        (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-        for stage in stages:
-            if stage.directory is not None:
-                stage.directory.mkdir(parents=True, exist_ok=True)
-            stage.write(1.0)
-        text = json.dumps({"letters": [len(run.name)], "made": 1})
-        (work.experiment.out / f"{run.name}.json").write_text(text)
 
 
 @pytest.mark.slow
@@ -120,26 +97,6 @@ def test_each_validation_set_is_a_measure(tmp_path: Path, recipe: Path) -> None:
     assert work.values(run) == {"validation_nll:home": 2.0, "validation_change:home": -1.0}
 
 
-FAILING = "python -c 'raise SystemExit(3)'"
-
-
-@pytest.mark.parametrize(
-    ("changes", "log"),
-    [
-        ({"before": {"corpus": FAILING}}, "before.corpus.log"),
-        ({"measures": {"broken": {"command": FAILING, "read": {"x": "{out}/x.json:x"}}}}, "mle-1.broken.log"),
-    ],
-)
-def test_a_failing_stage_names_its_log(tmp_path: Path, recipe: Path, changes: Any, log: str) -> None:
-    work = opened(sweep(tmp_path, recipe, **changes))
-    if "measures" in changes:
-        pretend(work)
-        work.stages(work.runs[0])[-1].note.unlink()
-    with pytest.raises(UserError) as error:
-        work.work()
-    assert error.value.code == "stage-failed" and f"{tmp_path}/out/logs/{log}" in str(error.value)
-
-
 def test_a_failed_attempt_is_told_by_its_own_last_line(tmp_path: Path, recipe: Path) -> None:
     """The log holds every attempt; the second one of these is killed without a word."""
     script = tmp_path / "twice.py"
@@ -165,6 +122,7 @@ def test_a_failure_is_told_once_whoever_met_it(
     output = capsys.readouterr()
     assert output.out.count("before: corpus\n") == 2  # the plan's line, and one attempt
     assert output.err.count("error") == 1
+    assert f"({tmp_path}/out/logs/before.corpus.log)" in output.err
 
 
 def test_a_sweep_that_is_asked_to_stop_says_so(tmp_path: Path, recipe: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from experiments.design import read_experiment
 from experiments.stages import read_note
+from experiments.sweep import Sweep, Task
 from tests.helpers.launching import popen
 
 MEASURE = (
@@ -43,6 +47,25 @@ def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return path
+
+
+def opened(path: Path, *overrides: str) -> Sweep:
+    return Sweep(read_experiment(path, list(overrides)), lambda _: None)
+
+
+def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Task] | None = None) -> None:
+    """Leave what real stages of the tasks leave, without any of all runs."""
+    for run, stages in tasks or [Task(run, work.stages(run)) for run in work.runs]:
+        directory = work.directory(run)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = {"step": 3, "set": "validation", "validation_nll": (nll or {}).get(run.name, 1.0)}
+        (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        for stage in stages:
+            if stage.directory is not None:
+                stage.directory.mkdir(parents=True, exist_ok=True)
+            stage.write(1.0)
+        text = json.dumps({"letters": [len(run.name)], "made": 1})
+        (work.experiment.out / f"{run.name}.json").write_text(text)
 
 
 def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
