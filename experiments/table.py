@@ -44,23 +44,9 @@ def gather(sweep: Sweep) -> dict[str, Any]:
             row["at_end"] = [choose.axis] if at_an_end(label, experiment.labels(choose.axis)) else []
         row["measures"] = {metric: estimate(values)._asdict() for metric, values in columns.items()}
         rows.append(row)
-    _compare(experiment, rows)
-    verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
-    lacking = {}
-    for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
-        pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
-        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
-            lacking[metric] = runs_without
-    for row in rows:
-        del row["values"]
-    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
-
-
-def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
-    """Add differences from the baseline; p-values corrected over all comparisons of a metric."""
     by_labels = {tuple(row["labels"].items()): row for row in rows}
     for metric in dict.fromkeys(metric for row in rows for metric in row["measures"]):
-        gaps = []
+        gaps = []  # from the baseline; p-values are corrected over all comparisons of a metric
         for row in rows:
             labels = row["labels"] | {experiment.compare.axis: experiment.compare.baseline}
             base = by_labels[tuple(labels.items())]
@@ -70,6 +56,15 @@ def _compare(experiment: Experiment, rows: list[dict[str, Any]]) -> None:
                 gaps.append(gap)
         for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
             gap["p_holm"] = p
+    verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
+    lacking = {}
+    for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
+        pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
+        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
+            lacking[metric] = runs_without
+    for row in rows:
+        del row["values"]
+    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 
 def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

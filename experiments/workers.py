@@ -58,27 +58,29 @@ class Workers:
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_IGN)  # commands that save what they have are not hurried
             raise StoppedError
 
         errors: list[BaseException] = []
         previous = signal.signal(signal.SIGTERM, stop)
-        with ThreadPoolExecutor(count) as pool:
-            futures = [pool.submit(work) for _ in range(count)]
-            try:
-                for future in as_completed(futures):
-                    error = future.exception()
-                    if error is not None and not isinstance(error, EndedError):
-                        errors.append(error)
-                        self._over.set()
-            except BaseException:
-                self._over.set()
-                with self._lock:
-                    self._stopped = True
-                    for process in self._running:
-                        process.terminate()
-                raise
-            finally:
-                signal.signal(signal.SIGTERM, previous)
+        try:
+            with ThreadPoolExecutor(count) as pool:
+                futures = [pool.submit(work) for _ in range(count)]
+                try:
+                    for future in as_completed(futures):
+                        error = future.exception()
+                        if error is not None and not isinstance(error, EndedError):
+                            errors.append(error)
+                            self._over.set()
+                except BaseException:
+                    self._over.set()
+                    with self._lock:
+                        self._stopped = True
+                        for process in self._running:
+                            process.terminate()
+                    raise
+        finally:
+            signal.signal(signal.SIGTERM, previous)
         if errors:
             raise errors[0]
 

@@ -129,11 +129,7 @@ def fit_temperature(model: Any, rows: list[list[int]], vocabulary: int) -> float
     """Return the temperature with the fewest nats per token of `rows`."""
     logits = logits_of(model, rows, vocabulary)
     targets = torch.tensor([token for row in rows for token in row[1:]])[:, None]
-
-    def nats(t: float) -> float:
-        return float(-distributions.log_probs(logits, t).gather(-1, targets).mean())
-
-    best = best_temperature(nats)
+    best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, targets).mean()))
     if abs(math.log(best)) > WIDEST - 1e-3:
         raise UserError(
             f"no temperature between 1/{math.exp(WIDEST):.0f} and {math.exp(WIDEST):.0f} suits it best"

@@ -35,7 +35,7 @@ from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
 from experiments.known_truth.temperature import best_temperature
 from experiments.statistics import at_an_end, estimate, verdict
-from pipeline.loss import Objective, get_objective
+from pipeline.loss import get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
 
@@ -48,10 +48,6 @@ class Contestant(Section):
     cost: Literal["true", "constant", "permuted"] = "true"
     # embedding: the learner's output matrix is the embedding that the truth was made with, not trained.
     head: Literal["free", "embedding"] = "free"
-
-    def objective(self) -> Objective:
-        """Return the objective, its parameters bound."""
-        return get_objective(self.name, **self.params)
 
     def costs(self, embedding: Tensor) -> Costs:
         """Return the transport costs, from the embedding that the truth was made with."""
@@ -102,7 +98,9 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
-        settled = settle(rows, contestant.objective(), contestant.costs(embedding))
+        settled = settle(
+            rows, get_objective(contestant.name, **contestant.params), contestant.costs(embedding)
+        )
         log_p, log_q = rows.log(), settled.q.clamp_min(1e-300).log()
         entropy = distributions.entropy(log_q)
         temperatures = [
@@ -151,7 +149,7 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     logits: dict[str, Tensor] = {}
     rates: dict[str, float] = {}
     for label, contestant in study.contestants.items():
-        costs, objective = contestant.costs(embedding), contestant.objective()
+        costs, objective = contestant.costs(embedding), get_objective(contestant.name, **contestant.params)
         head = embedding if contestant.head == "embedding" else None
         fits = {
             rate: bigram.fit(train, dev, objective, costs, seeds, rate, study.steps, head)
@@ -244,12 +242,12 @@ def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, 
     tempered = question.get("tempered", False)  # the gap is already the difference from the tempered baseline
     measure = f"gap_{study.outcome}" if tempered else study.outcome
 
-    def units(label: str) -> list[float]:
+    units: dict[str, list[float]] = {}
+    for label in (question["better"], *question["than"]):
         values = [cell["values"][label][measure] for cell in results]
-        return values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
-
-    better = units(question["better"])
-    others = [[0.0] * len(better)] if tempered else [units(label) for label in question["than"]]
+        units[label] = values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
+    better = units[question["better"]]
+    others = [[0.0] * len(better)] if tempered else [units[label] for label in question["than"]]
     return {"outcome": study.outcome, **verdict(better, others, least=True)._asdict()}
 
 
@@ -271,9 +269,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{cell}: {name}: {result['answer']} ({result['effect']:.4g} {interval})")
         ends = sorted({label for row in results["rows"] for label in row["at_end"]})
         if ends:
-            print(
-                f"learning rates, chosen by nats per token, lie at an end of the grid for {', '.join(ends)}"
-            )
+            print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
         print(study.out / RESULTS)
         return ExitCode.DONE
 
