@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a command's end means to the script that called it."""
+    """The meaning of a command's end to the script that called it."""
 
     DONE = 0
     FAILURE = 1  # a crash, a lost rank, a full disk: the same command resumes from what is complete

@@ -43,7 +43,7 @@ MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 
 
 def may_pass(error: OSError) -> bool | None:
-    """Whether the same command may succeed at another time; None where the error alone does not tell."""
+    """Return whether the same command may succeed later; None where the error alone does not tell."""
     if isinstance(error, DiskFullError) or error.errno in PASSING:
         return True
     return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
@@ -112,9 +112,9 @@ def write_text(path: Path, text: str) -> None:
 def finite(value: Any) -> Any:
     """The value with None where a number in it is NaN or infinite, which JSON cannot say."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -123,7 +123,7 @@ def write_once(path: Path, text: str) -> bool:
     if path.exists():
         return False
     try:
-        with part_file(path, lambda part, place: os.link(part, place)) as file:
+        with part_file(path, lambda part, target: os.link(part, target)) as file:
             file.write(text.encode())
     except FileExistsError:
         return False
@@ -202,18 +202,18 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
         raise UserError(f"{where} cannot be written: {reason}; set another {setting}") from None
 
 
-def foreign(directory: Path, made: Sequence[str]) -> Iterator[Path]:
-    """Files and links below `directory` that match none of the patterns `made`, such as `train/*.arrow`."""
+def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield files and links below `directory` that match none of the patterns, such as `train/*.arrow`."""
     for path in _files(directory):
-        if not _matches(path.relative_to(directory), made):
+        if not _matches(path.relative_to(directory), patterns):
             yield path
 
 
-def remove_made(directory: Path, made: Sequence[str]) -> None:
-    """Delete the files that match one of the patterns `made`, and directories that this leaves empty."""
+def remove_made(directory: Path, patterns: Sequence[str]) -> None:
+    """Delete the files that match one of the patterns, and directories that this leaves empty."""
     parents = set()
     for path in list(_files(directory)):
-        if _matches(path.relative_to(directory), made):
+        if _matches(path.relative_to(directory), patterns):
             path.unlink(missing_ok=True)
             parents |= {p for p in path.parents if directory in p.parents}
     for parent in sorted(parents, reverse=True):
@@ -229,7 +229,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _matches(path: Path, patterns: Iterable[str]) -> bool:
-    """Whether a relative path matches a pattern part by part; a star stays within its part."""
+    """Return whether a relative path matches a pattern part by part; a star stays within its part."""
     for pattern in patterns:
         parts = pattern.split("/")
         if len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts)):
@@ -242,8 +242,8 @@ Signature = tuple[int, ...]  # changes whenever a file's content may have change
 
 def signature(path: Path) -> Signature:
     """Size, times and inode of a file. No program can set the time of change, so an edit always shows."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def sha256(path: Path) -> str:
@@ -264,25 +264,25 @@ class Hashes:
         self._new: dict[str, tuple[Signature, str]] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             tree = json.loads(memory.read_text(encoding="utf-8"))
-            self._known = {name: (tuple(seen), str(digest)) for name, (seen, digest) in tree.items()}
+            self._known = {name: (tuple(times), str(digest)) for name, (times, digest) in tree.items()}
 
     def sha256(self, path: Path) -> str:
         """Hash of a file, from memory if the file was not touched since."""
-        seen = signature(path)
+        current = signature(path)
         name = str(path.absolute())
-        known = self._new.get(name) or self._known.get(name)
-        if known is not None and known[0] == seen:
-            return known[1]
+        entry = self._new.get(name) or self._known.get(name)
+        if entry is not None and entry[0] == current:
+            return entry[1]
         digest = sha256(path)
-        self.remember(path, seen, digest)
+        self.remember(path, current, digest)
         return digest
 
-    def remember(self, path: Path, seen: Signature, digest: str) -> None:
-        """Note the hash of what the file held when it had the signature `seen`."""
-        self._new[str(path.absolute())] = seen, digest
+    def remember(self, path: Path, times: Signature, digest: str) -> None:
+        """Note the hash of what the file held when it had the signature `times`."""
+        self._new[str(path.absolute())] = times, digest
 
     def new(self) -> dict[str, tuple[Signature, str]]:
-        """What was learned since the memory was read."""
+        """Return the hashes learned since the memory was read."""
         return dict(self._new)
 
     def save(self, others: Iterable[dict[str, tuple[Signature, str]]] = ()) -> None:
@@ -290,14 +290,14 @@ class Hashes:
 
         Files so young that a change would not show in their times, or changed meanwhile, are left out.
         """
-        learned = {name: entry for one in (self._new, *others) for name, entry in one.items()}
+        learned = {name: entry for entries in (self._new, *others) for name, entry in entries.items()}
         if not learned:
             return
         time.sleep(TICK)
         now = time.time_ns() - int(TICK * 1e9)
-        for name, (seen, digest) in learned.items():
+        for name, (current, digest) in learned.items():
             with contextlib.suppress(OSError):
-                if signature(Path(name)) == seen and max(seen[1:3]) <= now:
-                    self._known[name] = seen, digest
+                if signature(Path(name)) == current and max(current[1:3]) <= now:
+                    self._known[name] = current, digest
         with contextlib.suppress(OSError):
             write_text(self.memory, json.dumps(self._known, indent=1, sort_keys=True) + "\n")

@@ -248,4 +248,4 @@ def test_a_recipe_that_comes_with_this_program_is_found_by_its_name() -> None:
         with pytest.raises(UserError, match=r"did you mean launch/recipes/stories260k-wikitext2\.yaml\?"):
             read_recipe(Path(name), [])
     with pytest.raises(UserError, match=r"experiment nowhere\.yaml does not exist; see .*/experiments for"):
-        read_recipe(Path("nowhere.yaml"), [], what="experiment")
+        read_recipe(Path("nowhere.yaml"), [], noun="experiment")
