@@ -190,7 +190,6 @@ def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_pat
     ],
 )
 def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path) -> None:
-    pytest.importorskip("argcomplete")
     module, _, function = PROJECT["scripts"][line.split()[0]].partition(":")
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")

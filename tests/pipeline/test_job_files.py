@@ -139,7 +139,7 @@ def test_pods_are_probed_by_the_images_health_check() -> None:
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)
 def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if shutil.which("kustomize") is None:
-        pytest.skip("kustomize is not here; make cluster-test gets one")
+        pytest.skip("needs the network: make cluster-test fetches kustomize")
     assert problems(render(target, "kustomize")) == []
 
 
