@@ -18,7 +18,8 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
 so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
 `label_smoothing_factor` to such a function: give it `label_smoothing`. For models whose class is not called
 ...ForCausalLM, such as GPT2LMHeadModel, Trainer counts the first token of each row as predicted, and all its
-losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is made corrects it.
+losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is made corrects it. TRL from 1.8
+to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
     from transformers import Trainer
     from pipeline.hf import loss_function
@@ -115,8 +116,8 @@ class EMOLoss(nn.Module):
     """Mean loss per predicted token, from logits; `objective` may be any but `demd_dense`.
 
     With `shift` (default, as in the released package) labels are aligned with the inputs and position i
-    predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp, set
-    `self.objective = objective.at(step)` before every step.
+    predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp,
+    set `self.objective = objective.at(step)` before every step.
     """
 
     def __init__(
@@ -205,9 +206,9 @@ def fuse_causal_lm(
     stay the same. `cost` defaults to a frozen copy of the model's own head. Logit scale and soft cap
     are taken from the model's configuration, and the result is compared with the model's own logits at once:
     UserError for a family that treats them otherwise. Where a weight of an objective is a Ramp, give
-    `objective.at(0)`, and call `model.get_output_embeddings().use(objective.at(step))` before every step. Under
-    FSDP2 all ranks call it, before or after `fully_shard`. Under ZeRO-3 the weights can be used only through
-    the engine: call `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+    `objective.at(0)`, and call `model.get_output_embeddings().use(objective.at(step))` before every step.
+    Under FSDP2 all ranks call it, before or after `fully_shard`. Under ZeRO-3 the weights can be used only
+    through the engine: call `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
     """
     base = _base_of(model)
     _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
@@ -233,11 +234,11 @@ class FusedLossMixin:
 
     Keyword arguments beside the Trainer's own: `objective` (a name or an Objective), `objective_params`,
     `cost` (a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head), `loss_options` (z_loss,
-    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows
-    its steps. Evaluation reports the same loss. No logits are built: `compute_metrics`, another `loss_type` of
-    an SFTConfig and a mixture's router loss are refused, and of what SFTTrainer logs, entropy and
-    mean_token_accuracy are missing. Before the first loss the fused model is compared with its own logits, and
-    a UserError ends training where they differ.
+    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured, and a Ramp
+    follows its steps. Evaluation reports the same loss. No logits are built: `compute_metrics`, another
+    `loss_type` of an SFTConfig and a mixture's router loss are refused, and of what SFTTrainer logs, entropy
+    and mean_token_accuracy are missing. Before the first loss the fused model is compared with its own
+    logits, and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch
@@ -271,16 +272,16 @@ class FusedLossMixin:
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
             raise UserError(
-                "FusedLossMixin shares the work by data (DDP, FSDP, ZeRO), with one process per GPU: start it "
-                "with torchrun or accelerate launch, without tensor, context or sequence parallelism",
+                "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU: start "
+                "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
                 code="not-data-parallel",
             )
         # after the Trainer's own start, which may wrap the model (PEFT) and replace its forward (TRL)
         self._fused: Any = _base_of(trainer.model)
         if getattr(self._fused.config.get_text_config(), "output_router_logits", False):
             raise UserError(
-                "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 in "
-                "the SFTConfig, or output_router_logits=False in the model's configuration",
+                "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 "
+                "in the SFTConfig, or output_router_logits=False in the model's configuration",
                 code="router-loss",
             )
         _fuse(self._fused, self._objective, cost, options)
@@ -332,15 +333,24 @@ class FusedLossMixin:
     ) -> Any:
         """Loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
         trainer: Any = self
+        adapter = getattr(trainer.model, "active_peft_config", None)
+        prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
+        if prompt and inputs.get("position_ids") is not None:
+            raise UserError(
+                "a learned prompt stands before whole rows, and PEFT drops the positions that keep packed "
+                "documents apart: train without packing and padding_free",
+                code="prompt-packed",
+            )
         if not self._probed:  # here the weights are where training uses them, whatever wraps the model
-            probe_model(self._fused, model, packed=False, collective=True, device=trainer.args.device)
+            path = None if prompt else model
+            probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
             self._probed = True
         if self._objective.schedule is not None:
             self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise UserError(
-                "the rows have no labels, so there is no loss: give each a column `labels`, like input_ids with "
-                "-100 for what is not to be learned",
+                "the rows have no labels, so there is no loss: give each a column `labels`, like input_ids "
+                "with -100 for what is not to be learned",
                 code="no-labels",
             )
         inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself

@@ -31,7 +31,12 @@ FACTORS = ("logit_scale", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MULTIPLIES_BY_DIVISOR = ("hyperclovax",)  # model types that mean a factor where the others mean a divisor
 
-LOGITS_ONLY = ("num_items_in_batch", "logits_to_keep", "return_dict", "skip_logits")  # for a forward that makes logits
+LOGITS_ONLY = (
+    "num_items_in_batch",
+    "logits_to_keep",
+    "return_dict",
+    "skip_logits",
+)  # for a forward that makes logits
 
 
 class FusedHead(nn.Linear):
