@@ -222,10 +222,10 @@ def fuse_model(
 
 
 def _uncover_forward(model: nn.Module) -> None:
-    """Remove the forward that a Trainer gave to this instance: it would hide the class's, which is fused here.
+    """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
 
-    Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes a
-    loss of its own. Raises UserError for any other.
+    Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
+    a loss of its own. Raises UserError for any other.
     """
     forward = vars(model).get("forward")
     if forward is None:
@@ -238,8 +238,8 @@ def _uncover_forward(model: nn.Module) -> None:
     wraps = innermost is inspect.unwrap(type(model).forward) and not hasattr(model, "_hf_hook")
     if not (wraps or of_trl(innermost)):
         raise UserError(
-            f"the forward of this {type(model).__name__} was replaced, and would hide the fused loss: load the "
-            "model anew, without device_map over several devices",
+            f"the forward of this {type(model).__name__} was replaced, and would hide the fused loss: load "
+            "the model anew, without device_map over several devices",
             code="forward-replaced",
         )
     for name in ("forward", "_original_forward"):

@@ -52,7 +52,7 @@ class Objective:
         return self if self.schedule is None else self.schedule(step)
 
     def fixed(self) -> Objective:
-        """Return the objective itself. Raises UserError for one with a schedule, where nobody tells the step."""
+        """Return the objective itself. Raises UserError for a schedule, where nobody tells the step."""
         if self.schedule is not None:
             raise UserError(
                 f"objective {self.name} changes from step to step, and here the step is not known: give "

@@ -1,4 +1,4 @@
-"""The examples and the README's snippets run as they stand, and an objective of one's own gives the same losses through every door."""
+"""Examples and the README's snippets run as they stand; an own objective is the same through every door."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def without_dropout(model: Any) -> Any:
 
 
 def rows() -> list[dict[str, list[int]]]:
-    """Return rows of which each has another number of labels, the first token's among them in half of them."""
+    """Return rows with different numbers of labels, in half of them one for the first token too."""
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     for i in range(ROWS):

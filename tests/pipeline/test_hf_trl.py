@@ -300,7 +300,7 @@ def test_the_loss_function(tmp_path: Path) -> None:
     want, gradients = naive(copy.deepcopy(model), documents(False), "emo", head)
     trainer = trl.SFTTrainer(
         model,
-        settings(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3),
+        settings(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, loss_type="nll"),
         train_dataset=Dataset.from_list(prompted()),
         processing_class=tokenizer(),
         compute_loss_func=loss_function("emo", CostEmbedding.from_weight(head)),
