@@ -2,6 +2,7 @@
 # make quickstart   the whole product on a laptop    make bench        side-by-side measurements
 # make quickstart-test  the quickstart's promises, undisturbed and killed over and over, in half an hour
 # make soak         20 kills, 20 damaged saves       make cluster-test  two hosts and a Slurm on this machine
+# make doors-test   the loss in the oldest TRL that is supported; needs a package index
 # make docs-test    every command of README.md and docs/, run or checked
 # make image-test   the image built without Docker, and run without rights; needs root on Debian
 # make judge-test   20 kills of answering and judging
@@ -24,7 +25,7 @@ BIN := .venv/bin
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test image-test gpu-test fuzz evidence evidence-full clean
+.PHONY: setup lock audit quickstart quickstart-test test test-fast data coverage lint format bench soak judge-test cluster-test docs-test doors-test image-test gpu-test fuzz evidence evidence-full clean
 
 setup: .venv/ready
 
@@ -107,6 +108,9 @@ cluster-test: setup
 
 image-test: setup
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
+
+doors-test: setup
+	$(BIN)/python -m tests.campaigns.doors $(ARGS)
 
 docs-test: setup
 	$(BIN)/python -m tests.campaigns.docs
