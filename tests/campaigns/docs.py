@@ -111,8 +111,6 @@ class Scratch:
             tiny_model(cached / "snapshots" / ("0" * 40))
         write_jsonl(self.place / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
         (self.place / "notes.txt").write_text("\n".join(texts(60)))
-        rows = [{"prompt": text[:20], "completion": text[20:]} for text in texts(20)]
-        write_jsonl(self.place / "rows.jsonl", rows)
         write_jsonl(self.place / "answers.jsonl", alpaca_rows(120))
         rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
         (self.place / "answers.csv").write_text("question,answer\n" + rows)
