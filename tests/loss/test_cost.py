@@ -371,8 +371,8 @@ def test_small_costs_keep_their_digits_in_half_precision(
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
     monkeypatch.setattr("pipeline.loss.products._lacks_instructions", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
-    one, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
-    E = torch.cat((one, one + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)
+    base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
+    E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)
     want = cost_matrix(E)[torch.arange(600), torch.arange(600) + 600]
     assert float(want.min()) < 6e-4
     cost = CostEmbedding.from_weight(E).placed(torch.device("cpu"), model_dtype)
@@ -380,8 +380,8 @@ def test_small_costs_keep_their_digits_in_half_precision(
     rows["cached"] = rows["exact"].half()
     if cost.rows.dtype == torch.float16:  # as kernels of a GPU read them
         rows["from cosines"] = (1 - cost.cosines(torch.arange(600))).clamp(min=0)
-    for name, found in rows.items():
-        twins = found[torch.arange(600), torch.arange(600) + 600].double()
+    for name, costs in rows.items():
+        twins = costs[torch.arange(600), torch.arange(600) + 600].double()
         assert float(((twins - want) / want).abs().max()) <= 0.05, name
 
 
@@ -400,8 +400,8 @@ def test_costs_never_overflow() -> None:
     for size in (1e-30, 1.0, 1e30):
         E = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * size
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            found = CostEmbedding.from_weight(E, dtype).costs(torch.arange(40))
-            assert 0 <= float(found.min()) <= float(found.max()) <= 2.01
+            costs = CostEmbedding.from_weight(E, dtype).costs(torch.arange(40))
+            assert 0 <= float(costs.min()) <= float(costs.max()) <= 2.01
 
 
 @pytest.mark.parametrize("cache_mb", [0.0, 1.0])

@@ -102,8 +102,8 @@ CASES += [(door, name) for door in ("loop", "function") for name in ("gpt2", "ge
 def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) -> None:
     model = without_dropout(family(name)).train()
     want, gradients = naive(copy.deepcopy(model), "emo")
-    loss, found = through(door, model, "emo", tmp_path)
+    loss, got = through(door, model, "emo", tmp_path)
     assert loss == pytest.approx(want, rel=1e-5)
     scale = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
-        assert float((found[key] - gradient).norm()) <= 1e-4 * scale, key
+        assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key

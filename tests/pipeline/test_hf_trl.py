@@ -44,9 +44,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
     whole = Tokenizer(model)
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
-    made.chat_template = TEMPLATE
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    return fast
 
 
 def words(ids: list[int]) -> str:
@@ -87,8 +87,8 @@ def conversed(only_assistant: bool) -> list[Document]:
     user, assistant = VOCAB - 3, VOCAB - 2
     result = []
     for p, c in parts():
-        asked, answer = [user, *p, assistant], [*c, EOS]
-        result.append((asked + answer, ([-100] * len(asked) if only_assistant else asked) + answer))
+        question, answer = [user, *p, assistant], [*c, EOS]
+        result.append((question + answer, ([-100] * len(question) if only_assistant else question) + answer))
     return result
 
 
@@ -160,11 +160,11 @@ def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
         processing_class=tokenizer(),
         objective="emo",
     )
-    loss, found = stepped(trainer, model)
+    loss, got = stepped(trainer, model)
     bound = 2e-2 if "bf16" in changes else 1e-4
     assert loss == pytest.approx(want, rel=bound / 5)
     for name, gradient in gradients.items():
-        assert relative_error(found[name], gradient) <= 2 * bound, name
+        assert relative_error(got[name], gradient) <= 2 * bound, name
     # what TRL logs beside the loss: a fused loss builds no logits for entropy and accuracy
     logged = trainer.state.log_history[0]
     assert logged["num_tokens"] == sum(len(ids) for ids, _ in tokens)
@@ -186,11 +186,11 @@ def test_families(name: str, tmp_path: Path) -> None:
         train_dataset=Dataset.from_list(prompted()),
         processing_class=tokenizer(),
     )
-    loss, found = stepped(trainer, model)
+    loss, got = stepped(trainer, model)
     assert loss == pytest.approx(want, rel=1e-5)
     scale = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
-        assert float((found[key] - gradient).norm()) <= 1e-4 * scale, key
+        assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key
 
 
 ADAPTERS = {
@@ -206,14 +206,14 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     """The adapter's gradients are those of the wrapped model's logits, and nothing else moves."""
     base = tiny_llama(VOCAB)
     head = base.lm_head.weight.detach().clone()
-    given: dict[str, Any] = {"model": base}
+    options: dict[str, Any] = {"model": base}
     torch.manual_seed(0)
     if made_by == "trl":
-        given["peft_config"] = ADAPTERS[kind]
+        options["peft_config"] = ADAPTERS[kind]
     else:
-        given["model"] = peft.get_peft_model(base, ADAPTERS[kind])
+        options["model"] = peft.get_peft_model(base, ADAPTERS[kind])
     trainer = FusedSFTTrainer(
-        **given,
+        **options,
         args=settings(tmp_path),
         train_dataset=Dataset.from_list(prompted()),
         processing_class=tokenizer(),
@@ -222,15 +222,15 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     plain = copy.deepcopy(model)
     virtual = 3 if kind == "prompt" else 0
     want, gradients = naive(plain, documents(False), "emo", head, virtual)
-    loss, found = stepped(trainer, model)
+    loss, got = stepped(trainer, model)
     assert loss == pytest.approx(want, rel=1e-5)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(gradients)
     for name in trained:
-        assert float((found[name] - gradients[name]).norm()) <= 1e-4 * max(
+        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * max(
             float(g.norm()) for g in gradients.values()
         ), name
-    assert not any(float(found[name].abs().max()) for name in set(found) - trained)
+    assert not any(float(got[name].abs().max()) for name in set(got) - trained)
     if kind == "prompt":
         packed = FusedSFTTrainer(
             model,
@@ -271,18 +271,18 @@ def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:
     """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
     model = tiny_llama(VOCAB)
     rows = Dataset.from_list([{"input_ids": ids, "labels": labels} for ids, labels in documents(False)])
-    given = {"processing_class": tokenizer()} if first is trl.SFTTrainer else {}
+    options = {"processing_class": tokenizer()} if first is trl.SFTTrainer else {}
     frozen = {"learning_rate": 0.0, "bf16": True, "per_device_train_batch_size": 1}
-    first(model, settings(tmp_path, **frozen), train_dataset=rows, **given).train()
+    first(model, settings(tmp_path, **frozen), train_dataset=rows, **options).train()
     want, gradients = naive(
         tiny_llama(VOCAB), documents(False), "demd", model.lm_head.weight.detach().clone()
     )
     trainer = FusedSFTTrainer(
         model, settings(tmp_path), train_dataset=rows, processing_class=tokenizer(), objective="demd"
     )
-    loss, found = stepped(trainer, model)
+    loss, got = stepped(trainer, model)
     assert loss == pytest.approx(want, rel=1e-5)
-    assert relative_error(found["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
+    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
 
 
 def test_a_forward_that_somebody_replaced(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_the_loss_function(tmp_path: Path) -> None:
         processing_class=tokenizer(),
         compute_loss_func=loss_function("emo", CostEmbedding.from_weight(head)),
     )
-    loss, found = stepped(trainer, model)
+    loss, got = stepped(trainer, model)
     assert loss == pytest.approx(want, rel=1e-5)
-    assert relative_error(found["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
+    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("code", REFUSED)
 def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Path) -> None:
-    changes, given = REFUSED[code]
+    changes, options = REFUSED[code]
     model = family("mixtral", output_router_logits=True) if code == "router-loss" else tiny_llama(VOCAB)
     with pytest.raises(UserError) as error:
         FusedSFTTrainer(
@@ -329,7 +329,7 @@ def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Pa
             settings(tmp_path, **changes),
             train_dataset=Dataset.from_list(texts()),
             processing_class=tokenizer(),
-            **given,
+            **options,
         )
     assert error.value.code == code
 
@@ -345,13 +345,13 @@ def test_liger_keeps_its_layers_and_leaves_the_loss(
     monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
     monkeypatch.setattr("trl.trainer.sft_trainer.is_liger_kernel_available", lambda: True, raising=False)
     rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids, _ in documents(True)])
-    given = {"processing_class": tokenizer()} if trainer is FusedSFTTrainer else {}
+    options = {"processing_class": tokenizer()} if trainer is FusedSFTTrainer else {}
     args = settings(tmp_path, use_liger_kernel=True, per_device_train_batch_size=1)
-    trainer(tiny_llama(VOCAB), args, train_dataset=rows, eval_dataset=rows, **given).train()
+    trainer(tiny_llama(VOCAB), args, train_dataset=rows, eval_dataset=rows, **options).train()
     assert applied == {"fused_linear_cross_entropy": False}
     args = settings(tmp_path, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})
     with pytest.raises(UserError) as error:
-        trainer(tiny_llama(VOCAB), args, train_dataset=rows, **given)
+        trainer(tiny_llama(VOCAB), args, train_dataset=rows, **options)
     assert error.value.code == "two-losses"
 
 
