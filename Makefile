@@ -109,7 +109,7 @@ image-test: setup ## the image built without Docker, and run without rights; nee
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
 doors-test: setup ## the loss in the oldest TRL that is supported; needs a package index
-	$(BIN)/python -m tests.campaigns.doors
+	$(BIN)/python -m tests.campaigns.doors $(ARGS)
 
 docs-test: setup ## every command of README.md and docs/, run or checked
 	$(BIN)/python -m tests.campaigns.docs
