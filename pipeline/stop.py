@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ GRACE = 20.0
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
 CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
+HARDWARE = "hardware"  # the code of a FailureError whose cause is a device of this host
 CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
 LIBC = ctypes.CDLL(None)
 RESUME = "run the same command again to resume"
@@ -54,6 +56,7 @@ class Watch:
         self.advanced = False  # whether a step was done since the start
         self._phase = STARTING
         self._report = _open_report()
+        self._blamed = ""  # the node, once a device of it has failed
         self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
         signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, PARENT_DIED])
         _prctl_parent_death(PARENT_DIED)
@@ -73,10 +76,14 @@ class Watch:
         """A step is done: this start works, and what fails from now on is worth another one."""
         self.advanced = True
 
+    def blame_node(self) -> None:
+        """A device of this node has failed: train.sbatch keeps the next start away from it."""
+        self._blamed = f" {node_name()}"
+
     def ended(self, code: int) -> None:
         """Tell whoever collects the codes of the ranks, if anybody does, how this one ended."""
         if self._report is not None:
-            os.pwrite(self._report, f"{os.getpid()} {int(code)}\n".encode(), 0)
+            os.pwrite(self._report, f"{os.getpid()} {int(code)}{self._blamed}\n".encode(), 0)
 
     @property
     def is_joined(self) -> bool:
@@ -217,6 +224,11 @@ def _parent(pid: int) -> int | None:
         return 0
     except OSError:  # too many open files, for example
         return None
+
+
+def node_name() -> str:
+    """Return the name that the scheduler knows this host by."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 def die_with_parent() -> None:

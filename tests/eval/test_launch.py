@@ -19,6 +19,8 @@ from eval.cli import parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 
+SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
+
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Any:
@@ -28,7 +30,7 @@ def slurm(tmp_path: Path) -> Any:
     calls = tmp_path / "calls"
     stubs = {
         "srun": 'shift; [ -n "${FAKE_CODE:-}" ] && exit "$FAKE_CODE"; exec "$@"',
-        "scontrol": f'echo "scontrol $*" >> {calls}',
+        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {calls}',
         "sbatch": f'echo "sbatch $*" >> {calls}',
         "python": f'exec {sys.executable} "$@"',
     }
@@ -40,10 +42,9 @@ def slurm(tmp_path: Path) -> Any:
         calls.unlink(missing_ok=True)
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         given = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
-        script = (REPO / "launch/slurm/evaluate.sbatch").read_text()
         # The script puts the checkout's own environment first; the stand-ins must win.
-        copy = tmp_path / "evaluate.sbatch"
-        copy.write_text(script.replace("PATH=$PWD/.venv/bin:$PATH", "PATH=$PATH"))
+        copy = tmp_path / "slurm_script"
+        copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
         done = subprocess.run(
             ["bash", copy, *map(str, arguments)],
             cwd=REPO,
@@ -67,7 +68,7 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
     run.mkdir()
     code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20", FAKE_CODE="0")
     assert code == 0, out
-    assert calls == [f"sbatch --begin=now+20minutes launch/slurm/evaluate.sbatch {run} {data} --tasks sst2"]
+    assert calls == [f"sbatch --begin=now+20minutes {SCRIPT} {run} {data} --tasks sst2"]
     shutil.copytree(model, run / "export")
     code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20")
     assert (code, calls) == (0, []), out  # the final export is done: no further pass
