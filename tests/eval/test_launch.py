@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,9 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
         assert calls == (["scontrol requeue 7"] if requeued else [])
     assert slurm(tmp_path, tmp_path, FAKE_CODE="75", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
+    early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
+    code, _, calls = slurm(early, tmp_path, FAKE_CODE="2", EVERY="20")
+    assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")
 
 
 def read(path: Path) -> str:
@@ -102,15 +106,18 @@ def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
     document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
     job = document["spec"].get("jobTemplate", document)["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    verb, *arguments = container["args"]
+    command = container["args"]
+    if "command" in container:
+        command = shlex.split(command[0].splitlines()[-1].removeprefix("exec launch/entrypoint.sh "))
+    verb, *arguments = command
     assert verb == "watch"  # the image's, which is `python -m eval watch`
     literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
     for literal in literals["configMapGenerator"][0]["literals"]:
         setting, _, value = literal.partition("=")
-        arguments = [argument.replace(f"$({setting})", value) for argument in arguments]
+        arguments = [re.sub(rf"\$\(?{setting}\b\)?", value, argument) for argument in arguments]
     parsed = parser().parse_args([verb, *arguments])
     assert (parsed.once, parsed.until_finished) == (once, not once)
-    assert "$(" not in f"{parsed.run_dir} {parsed.data}"
+    assert "$" not in f"{parsed.run_dir} {parsed.data}"
     codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
     assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
 

@@ -125,7 +125,8 @@ def test_every_rank_gets_its_cores(tmp_path: Path, name: str) -> None:
 
 
 def test_every_job_file_that_calls_srun_is_tested_for_it() -> None:
-    calling = {path.name for path in (REPO / "launch/slurm").glob("*") if "\nsrun " in path.read_text()}
+    files = (REPO / "launch/slurm").glob("*")
+    calling = {path.name for path in files if re.search(r"^ *srun ", path.read_text(), re.MULTILINE)}
     assert calling == {"train.sbatch", "evaluate.sbatch"}
 
 
