@@ -115,6 +115,7 @@ def test_what_runs_in_the_image_needs_is_installed() -> None:
     found = re.search(r"--no-install-recommends((?:[^&])+)&&", DOCKERFILE)
     assert found
     packages = set(found[1].replace("\\", "").split())
+    assert {"libibverbs1", "ibverbs-providers"} <= packages  # what NCCL loads for InfiniBand
     assert {"tini", "g++", "python3-dev", "libaio-dev", "openssh-client", "pdsh", "make"} <= packages
 
 

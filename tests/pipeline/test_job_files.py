@@ -184,6 +184,12 @@ def test_a_scheduled_pass_without_work_ends_well(tmp_path: Path, state: str, eva
     assert done.returncode == 0 and ("called: watch" in done.stdout) == evaluates
 
 
+def test_with_infiniband_a_pod_does_not_fall_back_to_tcp() -> None:
+    patch = yaml.safe_load((REPO / "launch/k8s/rdma/train.yaml").read_text())
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert {"name": "NCCL_NET", "value": "IB"} in container["env"]
+
+
 def test_a_pod_does_not_wait_for_ever_for_the_first() -> None:
     """The wait ends with a failure, which is tried again."""
     (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
