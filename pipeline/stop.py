@@ -29,8 +29,10 @@ from pipeline.run_dir import STOP
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_DIED = signal.SIGUSR2  # sent by the kernel
 TICK = 0.2  # seconds between looks at the launchers
-# DeepSpeed's launch.py and torchrun send SIGTERM, and SIGKILL 30 s later.
-GRACE = 20.0
+KILL_AFTER = (
+    30.0  # seconds between the signal that a launcher passes on and its SIGKILL, unless torchrun is told
+)
+MARGIN = 10.0  # of them in which a rank ends its launcher instead
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
 CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
@@ -111,7 +113,7 @@ class Watch:
         if self._phase == STARTING:
             self._leave(f"stopped ({name}) before the run was opened")
         if sender == self._chain[0] and self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE
+            self._kill_at = time.monotonic() + _grace(_command(sender))
 
     def _lose_launcher(self) -> None:
         self.launcher_gone = True
@@ -207,6 +209,26 @@ def _is_launcher(pid: int) -> bool:
     """Whether a process is one of those that kill their ranks some time after a signal."""
     names = {"deepspeed.launcher.launch", "torch.distributed.run"}
     return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
+
+
+def _grace(launcher: list[str]) -> float:
+    """Return the seconds that a rank may take for a request before its launcher, a command line, kills it.
+
+    DeepSpeed's launch.py waits KILL_AFTER; torchrun as long as its --shutdown-timeout or environment says.
+    """
+    wait: str | float = KILL_AFTER
+    if "deepspeed.launcher.launch" not in launcher:
+        names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        wait = next((os.environ[name] for name in names if name in os.environ), KILL_AFTER)
+        for option, following in zip(launcher, [*launcher[1:], ""], strict=True):
+            name, _, value = option.replace("_", "-").partition("=")
+            if name == "--shutdown-timeout":
+                wait = value or following
+    try:
+        seconds = float(wait)
+    except ValueError:
+        seconds = KILL_AFTER
+    return max(seconds - MARGIN, seconds / 2)
 
 
 def _command(pid: int) -> list[str]:
