@@ -181,7 +181,7 @@ class Saver:
             final = checkpoint.publish(self.config.run_dir, self._step)
             told = {"event": "saved", "step": self._step, "path": str(final)}
             log.info("saved: %s", final, extra={"told": told})
-            spared = self._uploads and self._uploads.current
+            spared = self._uploads.current if self._uploads is not None else None
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
             if self._uploads is not None:
                 self._uploads.wake()

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import REPO
 from tests.helpers import documents
@@ -16,6 +17,14 @@ WALK = re.compile(r"^\| (`[\w/.]+\.py`(?:, `[\w/.]+\.py`)*) \| (`.*?`) \|", re.M
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
 def test_a_document_names_what_exists(path: Path) -> None:
     assert documents.faults(path) == []
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
+def test_a_recipe_says_what_a_model_computes_in(path: Path) -> None:
+    """Without a GPU the default of bfloat16 makes minutes an hour."""
+    for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", path.read_text(encoding="utf-8")):
+        model = (yaml.safe_load(block) or {}).get("model", {})
+        assert "dtype" in model or not {"path", "architecture"} & model.keys(), block
 
 
 def test_the_readme_is_short() -> None:
