@@ -33,7 +33,7 @@ from pipeline.stop import RESUME, node_name
 DEVICE = re.compile(
     r"\becc error|nvlink error|uncorrectable (ecc|nvlink)|double.bit|hardware (stack )?error|"
     r"row remap|\bxid\b|fallen off the bus|gpu is lost|requires reset|busy or unavailable|"
-    r"no (cuda-capable device|cuda gpus)|system not (yet )?initialized|unknown error|"
+    r"no (cuda-capable device|cuda gpus)|system not (yet )?initialized|cuda (error: )?unknown error|"
     r"driver/library version mismatch|(cuda error:|driver) initialization (error|failed)"
 )
 # NCCL's errors name no culprit: this device, a network card, or a host far away.

@@ -69,6 +69,7 @@ OTHER = [
     RuntimeError("CUDA error: invalid device ordinal"),
     DistBackendError("ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'"),
     ValueError("the tax id of xidel; ecc errors"),
+    RuntimeError("unknown error in a tokenizer"),
 ]
 CASES = [
     *((error, ExitCode.FAILURE, ExitCode.FAILURE) for error in (*DEVICE, *NETWORK, *PASSING)),
