@@ -49,7 +49,7 @@ class Rank:
         self.report = report
         words = report.read_text(encoding="utf-8").split()
         self.pid = int(words[0]) if words else 0
-        self.code = int(words[1]) if len(words) == 2 else None  # None: it lives, or was killed
+        self.code = int(words[1]) if len(words) > 1 else None  # None: it lives, or was killed
 
     def lives(self) -> bool:
         """Whether it holds the lock on its report."""

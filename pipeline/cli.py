@@ -19,13 +19,12 @@ from typing import NoReturn
 from common.commands import first_word, offer_completion, parse_arguments, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import LASTING, may_pass
 from common.outcome import outcome
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter, split
-from pipeline.stop import CALLED, REPORTS, RESUME, Watch
+from pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
 
@@ -233,9 +232,15 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     except UserError as error:
         if _is_main() or (_is_first_of_host() and not watch.is_joined):  # hosts differ until then
             print(f"error: {error}", file=sys.stderr, flush=True)
+        if error.code == HARDWARE:
+            watch.blame_node()
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except Exception as error:
-        code, line = _explain(error, watch.advanced)
+        from pipeline.faults import broken_device, explain
+
+        if broken_device(error):
+            watch.blame_node()
+        code, line = explain(error, watch.advanced)
         if line is None:
             traceback.print_exc()
             line = f"{type(error).__name__}: {one_line(error)}"
@@ -245,39 +250,6 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     print(f"exit code {code}", file=sys.stderr, flush=True)
     watch.ended(code)
     leave(code)  # the other ranks may be waiting for this one in a collective
-
-
-def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
-    """Exit code of an error, and the line that it needs instead of a traceback, if one says all.
-
-    advanced: a step was done since the start. Until then only what may pass by itself is worth another start:
-    a compiler that is missing or a GPU that is too small would fail the same way at every one.
-    """
-    from safetensors import SafetensorError
-    from torch import OutOfMemoryError
-    from torch import distributed as dist
-
-    from pipeline.ranks import lost_a_peer
-
-    line = one_line(error)
-    if isinstance(error, LASTING):
-        return ExitCode.MISTAKE, line
-    if isinstance(error, SafetensorError) and "os error" not in line:  # what it calls a failed write
-        return ExitCode.MISTAKE, line
-    if lost_a_peer(error):
-        what = "lost" if dist.is_initialized() else "did not reach"
-        why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
-        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {what} another rank, {why}"
-    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
-    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
-        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
-    if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
-        return ExitCode.MISTAKE, (
-            f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
-            "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
-            "stage or offload; `python -m pipeline plan` says what fits"
-        )
-    return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None
 
 
 def _is_first_of_host() -> bool:

@@ -33,6 +33,7 @@ from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, RampConfig, RunConfig
 from pipeline.engine import Engine
+from pipeline.faults import broken_hardware
 from pipeline.loss import (
     CostEmbedding,
     LiveCost,
@@ -48,7 +49,7 @@ from pipeline.loss import (
 from pipeline.loss.documents import by_segments, refusal
 from pipeline.loss.health import TWIN_COST, USUAL_TWINS, twins
 from pipeline.planning.attention import usable_attention, without_segments
-from pipeline.ranks import gather_objects
+from pipeline.ranks import gather_objects, lost_a_peer
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
@@ -250,6 +251,8 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
             path, revision, dtype=getattr(torch, config.model.dtype), attn_implementation=attn
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        if broken_hardware(error) or lost_a_peer(error):
+            raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
     _check_complete(path, loaded)
     _check_finite(path, loaded.model)

@@ -1,7 +1,7 @@
 """Saving while training continues: copy the state, then write, hash and publish it in a thread.
 
 The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
-hashing what was written, and on rank 0 the export, COMPLETE, the final name, pruning and the copy elsewhere.
+hashing what was written, and on rank 0 the export, COMPLETE, the final name and pruning; upload.py copies.
 Ranks talk through a process group of their own, so that all learn when one of them could not write.
 """
 
@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from common.errors import FailureError, UserError, one_line
 from common.files import write_text
@@ -28,8 +27,9 @@ from pipeline.engine import Engine
 from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
 from pipeline.lock import RunLock
 from pipeline.ranks import PATIENCE, barrier, gather_objects, host_group, lost_a_peer
-from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
+from pipeline.run_dir import HF, STATE, FileFacts, describe, list_files, partial_directory
 from pipeline.stop import RESUME
+from pipeline.upload import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
         self.group = host_group()
+        target = config.train.copy_to
+        self._uploads = Uploads(config.run_dir, target) if target and engine.world.is_main else None
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
@@ -100,6 +102,20 @@ class Saver:
         problem = next((p for p in gather_objects(failed or lost) if p is not None), None)
         if problem is not None:
             raise problem
+
+    def finish_copies(self, stopped: Callable[[], bool]) -> None:
+        """Wait for copies as long as bytes move and no rank is asked to stop; all ranks must call."""
+        uploads, wait = self._uploads, 0.1
+        while True:
+            moves = uploads is not None and uploads.goes_on()
+            states = gather_objects((moves, stopped()), self.group)
+            if not states[0][0] or any(asked for _, asked in states):
+                break
+            self.lock.now("copying")
+            time.sleep(wait)
+            wait = min(2 * wait, 5.0)
+        if uploads is not None and (names := uploads.unfinished()):
+            log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
 
     def _goes_on(self) -> None:
         """From now on the thread may take PATIENCE minutes for the next thing that it does."""
@@ -156,7 +172,7 @@ class Saver:
             return FailureError(f"rank {rank}: {one_line(found, 200)}"), {}
 
     def _publish(self, partial: Path, files: dict[str, FileFacts]) -> UserError | None:
-        """Give a checkpoint its marker and name, remove old ones, copy it elsewhere; what failed, or None."""
+        """Give a checkpoint its marker and name, and remove old ones; return what failed, or None."""
         train = self.config.train
         if self.lock.problem is not None:
             return FailureError(self.lock.problem)
@@ -165,11 +181,12 @@ class Saver:
             final = checkpoint.publish(self.config.run_dir, self._step)
             told = {"event": "saved", "step": self._step, "path": str(final)}
             log.info("saved: %s", final, extra={"told": told})
-            checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
+            spared = self._uploads.current if self._uploads is not None else None
+            checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
+            if self._uploads is not None:
+                self._uploads.wake()
         except OSError as found:
             return FailureError(f"rank 0: {one_line(found, 200)}")
-        if train.copy_to is not None:
-            _copy(final, train.copy_to)
         return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
@@ -206,15 +223,3 @@ def _to_disk(path: Path) -> None:
     """A power cut after COMPLETE must not find unwritten pages."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _copy(directory: Path, target: str) -> None:
-    """Copy a checkpoint to another place, its marker last. A failure is logged and does not end the run."""
-    try:
-        system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
-        for name in [*list_files(directory), COMPLETE]:
-            system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-            system.put_file(str(directory / name), f"{root}/{name}")
-    except Exception as error:
-        line = one_line(error, 200)
-        log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, target, line)

@@ -244,6 +244,8 @@ def _train(
         saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
             export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
+    if finished:
+        saver.finish_copies(lambda: stop.reason is not None)
     metrics.close()
     launch.done(step, finished)
     if not finished and world.is_main:
