@@ -138,11 +138,12 @@ class RowEncoder:
         found = []
         for example in examples:
             ids, spans = bytearray(self.bos), []
-            for _ in example:
+            for turn in example:
                 ids += next(prompts)
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
-                spans.append((begin, self._count(ids)))
+                if turn.supervised:
+                    spans.append((begin, self._count(ids)))
             found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
         return found
 
@@ -364,15 +365,15 @@ def _limited(
     kept = len(tokens)
     ascending = np.argsort(order[:kept])
     rows, amount = order[:kept][ascending], (tokens * copies[:kept])[ascending]
-    dealt = deal(amount, config.shards)
+    dealt = np.minimum(deal(amount, config.shards), config.shards - 1)  # rows without tokens may come last
     shard, times = np.array(assignment.shard), np.array(assignment.copies)
     shard[order] = -1
     shard[rows] = np.where(copies[:kept][ascending] > 0, dealt, -1)
     times[order] = 0
     times[rows] = copies[:kept][ascending]
     count = int(domains.max()) + 1
-    place = (dealt * count + domains[assignment.inputs_of(rows)])[amount > 0]  # others are dealt beyond
-    whole = np.bincount(place, amount[amount > 0], config.shards * count).astype(np.int64)
+    place = dealt * count + domains[assignment.inputs_of(rows)]
+    whole = np.bincount(place, amount, config.shards * count).astype(np.int64)
     blocks = (whole // config.block).reshape(config.shards, count).sum(axis=1)
     left_out = order[times[order] == 0]
     return assignment.restricted(shard, times, left_out, config.shards), blocks

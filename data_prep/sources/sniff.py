@@ -251,7 +251,11 @@ def _plain(row: Row, template: str) -> list[Stretch]:
     if not isinstance(row, Conversation):
         return [(str(row), True)]
     turns = render(row, template)
-    return [part for t in turns for part in ((t.text[: t.start], False), (t.text[t.start :] + "\n", True))]
+    return [
+        part
+        for turn in turns
+        for part in ((turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", turn.supervised))
+    ]
 
 
 def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:

@@ -51,6 +51,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]]  # what the assistant says, each with the token that ends its turn
+    supervised: list[bool]  # of each span
 
 
 class RefusedError(Exception):
@@ -111,7 +112,9 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
     said = sum(message["role"] == "assistant" for message in messages)
     if len(found) < said or any(after[0] < before[1] for before, after in pairwise(found)):
         raise _not_found(f"it marks {len(found)} of {said} answers")
-    return Rendered(text[: found[-1][1]], found)
+    if chat.unsupervised and len(found) != said:
+        raise _not_found(f"it marks {len(found)} stretches of {said} answers, of which some carry no loss")
+    return Rendered(text[: found[-1][1]], found, [i not in chat.unsupervised for i in range(len(found))])
 
 
 def _stretch(
@@ -209,16 +212,17 @@ class ChatEncoder:
 
     def encode(self, chat: Chat) -> tuple[list[int], np.ndarray]:
         """Ids of a chat, and int64 [answers, 2], which of them are supervised."""
-        text, spans = render(chat, self.template)
+        text, spans, supervised = render(chat, self.template)
         ids: list[int] = []
         places = []
         done, end = 0, ""  # how far the text is encoded, and the special token before that
-        for start, stop in spans:
+        for (start, stop), learned in zip(spans, supervised, strict=True):
             # After a special token some tokenizers put a space, so that it must be seen.
             ids += self._ids(end + text[done:start], self.beginning)[bool(end) :]
             begin = len(ids)
             ids += self._ids(text[start:stop], self.continuing)
-            places.append((begin, len(ids)))
+            if learned:
+                places.append((begin, len(ids)))
             done, end = stop, _last(text[:stop], self.template)
         return ids, np.array(places, np.int64)
 
