@@ -34,7 +34,9 @@ NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns tha
 }
 # Words in the names of columns that are prompts or responses, for guesses.
 _ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
-_ANSWERING = re.compile("chosen|prefer|answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I)
+_ANSWERING = re.compile(
+    "chosen|prefer|answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I
+)
 _REJECTED = re.compile("reject|wrong|incorrect|negative|loser|worse|dispref|(?<![a-z])bad(?![a-z])", re.I)
 _SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 

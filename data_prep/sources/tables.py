@@ -1,7 +1,7 @@
 """Tables of text: csv and tsv files as rows by their header.
 
-A csv file quotes as RFC 4180 says, a tsv file not at all: a tab or line break ends a field there. A quote that
-is never closed would make one row of all that follow it, so whatever does not quote properly is refused.
+A csv file quotes as RFC 4180 says, a tsv file not at all: a tab or line break ends a field there. A quote
+that is never closed would make one row of all that follow, so what does not quote properly is refused.
 """
 
 from __future__ import annotations
