@@ -51,7 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     inspect.add_argument("--samples", type=int, default=3, help="rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="which rows")
-    verify = commands.add_parser("verify", help="compute everything again and compare")
+    verify = commands.add_parser(
+        "verify",
+        help="check a prepared directory: hashes, counts and every row; text of a sample encoded again",
+        description="Checks what is in the directory: hashes of all shards, counts and sums, settings, the "
+        "tokenizer, every row as training reads it; and of each shard a few whole documents, whose text must "
+        "get the ids that they have. The sources are not read: prepare compares their hashes in every job.",
+    )
     verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     sniff = commands.add_parser("sniff", help="what a file is taken for, examples, and a recipe to paste")
     sniff.add_argument("files", help="a file, pattern or address, as in data.sources.0.files")

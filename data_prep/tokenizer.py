@@ -116,8 +116,14 @@ class TokenizerFacts(NamedTuple):
 
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
-    """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return _facts(*_sound(place))
+    """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
+    return read_tokenizer(place)[1]
+
+
+def read_tokenizer(place: Path) -> tuple[Tokenizer, TokenizerFacts]:
+    """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
+    backend, names = _sound(place)
+    return backend, _facts(backend, names)
 
 
 def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:

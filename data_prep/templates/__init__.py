@@ -55,7 +55,6 @@ class Turn(NamedTuple):
 
     text: str
     start: int  # character at which the response begins
-    supervised: bool = True
 
 
 _ALPACA = "Below is an instruction that describes a task"
@@ -72,9 +71,7 @@ def render(conversation: Conversation, template: str) -> list[Turn]:
     turns = []
     for i, exchange in enumerate(conversation.exchanges):
         prompt = write(exchange, conversation.system, first=i == 0)
-        turns.append(
-            Turn(prompt + exchange.response, len(prompt), supervised=i not in conversation.unsupervised)
-        )
+        turns.append(Turn(prompt + exchange.response, len(prompt)))
     return turns
 
 

@@ -51,7 +51,6 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]]  # what the assistant says, each with the token that ends its turn
-    supervised: list[bool]  # of each span
 
 
 class RefusedError(Exception):
@@ -114,7 +113,7 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
         raise _not_found(f"it marks {len(found)} of {said} answers")
     if chat.unsupervised and len(found) != said:
         raise _not_found(f"it marks {len(found)} stretches of {said} answers, of which some carry no loss")
-    return Rendered(text[: found[-1][1]], found, [i not in chat.unsupervised for i in range(len(found))])
+    return Rendered(text[: found[-1][1]], found)
 
 
 def _stretch(
@@ -212,16 +211,16 @@ class ChatEncoder:
 
     def encode(self, chat: Chat) -> tuple[list[int], np.ndarray]:
         """Ids of a chat, and int64 [answers, 2], which of them are supervised."""
-        text, spans, supervised = render(chat, self.template)
+        text, spans = render(chat, self.template)
         ids: list[int] = []
         places = []
         done, end = 0, ""  # how far the text is encoded, and the special token before that
-        for (start, stop), learned in zip(spans, supervised, strict=True):
+        for number, (start, stop) in enumerate(spans):
             # After a special token some tokenizers put a space, so that it must be seen.
             ids += self._ids(end + text[done:start], self.beginning)[bool(end) :]
             begin = len(ids)
             ids += self._ids(text[start:stop], self.continuing)
-            if learned:
+            if number not in chat.unsupervised:
                 places.append((begin, len(ids)))
             done, end = stop, _last(text[:stop], self.template)
         return ids, np.array(places, np.int64)
