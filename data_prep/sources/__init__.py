@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
-from data_prep.config import DataConfig, Source
+from data_prep.config import DATA_FILES, DataConfig, Source
 from data_prep.inputs import (
     PIECE_ROWS,
     File,
@@ -31,7 +31,6 @@ from data_prep.sources.addresses import RemoteFile, remote_files
 from data_prep.sources.tables import DELIMITERS, TextTable
 
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
-SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 WORLD_ROWS = 20_000  # rows of an embedded corpus without a limit
 
 
@@ -138,8 +137,8 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
     """The input that a file is, by its ending and its beginning. size: its bytes, 0: unknown."""
     packed = path.suffix in (".zst", ".gz")
     suffix = Path(path.stem).suffix if packed else path.suffix
-    if suffix not in SUFFIXES:
-        raise UserError(f"{path} has none of the known endings {', '.join(SUFFIXES)} (.zst, .gz)")
+    if suffix not in DATA_FILES:
+        raise UserError(f"{path} has none of the known endings {', '.join(DATA_FILES)} (.zst, .gz)")
     spec = spec._replace(lines=suffix in (".jsonl", ".json"))
     text = suffix == ".txt"
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
