@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
+    if argv is None and sys.getfilesystemencoding() != "utf-8":
+        # Recipes name files in UTF-8, whatever the locale, and the manifest is the same on every machine.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
