@@ -26,6 +26,7 @@ from data_prep.templates.chat import render as render_chat
 from data_prep.tokenizer import TokenizerFacts
 
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
+ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
 TOKENS = 1 << 14  # of a document at most, there
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
@@ -41,12 +42,23 @@ class PlainEncoder:
         backend.no_truncation()
         self.bos = [] if facts.bos_id is None else [facts.bos_id]
         self.eos = [] if facts.eos_id is None else [facts.eos_id]
-        added = backend.get_added_tokens_decoder().values()
-        self._specials = [token.content for token in added if token.special]
+        added = backend.get_added_tokens_decoder().items()
+        self.specials = {number: token.content for number, token in added if token.special}
 
-    def spells(self, text: str) -> bool:
-        """Return whether a text holds the name of a special token, which is text there and needs care."""
-        return any(special in text for special in self._specials)
+    def names_special(self, text: str) -> bool:
+        """Return whether a text holds the name of a special token."""
+        return any(special in text for special in self.specials.values())
+
+    def unsure(self, text: str) -> bool:
+        """Return whether a text names a special token that is also a piece of the vocabulary.
+
+        Such a name is encoded in pieces that its own library would not give it, see words.py.
+        """
+        for number, special in self.specials.items():
+            around = (special, f" {special} ", f"x{special}x")
+            if special in text and any(number in self.ids(one) for one in around):
+                return True
+        return False
 
     def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
         """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
@@ -102,15 +114,16 @@ class Sampled(NamedTuple):
 
 
 def sample(part: Part, number: int) -> list[Sampled]:
-    """Return rows to encode again of part `number` of a shard: one of the parts 0, 1, 2, 4, 8 ..."""
+    """Return rows to encode again of part `number` of a shard: ROWS of its first, one of 1, 2, 4, 8 ..."""
     used = np.flatnonzero(part.copies)
     if number & (number - 1) or checksum(part.payload) != part.check:  # a worker says that it changed
         return []
-    chosen = int(used[part.check % len(used)])
+    chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
     copies = np.zeros_like(part.copies)
     copies[chosen] = 1
-    (row,) = take(part.payload, part.spec, copies.tolist())
-    return [Sampled(int(part.copies[:chosen].sum()), row)]
+    rows = take(part.payload, part.spec, copies.tolist())
+    before = np.cumsum(part.copies, dtype=np.int64) - part.copies
+    return [Sampled(*pair) for pair in zip(before[chosen].tolist(), rows, strict=True)]
 
 
 class ShardCheck:
@@ -131,9 +144,13 @@ class ShardCheck:
             if isinstance(row, str | TokenIds):
                 start = self._tokens[domain] + int(lengths[:number].sum())
                 self._texts.append((domain, start, int(lengths[number]), row))
-            elif len(plain_text(row)) <= 8 * CHARS and not self.plain.spells(plain_text(row)):
+            elif len(plain_text(row)) <= 8 * CHARS and not self._unsure(row):
                 self._examples += [(domain, piece) for piece in self._fitted(self._example(row))]
         self._tokens[domain] += len(ids)
+
+    def _unsure(self, row: Conversation | Chat) -> bool:
+        text = plain_text(row)
+        return self.plain.names_special(text) if isinstance(row, Chat) else self.plain.unsure(text)
 
     def compare(self, part: Path, kind: str, place: Path) -> None:
         """Raise UserError unless the rows are in the file `part`, which becomes the shard at `place`."""
@@ -159,14 +176,12 @@ class ShardCheck:
         written = tokens[within : within + count]
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
-        if self.plain.spells(text):
-            return True
         if len(text) > CHARS:  # a beginning, if that settles it
             ids = [*self.plain.bos, *self.plain.ids(text[:CHARS])][:-MARGIN]
             if written[: len(ids)] == ids[: len(written)]:
                 return True
         ids = [*self.plain.bos, *self.plain.ids(text), *self.plain.eos]
-        return len(ids) == count and written == ids[: len(written)]
+        return (len(ids) == count and written == ids[: len(written)]) or self.plain.unsure(text)
 
     def _example(self, row: Conversation | Chat) -> Example:
         if isinstance(row, Chat):
@@ -255,12 +270,13 @@ def _same(plain: PlainEncoder, before: list[int], ids: list[int], continuing: bo
     """Return whether ids after others are those of their own text; None where that has no answer."""
     prefix = plain.decode(before) if continuing else ""
     text = plain.decode(before + ids if continuing else ids)
-    if plain.spells(text) or "\ufffd" in text or not text.startswith(prefix):
+    if "\ufffd" in text or not text.startswith(prefix) or not plain.specials.keys().isdisjoint(ids):
         return None
     again = plain.ids(text[len(prefix) :], continuing)
     if again == ids:
         return True
-    return False if plain.decode(before + again if continuing else again) == text else None
+    whole = plain.decode(before + again if continuing else again)
+    return False if whole == text and not plain.unsure(text) else None
 
 
 def _document(shard: Shard, row: int, plain: PlainEncoder) -> list[tuple[list[int], list[int], bool]] | None:
