@@ -38,7 +38,9 @@ FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published o
 MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-NO_BOS = {"add_bos_token": False}  # of a tokenizer_config.json: BOS is named, but begins no text
+# In a tokenizer_config.json: BOS is named, but begins no text. What add_bos_token: false becomes, which
+# transformers leaves out of what it saves.
+NO_BOS = {"begin_with_bos": False}
 LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
 PROBES = (  # a converted tokenizer must give the ids of the original for these
     *(
@@ -105,8 +107,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     What changes no id of a text is left out: how ids become text again, which special tokens a caller gets
     added (the post-processor), and how a file writes what is not set.
     """
-    begins = tokenizer.init_kwargs.get("add_bos_token") is not False
-    bos = tokenizer.bos_token_id if begins else None
+    bos = None if tokenizer.init_kwargs.items() >= NO_BOS.items() else tokenizer.bos_token_id
     return _fingerprint(tokenizer.backend_tokenizer, bos, tokenizer.eos_token_id)
 
 
@@ -309,7 +310,7 @@ def configured(place: Path) -> dict[str, Any]:
         if not (place / file).is_file():
             continue
         tree: dict[str, Any] = read_json(place / file)
-        if tree.get("add_bos_token") is False:
+        if tree.get("add_bos_token") is False or tree.items() >= NO_BOS.items():
             names |= NO_BOS
         for name in SPECIALS:
             value = tree.get(name)

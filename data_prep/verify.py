@@ -226,6 +226,8 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
         wrong = [*_shard_faults(place, manifest), *_total_faults(place, manifest)]
         wrong += _origin_faults(place, manifest)
         try:
+            if not (place.parent / TOKENIZER).is_dir():
+                raise UserError(f"{place.parent / TOKENIZER} is missing", code="no-tokenizer")
             tokenizer = read_tokenizer(place.parent / TOKENIZER)
             wrong += _tokenizer_faults(place, manifest, tokenizer[1])
         except UserError as error:

@@ -357,7 +357,7 @@ def test_data_of_format_2_are_refused_with_the_command_that_remakes_them(tmp_pat
             del part["domains"]
         (config.dir / split / "manifest.json").write_text(json.dumps(tree | {"format": 2}))
     with pytest.raises(
-        UserError, match=r"has format 2, this version reads 3; run: .* prepare RECIPE --force"
+        UserError, match=r"has format 2, this version reads 4; run: .* prepare RECIPE --force"
     ):
         open_prepared(config)
     made = json.loads((config.dir / "settings.json").read_text())
