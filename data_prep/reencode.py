@@ -44,6 +44,7 @@ class PlainEncoder:
         self.eos = [] if facts.eos_id is None else [facts.eos_id]
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}
+        self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
 
     def names_special(self, text: str) -> bool:
         """Return whether a text holds the name of a special token."""
@@ -116,8 +117,8 @@ class Sampled(NamedTuple):
 def sample(part: Part, number: int) -> list[Sampled]:
     """Return rows to encode again of part `number` of a shard: ROWS of its first, one of 1, 2, 4, 8 ..."""
     used = np.flatnonzero(part.copies)
-    if number & (number - 1) or checksum(part.payload) != part.check:  # a worker says that it changed
-        return []
+    if number & (number - 1) or not len(used) or checksum(part.payload) != part.check:
+        return []  # that the payload changed, a worker says
     chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
     copies = np.zeros_like(part.copies)
     copies[chosen] = 1
