@@ -257,9 +257,7 @@ class TableInput(Input):
         from the first.
         """
         super().__init__(source, name, spec, size, path)
-        self._rows, self._position, self._jumps = rows, position, jumps  # type: ignore[method-assign]
-        if pinned is not None:
-            self._pinned = pinned  # type: ignore[method-assign]
+        self._rows, self._position, self._cheaper, self._identity = rows, position, jumps, pinned
 
     def position(self) -> int:
         return self._position()
@@ -272,6 +270,12 @@ class TableInput(Input):
         for block in self._blocks():
             yield Piece(Place(start, len(block)), self._payload(block))
             start += len(block)
+
+    def _pinned(self) -> dict[str, Any]:
+        return super()._pinned() if self._identity is None else self._identity()
+
+    def _jumps(self, end: int, start: int) -> bool:
+        return self._cheaper(end, start)
 
     def _opened(self, start: int) -> tuple[Any, int]:
         return self._rows(start), start
@@ -368,7 +372,7 @@ def _close(stream: Any) -> None:
         stream.close()
 
 
-def state(path: File | None, again: bool = False) -> list[Any]:
+def state(path: Any, again: bool = False) -> list[Any]:
     """Return what changes when a file does, or one of a directory; nothing where it is not there.
 
     Of a file at an address it is what its server said when it was listed, unless it shall be asked `again`.

@@ -11,7 +11,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from common.errors import UserError, one_line
 from data_prep.inputs import File, open_raw, refuse_other_encodings, unpacked_stream
@@ -45,7 +45,7 @@ class TextTable:
                 header = next((one for one in lines if one.strip()), "")
                 delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
                 csv.field_size_limit(self.limit)  # its own is far below a document
-                quoting = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
+                quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
                 reader = csv.reader(chain([header], lines), delimiter=delimiter, quoting=quoting, strict=True)
                 names, number = self._names(next(reader, [])), 0
                 while True:
