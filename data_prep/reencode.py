@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ class PlainEncoder:
 
     def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
         """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
-        with self._without_prefix() if continuing else _as_it_is():
+        with self._without_prefix() if continuing else nullcontext():
             self.backend.encode_special_tokens = not markup
             ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
             return ids
@@ -85,11 +85,6 @@ class PlainEncoder:
             yield
         finally:
             self.backend.normalizer, self.backend.pre_tokenizer = before
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _plain_part(part: Any, empty: Any) -> Any:
