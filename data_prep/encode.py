@@ -21,6 +21,7 @@ from common.parallel import Workers
 from data_prep.config import TRAIN, DataConfig
 from data_prep.contamination import Finder, load
 from data_prep.inputs import AGAIN, Input, TextInput
+from data_prep.reencode import Sampled, sample
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from data_prep.scan.assignment import Assignment, Part
 from data_prep.selection import deal, in_turn
@@ -131,18 +132,20 @@ class RowEncoder:
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
             return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
-        examples = [render(row, self.settings.template) for row in rows if isinstance(row, Conversation)]
+        talks = [row for row in rows if isinstance(row, Conversation)]
+        examples = [render(talk, self.settings.template) for talk in talks]
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
         found = []
-        for example in examples:
+        for talk, example in zip(talks, examples, strict=True):
             ids, spans = bytearray(self.bos), []
-            for _ in example:
+            for number in range(len(example)):
                 ids += next(prompts)
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
-                spans.append((begin, self._count(ids)))
+                if number not in talk.unsupervised:
+                    spans.append((begin, self._count(ids)))
             found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
         return found
 
@@ -213,16 +216,16 @@ class PartStream:
     def __init__(self, plan: Assignment, inputs: list[Input], planned: list[int]) -> None:
         self.plan, self.inputs, self.planned = plan, inputs, planned
         self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
-        # Shards and domains of the parts that were taken and have not come back.
-        self._order: deque[tuple[int, str]] = deque()
-        self._next: tuple[int, str, Encoded] | None = None
+        # Shards, domains and some rows of the parts that were taken and have not come back.
+        self._order: deque[tuple[int, str, list[Sampled]]] = deque()
+        self._next: tuple[int, str, list[Sampled], Encoded] | None = None
 
     def parts(self, at: Callable[[int], None]) -> Iterator[Part]:
         """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
         done, row = 0, _row_size(self.plan)
         for planned in self.planned:
-            for part in self.plan.parts(self.inputs, planned):
-                self._order.append((planned, part.domain))
+            for number, part in enumerate(self.plan.parts(self.inputs, planned)):
+                self._order.append((planned, part.domain, sample(part, number)))
                 yield part
                 done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
                 at(done)
@@ -234,8 +237,8 @@ class PartStream:
         sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
         return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
 
-    def of(self, planned: int) -> Iterator[tuple[str, Encoded]]:
-        """What is next in the stream, as long as it belongs to the shard, with its domain."""
+    def of(self, planned: int) -> Iterator[tuple[str, list[Sampled], Encoded]]:
+        """Yield what is next in the stream, as long as it belongs to the shard: domain, some rows, ids."""
         while True:
             if self._next is None:
                 one = next(self.encoded, None)
@@ -244,8 +247,8 @@ class PartStream:
                 self._next = *self._order.popleft(), one
             if self._next[0] != planned:
                 return
-            (_, domain, one), self._next = self._next, None
-            yield domain, one
+            (_, domain, rows, encoded), self._next = self._next, None
+            yield domain, rows, encoded
 
 
 def _row_size(plan: Assignment) -> int:
@@ -364,15 +367,15 @@ def _limited(
     kept = len(tokens)
     ascending = np.argsort(order[:kept])
     rows, amount = order[:kept][ascending], (tokens * copies[:kept])[ascending]
-    dealt = deal(amount, config.shards)
+    dealt = np.minimum(deal(amount, config.shards), config.shards - 1)  # rows without tokens may come last
     shard, times = np.array(assignment.shard), np.array(assignment.copies)
     shard[order] = -1
     shard[rows] = np.where(copies[:kept][ascending] > 0, dealt, -1)
     times[order] = 0
     times[rows] = copies[:kept][ascending]
     count = int(domains.max()) + 1
-    place = (dealt * count + domains[assignment.inputs_of(rows)])[amount > 0]  # others are dealt beyond
-    whole = np.bincount(place, amount[amount > 0], config.shards * count).astype(np.int64)
+    place = dealt * count + domains[assignment.inputs_of(rows)]
+    whole = np.bincount(place, amount, config.shards * count).astype(np.int64)
     blocks = (whole // config.block).reshape(config.shards, count).sum(axis=1)
     left_out = order[times[order] == 0]
     return assignment.restricted(shard, times, left_out, config.shards), blocks

@@ -23,6 +23,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from common.errors import UserError
 from common.files import (
     Hashes,
@@ -47,6 +49,7 @@ from data_prep.encode import (
     encoding,
 )
 from data_prep.inputs import Input
+from data_prep.reencode import PlainEncoder, ShardCheck
 from data_prep.scan.assignment import Assignment
 from data_prep.scan.planning import Planning, clear, encode_settings, set_up
 from data_prep.shards import (
@@ -115,14 +118,14 @@ def prepare(
         plan = load_plan(config)
         hashes = Hashes(config.dir / HASHES)
         inputs = check_inputs(config, plan, hashes)
-        check_tokenizer(config, plan)
+        tokenizer = check_tokenizer(config, plan)
         todo = [] if finish else missing_shards(config, hashes, shard, say)
         if not todo and all(_as_expected(config, plan, split) for split in config.splits):
             say(f"{config.dir} is already prepared; nothing to do")
         else:
             if not todo and not finish:
                 say(f"all shards of job {shard[0]}/{shard[1]} are there")
-            _shards(config, plan, inputs, todo, workers, hashes, say)
+            _shards(config, plan, inputs, tokenizer, todo, workers, hashes, say)
             _finish(config, plan, finish, say)
         hashes.save()
     say(_outcome(config, plan))
@@ -209,6 +212,7 @@ def _shards(
     config: DataConfig,
     plan: Assignment,
     inputs: list[Input] | str,
+    tokenizer: Tokenizer,
     todo: list[Missing],
     workers: int,
     hashes: Hashes,
@@ -221,6 +225,7 @@ def _shards(
         raise UserError(f"{counted(len(todo), 'shard')} must be made again, but {inputs}")
     how = encode_settings(config, plan, config.dir)
     dtype = token_dtype(how.tokenizer.vocab_size)
+    plain = PlainEncoder(tokenizer, how.tokenizer)
     workers = min(workers, len(plan.pieces))
     stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
     with Workers(workers, encoding, how) as pool, progress("tokenising", stream.size(), say) as at:
@@ -229,7 +234,8 @@ def _shards(
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, one, planned in todo:
             quota = quotas[planned] if planned < len(quotas) else None
-            info = write_shard(directory, one, config, dtype, stream.of(planned), quota)
+            check = ShardCheck(plain, config.template, config.block, config.overlong, how.chat)
+            info = write_shard(directory, one, config, dtype, stream.of(planned), check, quota)
             tokens += info.tokens
             path = directory / info.file
             hashes.remember(path, signature(path), info.sha256)

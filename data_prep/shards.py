@@ -30,7 +30,7 @@ from common.recipe import LARGEST, Section
 from common.untrusted import read_bytes
 from data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-FORMAT = 3  # raised whenever the same configuration would give other bytes
+FORMAT = 4  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 

@@ -22,6 +22,7 @@ from common.text import counted
 from data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, PackedRows, packed_rows
+from data_prep.reencode import Sampled, ShardCheck
 from data_prep.scores import ABOUT, BEGUN, HASH, SCORES
 from data_prep.shards import (
     FORMAT,
@@ -154,13 +155,15 @@ def write_shard(
     index: int,
     config: DataConfig,
     dtype: np.dtype,
-    encoded: Iterable[tuple[str, Encoded]],
+    encoded: Iterable[tuple[str, list[Sampled], Encoded]],
+    check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
     """Pack encoded sequences, of one domain each, into shard `index` of a split and put it in place, then
     its note.
 
-    quota: for text, tokens at most, in whole blocks.
+    It is put in place only if `check` finds the rows in it that come with the sequences. quota: for text,
+    tokens at most, in whole blocks. Returns the note.
     """
     name = shard_name(index, config.shards)
     domains = config.domains_of(directory.name)
@@ -172,7 +175,8 @@ def write_shard(
 
     def counted() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for domain, one in encoded:
+        for domain, rows, one in encoded:
+            check.add(numbers[domain], one.ids, one.lengths, rows)
             documents[domain] += one.documents
             counts.update(one.counts)
             overlap.update(one.overlap.tolist())
@@ -186,6 +190,8 @@ def write_shard(
         else:
             _bins(writer, counted(), config.block, dtype, directory)
         info = writer.finish(directory / name, documents, counts)
+        file.flush()
+        check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
         found = {"documents": overlapping, "grams": sorted(overlap)}
         write_text(overlap_path(directory, index, config.shards), json.dumps(found) + "\n")

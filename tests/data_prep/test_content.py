@@ -34,7 +34,7 @@ SAID = {  # defects A13: rows, and the conversation that each means
     ),
     "an empty input beside a context": (
         {"instruction": "q", "input": "", "context": "c", "output": "a"},
-        Conversation((Exchange("q", "a", "c"),)),
+        Conversation((Exchange("q", "a"),)),
     ),
     "a system column": (
         {"system": "s", "instruction": "q", "output": "a"},
