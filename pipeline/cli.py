@@ -149,7 +149,7 @@ def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
     """Parse, check, join the other ranks and train."""
     chatter = split()
-    args = _recipe_arguments(kind, argv)
+    args = recipe_arguments(SCRIPTS[kind], argv)
     console = _set_up_logging(args, chatter)
     try:
         return _train(kind, args, watch, console)
@@ -202,15 +202,12 @@ class _OfScript(argparse.ArgumentParser):
         super().error(message)
 
 
-def _command(kind: str) -> str:
-    """What the user has called: a console script, a launch script, or `deepspeed` with one."""
-    script = f"launch/{SCRIPTS[kind]}.sh"
-    return os.environ.get(CALLED) or (f"./{script}" if REPORTS in os.environ else f"deepspeed {script}")
-
-
-def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
+def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of launch/SCRIPT.sh. Ends the program when they are wrong, or ask for help."""
+    path = f"launch/{script}.sh"
+    called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
     parser = _OfScript(
-        prog=_command(kind),
+        prog=called,
         description="Train a recipe. Run the same command again to resume.",
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
@@ -305,11 +302,12 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
     from pipeline.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
     from pipeline.planning.best import check_target, print_best, write_recipe
     from pipeline.planning.plan import parse_cluster, print_plan
 
     cluster = parse_cluster(args.gpus, args.network)
-    config = load_config(args.recipe, args.overrides)
     if not args.best:
         return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
     if args.write:
@@ -323,19 +321,22 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
     from pipeline.planning.preflight import preflight
 
-    return preflight(load_config(args.recipe, args.overrides))
+    return preflight(config)
 
 
 def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
-    from pipeline.planning.score import score
 
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
     _log_to_stdout(logging.INFO)
     config = load_config(args.recipe, [*args.overrides, *given])
+    from pipeline.planning.score import score
+
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
     else:
