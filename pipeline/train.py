@@ -53,7 +53,7 @@ from pipeline.report.console import Console
 from pipeline.report.launches import Launch
 from pipeline.report.metrics import Metrics
 from pipeline.report.samples import Samples
-from pipeline.report.validation import Documents
+from pipeline.report.validation import Documents, by_document
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
 from pipeline.stop import RESUME, StopRequest, Watch
@@ -284,7 +284,7 @@ def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
 def evaluate(
     trainer: Engine, losses: Losses, validation: Batches, most: int
 ) -> tuple[engine.Sums, Documents]:
-    """Sums over at most the first `most` rows of a validation set, and their documents.
+    """Return sums over at most the first `most` rows of a validation set, and over each of their documents.
 
     Ranks take equally many micro-batches, so that the rows of all, one rank after the other, are in order.
     """
@@ -297,7 +297,14 @@ def evaluate(
     with measuring(trainer.model, losses):
         sums, *own = trainer.evaluate(validation.read(padded[mine], real[mine]))
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(own), strict=True))
-    return sums, Documents(nll[tokens > 0], tokens[tokens > 0])
+    sources = np.concatenate([_sources(validation.data, int(row)) for row in padded])
+    return sums, by_document(validation.data.fingerprint, sources, nll, tokens)
+
+
+def _sources(data: TokenDataset, row: int) -> np.ndarray:
+    """Return the documents of a row's segments; padding is one more segment, of no document."""
+    padding = data.tokens_of(row) < data.manifest.block
+    return np.append(data.sources_of(row), np.zeros(int(padding), np.uint64))
 
 
 def _due(step: int, every: int, steps: int) -> bool:

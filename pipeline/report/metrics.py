@@ -199,9 +199,9 @@ class Metrics:
             "validation_perplexity": math.exp(min(nll, 100.0)),
             "validation_demd": _mean(sums.demd, sums.tokens),
         }
-        kept = validation.write(self._run_dir, name, step, found)
+        validation.write(self._run_dir, name, step, found)
         start = validation.read(self._run_dir, name, 0) if step else None
-        changed = validation.change(start, kept) if start is not None else None
+        changed = None if start is None else validation.change(start, found)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}

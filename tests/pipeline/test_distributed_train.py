@@ -122,7 +122,7 @@ def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, killed: 
     kept = [[r for r in read_metrics(run_dir) if "set" in r] for run_dir in (killed, undisturbed)]
     assert kept[0] == kept[1] and len(kept[0]) == 4 * len(SETS)
     files = [
-        {path.relative_to(run_dir): path.read_bytes() for path in (run_dir / VALIDATION).rglob("*.npy")}
+        {path.relative_to(run_dir): path.read_bytes() for path in (run_dir / VALIDATION).rglob("*.npz")}
         for run_dir in (killed, undisturbed)
     ]
     assert files[0] == files[1] and len(files[0]) == 4 * len(SETS)
