@@ -282,7 +282,8 @@ class RunConfig(Section):
     model: ModelConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig
-    deepspeed: Path = Path("ds_configs/zero3.json")  # relative to the repository or the working directory
+    # Relative to the repository or the working directory; its content is compared.
+    deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
 
 
 class Batch(NamedTuple):

@@ -31,7 +31,7 @@ from common.errors import UserError, nearest, one_line
 from common.weights import Loaded, load_causal_lm, load_config
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from pipeline.config import ModelConfig, RampConfig, RunConfig
+from pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
 from pipeline.engine import Engine
 from pipeline.loss import (
     CostEmbedding,
@@ -117,15 +117,26 @@ class Losses(NamedTuple):
     measure: Cost  # in validation DEMD is reported for every objective, to compare them
 
 
-def training_objective(config: RunConfig) -> Objective:
-    """The objective that a recipe names. Raises UserError for names and parameters that are not known."""
+def objective_parts(config: RunConfig) -> list[Objective]:
+    """Return the objective that a recipe names, or those of its sum.
+
+    Raises UserError for names and parameters that are not known.
+    """
+    chosen: Sequence[PartConfig | ObjectiveConfig] = config.objective.sum or [config.objective]
+    return [get_objective(part.name, **part.params) for part in chosen]
+
+
+def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
+    """Return what a recipe minimises, of its `parts` where they are made already.
+
+    Raises UserError for objectives that a run cannot compute.
+    """
     chosen = config.objective
+    parts = parts or objective_parts(config)
+    objective = parts[0]
     if chosen.sum:
-        objective = weighted_sum(
-            [(get_objective(part.name, **part.params), _weight(part.weight)) for part in chosen.sum]
-        )
-    else:
-        objective = get_objective(chosen.name, **chosen.params)
+        weights = [_weight(part.weight) for part in chosen.sum]
+        objective = weighted_sum(list(zip(parts, weights, strict=True)))
     if objective.dense:
         raise UserError(
             f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
@@ -149,13 +160,12 @@ def _weight(weight: float | RampConfig) -> float | Ramp:
     return weight
 
 
-def load_losses(config: RunConfig, vocab_size: int) -> Losses:
-    """The objective and its cost embedding.
+def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:
+    """Return the objective with its cost embedding.
 
     The embedding is read from the weights before training, also on resume: costs are given a priori (section
     3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
-    objective = training_objective(config)
     kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
     cost: Cost = None
     if kind == "live":

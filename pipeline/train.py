@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from common.errors import UserError, one_line
-from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
 from pipeline.batches import Batches, Loader, check_content
@@ -90,9 +89,8 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
 
 def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
     """What rank 0 does to the run directory before anything is loaded."""
-    assert ready.data is not None
     lock.take()
-    resume.compare(config, ready.data.fingerprint)  # again: a launch may have held the lock until now
+    resume.compare(config, ready.identity)  # again: a launch may have held the lock until now
     resume.clear_unstarted(config)
     if config.model.path is None:
         write_initial_weights(config)
@@ -135,21 +133,21 @@ def _train(
     assert data is not None and steps is not None and order is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
     vocab_size = ready.hf_config.vocab_size
-    losses = agreed(lambda: load_losses(config, vocab_size))
-    parts = (data, *ready.validation.values())
-    scores = agreed(lambda: [_scores(config, part) for part in parts])
-    files = (*parts, *scores)
+    losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
+    scores = ready.scores
+    files = (data, *ready.validation.values(), *scores)
     check_content(config.run_dir, [read for read in files if read is not None], world)
     saved = resume.newest_valid(config.run_dir, world)
     agreed(lambda: resume.check_mixture(config, saved))
-    cost = resume.check_cost(saved, losses.measure)
+    identity = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
+    resume.check_identity(saved, identity)
     trainer = _load(config, world, ready, losses, saved, launch.console)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
-    on_main(world, lambda: resume.claim(config, data.fingerprint))
+    on_main(world, lambda: resume.claim(config, identity))
     launch.begun(config, ready, step, tokens, hosts)
     reporter = functools.partial(
         Metrics,
@@ -164,7 +162,7 @@ def _train(
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
-    saver = Saver(trainer, config, lock, data.fingerprint, cost)
+    saver = Saver(trainer, config, lock, identity)
     micro = ready.batch.micro
     loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
     held_out = {
@@ -273,12 +271,6 @@ def _peak_share(config: RunConfig, ready: Ready) -> float | None:
     half = config.model.dtype == "bfloat16"
     setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation, bf16=half)
     return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
-
-
-def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
-    """The column that the objective reads beside the tokens of `data`; None where it reads none."""
-    name = config.objective.scores
-    return None if name is None else Scores(data, name)
 
 
 def evaluate(

@@ -16,16 +16,19 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from common.errors import UserError, one_line
 from data_prep.config import TRAIN
+from data_prep.scores import Scores
 from data_prep.shards import TokenDataset, is_prepared, open_prepared
-from pipeline import resume
+from pipeline import identity, resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
+from pipeline.identity import Identity
 from pipeline.loss.cost_source import FILES, load_cost
 from pipeline.loss.registry import Objective
 from pipeline.model import (
     add_lora,
     check_fits,
     model_config,
+    objective_parts,
     training_objective,
 )
 from pipeline.planning.attention import usable_attention
@@ -49,8 +52,10 @@ class Ready(NamedTuple):
     attention: str
     data: TokenDataset | None
     validation: dict[str, TokenDataset]  # by set, in the recipe's order
+    scores: list[Scores | None]  # of the training data and of each validation set
     mixtures: list[Holding]
     order: BatchOrder | MixedOrder | None  # None where the data are not prepared yet
+    identity: Identity  # all that is known of it before the cost embedding is read
 
 
 def check(config: RunConfig, ranks: int, here: bool) -> Ready:
@@ -64,7 +69,13 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     if here:
         check_host(ds_config)
         _check_extras(config)
-    objective = training_objective(config)
+    before = identity.programs(config)
+    parts = objective_parts(config)
+    programs, objective = identity.programs(config), training_objective(config, parts)
+    if any(programs.get(name) != digest for name, digest in before.items()):
+        raise UserError(
+            "the file of objective.name was changed while it was read; run the same command again"
+        )
     data, validation = _data(config, here)
     hf_config = model_config(config.model, online=here)
     for part in () if data is None else (data, *validation.values()):
@@ -80,15 +91,29 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     base.generation_config = _generation_config(config, here) or base.generation_config
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, here)
+    scores: list[Scores | None] = []
+    known = identity.of_objective(parts, programs, batch) | identity.of_deepspeed(ds_config)
+    if here:
+        known |= identity.of_model(hf_config, model)
     if data is not None:
         prompt_ids(config)
-        resume.compare(config, data.fingerprint)
+        known |= identity.of_data(data, validation)
+        if here:
+            scores = [_scores(config, rows) for rows in (data, *validation.values())]
+            known |= identity.of_scores(scores)
+        resume.compare(config, known)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     held = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
     order = None if data is None or steps is None else _order(config, data, held, steps)
     made = (batch, steps, ds_config, hf_config, model, objective, implementation)
-    return Ready(*made, data, validation, held, order)
+    return Ready(*made, data, validation, scores, held, order, known)
+
+
+def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
+    """Return the column that the objective reads beside the tokens of `data`; None where it reads none."""
+    name = config.objective.scores
+    return None if name is None else Scores(data, name)
 
 
 def _check_extras(config: RunConfig) -> None:

@@ -37,6 +37,26 @@ OWNED_BY_RECIPE = {
 # These write to or send to where no recipe says so.
 REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
+# What may differ between two launches of a run: where things are, when they move and what is reported. All
+# else, whatever DeepSpeed will call it, decides the numbers or how a checkpoint is laid out.
+FREE = {
+    *(
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "comms_logger",
+        "log_level",
+    ),
+    *("timers", "checkpoint", "disable_python_gc", "compile", "aio"),
+}
+FREE_ZERO = {
+    *("overlap_comm", "contiguous_gradients", "allgather_partitions", "allgather_bucket_size"),
+    *("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "zero_hpz_partition_size"),
+    *("model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear"),
+    *("gather_16bit_weights_on_model_save", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+}
 GRADIENT_TYPES = ("fp32", "bf16", "fp16")
 MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
@@ -83,6 +103,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         gradient_clipping=train.clip,
         bf16={"enabled": config.model.dtype == "bfloat16"},
         steps_per_print=10**9,
+        timers={"throughput": {"enabled": False}},  # which would wait for the device twice a micro-batch
     )
     return tree
 
@@ -98,6 +119,21 @@ def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
     if train.optimizer == "muon":
         return {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}}
     return {"type": "AdamW", "params": adam}
+
+
+def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints.
+
+    What is written out although it is the default is left out, and so is what the recipe owns.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
+    tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
+    for part in ("offload_param", "offload_optimizer"):
+        device = (tree.pop(part, None) or {}).get("device", "none")
+        if device != "none":
+            tree[part] = device
+    others = {k: v for k, v in ds_config.items() if k not in FREE and k not in OWNED_BY_RECIPE}
+    return others | {"zero_optimization": tree | {"stage": zero_stage(dict(ds_config))}}
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:

@@ -156,8 +156,8 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
             line = found.get((i, name))
             if line is None or line.change is None or number(line.change.low) is None:
                 raise UserError(
-                    f"no verdict on {name}: {run.path} has no measurement of {FEWEST} documents or more both at "
-                    "step 0 and after it; measure more of it (train.eval_rows, data.validation) in a new run_dir",
+                    f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "
+                    "step 0 and after it; measure more (train.eval_rows, data.validation) in a new run_dir",
                     code="no-verdict",
                 )
             lost, what = line.change.direction > 0, f"{line.change} nats per token since step 0"

@@ -2,8 +2,8 @@
 
     validation/SET/step-000100.npz    `documents`: (nll, tokens) of each, and `fingerprint` of the set
 
-A document is one of the sources: a text that continues over many rows is one, since it was sampled as one. Two
-measurements of the same set are paired document by document, within a run or between runs.
+A document is one of the sources: a text that continues over many rows is one, since it was sampled as one.
+Two measurements of the same set are paired document by document, within a run or between runs.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Change(NamedTuple):
         return int(self.low > 0) - int(self.high < 0)
 
 
-def by_document(
-    fingerprint: str, sources: np.ndarray, nll: np.ndarray, tokens: np.ndarray
-) -> Documents:
+def by_document(fingerprint: str, sources: np.ndarray, nll: np.ndarray, tokens: np.ndarray) -> Documents:
     """Return the measurement of a set whose segments are of the documents `sources`, all [segments]."""
     measured = tokens > 0
     documents, index = np.unique(sources[measured], return_inverse=True)

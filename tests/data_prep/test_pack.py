@@ -53,7 +53,9 @@ def test_blocks_are_the_documents_cut(documents: Documents, block: int, splits: 
     ids, segments, counts, sources, valid = [], [], [], [], []
     for a, b in pairwise(cuts):
         flat = np.array([t for d in documents[a:b] for t in d], np.uint16)
-        rows = packer.add(flat, np.array([len(d) for d in documents[a:b]], np.int64), np.arange(a, b, dtype=np.uint64))
+        rows = packer.add(
+            flat, np.array([len(d) for d in documents[a:b]], np.int64), np.arange(a, b, dtype=np.uint64)
+        )
         assert rows.ids.dtype == np.uint16
         assert (rows.lengths == block).all() and rows.lengths.sum() == len(rows.ids)
         ids += rows.ids.tolist()

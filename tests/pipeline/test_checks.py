@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from common.errors import UserError
-from data_prep.shards import MANIFEST, TokenDataset
+from data_prep.shards import TokenDataset
 from pipeline import resume
 from pipeline.config import load_config
 from pipeline.planning.checks import check
@@ -119,8 +118,7 @@ def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> Non
 
 def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"run_dir={tmp_path}"])
-    fingerprint = json.loads((recipe.parent / "data/train" / MANIFEST).read_text())["fingerprint"]
-    resume.claim(config, fingerprint)
+    resume.claim(config, check(config, ranks=1, here=True).identity)
     check(config, ranks=1, here=True)
     with pytest.raises(UserError, match=r"was started with train\.lr=0\.001"):
         check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, here=True)

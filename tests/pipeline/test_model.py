@@ -30,6 +30,7 @@ from pipeline.model import (
     load_pretrained,
     measuring,
     model_config,
+    training_objective,
 )
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
@@ -340,9 +341,9 @@ def test_the_revision_of_the_model_is_that_of_its_costs(
 
     monkeypatch.setattr("pipeline.model.load_cost", load)
     config = run_config("owner/name", tmp_path, revision="abc")
-    load_losses(config, 61)
+    load_losses(config, training_objective(config), 61)
     other = config.objective.model_copy(update={"cost": "other/model"})
-    load_losses(config.model_copy(update={"objective": other}), 61)
+    load_losses(config.model_copy(update={"objective": other}), training_objective(config), 61)
     assert asked == [("owner/name", "abc"), ("other/model", None)]
 
 

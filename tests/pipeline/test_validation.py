@@ -44,7 +44,9 @@ def test_no_change_is_exactly_none(rows: list[tuple[float, int]]) -> None:
     assert change(found, found) == Change(0.0, 0.0, 0.0, len(rows))
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(1, 99)), min_size=FEWEST, max_size=9))
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(1, 99)), min_size=FEWEST, max_size=9)
+)
 @settings(max_examples=50)
 def test_the_way_back_is_the_opposite(rows: list[tuple[float, float, int]]) -> None:
     first, second, tokens = (np.array(column) for column in zip(*rows, strict=True))
@@ -84,13 +86,15 @@ def test_the_interval_holds_the_truth(n: int, spread: float) -> None:
 
 @pytest.mark.parametrize(("n", "block"), [(6, 64), (30, 64), (30, 2048)])
 def test_the_interval_holds_the_truth_where_documents_span_rows(n: int, block: int) -> None:
-    """Documents are sampled, and packed into rows as data are prepared: what is shared within one counts once."""
+    """Documents are sampled, and packed into rows as data are prepared."""
     rng = np.random.default_rng(block)
     held = naive = 0
     rounds = 400
     for _ in range(rounds):
         lengths = rng.integers(200, 1200, n)
-        rows = BlockPacker(block).add(np.zeros(lengths.sum(), np.uint16), lengths, np.arange(n, dtype=np.uint64))
+        rows = BlockPacker(block).add(
+            np.zeros(lengths.sum(), np.uint16), lengths, np.arange(n, dtype=np.uint64)
+        )
         tokens = rows.segments - 1
         shift = rng.normal(TRUTH, 0.2, n)[rows.sources] * tokens + rng.normal(0, np.sqrt(tokens))
         nll = 3.0 * tokens
