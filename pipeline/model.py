@@ -81,12 +81,13 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
-    if manifest.vocab_size > config.vocab_size:
+    vocab_size = config.get_text_config().vocab_size
+    if manifest.vocab_size > vocab_size:
         raise UserError(
             f"the prepared data use {manifest.vocab_size} token ids but the model's head has "
-            f"{config.vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
+            f"{vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
         )
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and manifest.block > context:
         raise UserError(
             f"blocks of {manifest.block} tokens are longer than the model's context of {context}; "
@@ -310,7 +311,7 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     model.config.use_cache = False
     if config.model.lora is not None:
         # Adapters first: peft looks layers up by class, and the fused head is not a target.
-        peft_model = add_lora(model, config.model)
+        peft_model = add_lora(model, config.model, config.train.seed)
     fuse_model(
         model,
         losses.objective,
@@ -350,10 +351,10 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
 
 
-def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
+def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
     """Wrap the linear layers of the body with low-rank adapters; everything else is frozen.
 
-    Raises UserError for a target that names no layer.
+    `seed` alone decides their first weights. Raises UserError for a target that names no layer.
     """
     import peft
 
@@ -361,20 +362,19 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
     targets = config.lora.targets
     for target in [targets] if isinstance(targets, str) else targets:
         _check_target(model, target, pattern=isinstance(targets, str))
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.lora.dropout,
+        target_modules=targets,
+    )
     try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                r=config.lora.r,
-                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-                lora_dropout=config.lora.dropout,
-                target_modules=targets,
-            ),
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
             # DeepSpeed keeps a float32 copy of whatever trains.
-            autocast_adapter_dtype=False,
-        )
+            return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
 

@@ -132,7 +132,7 @@ def _train(
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
-    vocab_size = ready.hf_config.vocab_size
+    vocab_size = ready.hf_config.get_text_config().vocab_size
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     scores = ready.scores
     files = (data, *ready.validation.values(), *scores)

@@ -42,7 +42,7 @@ def test_the_groups_are_those_of_trainer(family: str) -> None:
 
 def test_adapters_are_one_group() -> None:
     config = ModelConfig(architecture={"model_type": "gpt2"}, lora=LoraConfig(r=4))
-    adapted = add_lora(model("gpt2"), config)  # type: ignore[arg-type]
+    adapted = add_lora(model("gpt2"), config, 0)  # type: ignore[arg-type]
     (group,) = parameter_groups(adapted, 0.1)
     assert group["weight_decay"] == 0.1
     assert len(group["params"]) == sum(p.requires_grad for p in adapted.parameters())
