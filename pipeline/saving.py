@@ -24,7 +24,7 @@ from common.provenance import code_version, library_versions
 from data_prep.config import settings
 from pipeline import checkpoint
 from pipeline.config import RunConfig
-from pipeline.engine import Engine
+from pipeline.engine import DamagedError, Engine
 from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
 from pipeline.identity import Identity
 from pipeline.lock import RunLock
@@ -104,6 +104,8 @@ class Saver:
     def _given_up(self, why: UserError) -> UserError:
         """What ends the run, of the same kind as `why`."""
         what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        if isinstance(why, DamagedError):
+            return DamagedError(f"{what}; the last complete one remains", code=why.code)
         if isinstance(why, ExportError):
             cure = "set train.export_checkpoints=false to go on from it without exports"
             return ExportError(f"{what}; the last complete one remains; {cure}")
@@ -148,6 +150,8 @@ class Saver:
                     return type(problem)(f"rank 0: {problem}"), {}
                 self._goes_on()
             return None, self._describe(partial, written)
+        except DamagedError as error:
+            return error, {}
         except Exception as found:  # whatever it is: the other ranks wait to hear of it
             return FailureError(f"rank {rank}: {one_line(found, 200)}"), {}
 

@@ -158,6 +158,7 @@ def _train(
         console=launch.console,
         validates=bool(ready.validation),
         domains=data.domains,
+        rows=len(data),
     )
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)

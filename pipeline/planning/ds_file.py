@@ -87,7 +87,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     _check(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
-    zero = tree.setdefault("zero_optimization", {"stage": 0})
+    zero = tree.setdefault("zero_optimization", {"stage": 1})
     if on_cpu:
         zero["overlap_comm"] = False  # gloo has no streams to overlap on
         for part in ("offload_optimizer", "offload_param"):
@@ -282,7 +282,13 @@ def _told(error: Mapping[str, Any], *section: str) -> str:
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
     """Refuse what is valid on its own and does not work for us."""
-    zero = tree.get("zero_optimization", {})
+    zero = tree.get("zero_optimization", {"stage": 1})
+    if zero_stage({"zero_optimization": zero}) == 0:
+        raise UserError(
+            f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite; set "
+            "stage 1, which gives the same numbers in less memory",
+            code="zero-stage",
+        )
     offload = zero.get("offload_optimizer") or {}
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         raise UserError(
@@ -312,7 +318,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
 def _check_muon(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
     """Refuse what DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon."""
     zero = tree.get("zero_optimization", {})
-    if zero_stage(tree) == 0 or zero.get("offload_optimizer") or zero.get("reduce_scatter"):
+    if zero.get("offload_optimizer") or zero.get("reduce_scatter"):
         raise UserError(
             f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
             "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw"

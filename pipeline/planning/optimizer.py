@@ -30,8 +30,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
             )
         if any(_dimensions(p) > 2 for p in trainable):
             raise UserError(
-                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as when "
-                "all experts of a mixture are in one tensor; set train.optimizer=adamw",
+                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
+                "all experts of a mixture in one tensor have; set train.optimizer=adamw",
                 code="muon-dimensions",
             )
         tables = {id(p) for m in _tables(model) for p in m.parameters()}

@@ -8,13 +8,26 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.run_dir import HEARTBEAT, STATE, checkpoints
+from common.exit_codes import ExitCode
+from pipeline.run_dir import BAD_BATCHES, HEARTBEAT, STATE, checkpoints
 from tests.helpers import launching
 from tests.helpers.launching import wait_for_step
+
+# An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
+LOST = """
+import torch
+from pipeline.loss.objectives import Coefficients
+
+
+def lost(m):
+    new = (m > 5.945) & (m < 5.955)
+    return Coefficients(torch.where(new, float("nan"), m), A=torch.ones_like(m))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +62,18 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
     name = "transformer.h.1.mlp.c_fc.weight"
     assert (exported.get_parameter(name) - first.get_parameter(name)).abs().max() > 1e-4
     assert json.loads((run_dir / HEARTBEAT).read_text())["doing"] == "finished"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Path, stage: int) -> None:
+    run_dir, objective = tmp_path / "run", tmp_path / "lost.py"
+    objective.write_text(LOST)
+    options = ["train.steps=2", f"deepspeed=ds_configs/zero{stage}.json", f"objective.name={objective}:lost"]
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert len((run_dir / BAD_BATCHES).read_text(encoding="utf-8").splitlines()) == 2
+    first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
