@@ -22,7 +22,6 @@ from data_prep.config import TRAIN
 from data_prep.scores import Scores
 from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from data_prep.write import TOKENIZER
 from pipeline import identity, resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
@@ -164,7 +163,7 @@ def _check_shape(hf_config: PretrainedConfig) -> None:
 
 def _check_tokenizer(data: TokenDataset) -> None:
     """Raise UserError unless the tokenizer beside prepared rows, which is exported, is theirs."""
-    place = data.directory.parent / TOKENIZER
+    place = data.directory.parent / "tokenizer"
     try:
         fingerprint = tokenizer_facts(place).fingerprint
     except UserError:
@@ -249,7 +248,7 @@ def _check_cost_tokens(config: RunConfig, source: str) -> None:
 
     Tokens are compared, not files. Special tokens may differ: another stage of training renames them.
     """
-    own = load_tokenizer(str(config.data.dir / TOKENIZER))
+    own = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)
     except UserError:
