@@ -6,6 +6,7 @@ flat, so that little travels between processes. It imports no transformers, so i
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # uint16 or uint32
     lengths: np.ndarray  # int64 [sequences]
     spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
+    sources: np.ndarray  # uint64 [sequences]: a hash of the tokens of the row that each is of
     documents: int  # rows that went in
     counts: Counter[str]  # what was cut or dropped, by reason
     overlap: np.ndarray  # int64: grams of test rows that the rows contain
@@ -104,7 +106,8 @@ class RowEncoder:
             for text in texts
         ]
         lengths = np.array([self._count(ids) for ids in found], np.int64)
-        return Encoded(self._array(b"".join(found)), lengths, [], len(texts), Counter(), NONE, 0)
+        sources = _hashes(found)
+        return Encoded(self._array(b"".join(found)), lengths, [], sources, len(texts), Counter(), NONE, 0)
 
     def _given(self, text: TokenIds, name: str) -> bytes:
         size = self.settings.tokenizer.vocab_size
@@ -118,10 +121,14 @@ class RowEncoder:
     def conversations(self, conversations: list[Conversation | Chat]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
-        sequences = [one for example in self._examples(conversations, counts) for one in example]
+        examples = self._examples(conversations, counts)
+        sequences = [sequence for example in examples for sequence in example]
+        whole = _hashes([b"".join(ids.tobytes() for ids, _ in example) for example in examples])
+        sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
+        spans = [spans for _, spans in sequences]
+        return Encoded(flat, lengths, spans, sources, len(conversations), counts, NONE, 0)
 
     def _examples(self, rows: list[Conversation | Chat], counts: Counter[str]) -> list[Sequences]:
         """The sequences of each conversation or chat, which are all one or the other.
@@ -183,6 +190,12 @@ class RowEncoder:
         else:
             counts[{"truncate": "overlong_truncated", "split": "overlong_split"}[policy]] += 1
         return fitted
+
+
+def _hashes(rows: list[bytes]) -> np.ndarray:
+    """Return a hash of each row's tokens, uint64: parts and copies of a row are known by it."""
+    digests = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return np.frombuffer(digests, "<u8")
 
 
 def _rows(part: Part, copies: np.ndarray) -> list[Row]:

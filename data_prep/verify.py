@@ -290,8 +290,8 @@ def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
 def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
     """Columns agree with each other, with the block and with the vocabulary."""
     counted = dict.fromkeys(("rows", "tokens", "segments"), 0)
-    for (id_offsets, ids), (segment_offsets, segments) in zip(
-        shard.columns["input_ids"], shard.columns["segment_lengths"], strict=True
+    for (id_offsets, ids), (segment_offsets, segments), (source_offsets, _) in zip(
+        *(shard.columns[name] for name in ("input_ids", "segment_lengths", "sources")), strict=True
     ):
         lengths = np.diff(id_offsets)
         if len(ids) and int(ids.max()) >= manifest.vocab_size:
@@ -303,6 +303,8 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         sums = np.add.reduceat(segments, segment_offsets[:-1]) if len(segments) else lengths[:0]
         if not np.array_equal(sums, lengths) or (segments == 0).any():
             yield f"{path} has segments that do not add up to their rows"
+        if not np.array_equal(source_offsets, segment_offsets):
+            yield f"{path} has segments without a source"
         counted["rows"] += len(lengths)
         counted["tokens"] += len(ids)
         counted["segments"] += len(segments)

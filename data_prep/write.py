@@ -123,6 +123,7 @@ class ShardWriter:
         columns = [
             _lists(rows.ids.astype(self._dtype), rows.lengths),
             _lists(rows.segments.astype(np.uint32), rows.segment_counts),
+            _lists(rows.sources, rows.segment_counts),
         ]
         if self._kind == "instruct":
             columns.append(_lists(rows.spans.astype(np.uint32), rows.span_counts))
@@ -335,7 +336,8 @@ def _blocks(
     packers: dict[int, BlockPacker] = {}
     left = None if quota is None else quota // block
     for domain, one in encoded:
-        rows = packers.setdefault(domain, BlockPacker(block, domain)).add(one.ids, one.lengths)
+        packer = packers.setdefault(domain, BlockPacker(block, domain))
+        rows = packer.add(one.ids, one.lengths, one.sources)
         if left is not None and len(rows.lengths) > left:
             counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
             rows = _cut(rows, left)[0]
@@ -357,6 +359,7 @@ def _bins(
     lengths: list[int] = []
     domains: list[int] = []
     spans: list[np.ndarray] = []
+    sources = [np.zeros(0, np.uint64)]
     total = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, one in encoded:
@@ -364,9 +367,11 @@ def _bins(
             lengths += one.lengths.tolist()
             domains += [domain] * len(one.lengths)
             spans += one.spans
+            sources.append(one.sources)
             total += len(one.ids)
         spool.flush()
         size, domain_of = np.array(lengths, np.int64), np.array(domains, np.uint16)
+        source_of = np.concatenate(sources)
         starts = np.cumsum(size) - size
         if not len(size):
             return
@@ -374,7 +379,7 @@ def _bins(
         for domain in np.unique(domain_of).tolist():
             own = np.flatnonzero(domain_of == domain)
             chosen = [spans[i] for i in own.tolist()]
-            for rows in packed_rows(ids, starts[own], size[own], chosen, block, domain):
+            for rows in packed_rows(ids, starts[own], size[own], chosen, source_of[own], block, domain):
                 writer.add(rows)
         del ids
 
@@ -401,6 +406,6 @@ def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:
     """The first `count` rows, and those after them."""
     ragged = (rows.lengths, rows.segment_counts, rows.span_counts)
     tokens, segments, spans = (int(numbers[:count].sum()) for numbers in ragged)
-    ends = (tokens, count, segments, count, spans, count, count, count)
+    ends = (tokens, count, segments, count, segments, spans, count, count, count)
     pairs = list(zip(rows, ends, strict=True))
     return PackedRows(*(c[:end] for c, end in pairs)), PackedRows(*(c[end:] for c, end in pairs))

@@ -341,8 +341,8 @@ class RunConfig(Section):
     """What is minimised."""
     train: TrainConfig
     """Optimisation, validation, checkpoints and logging."""
-    deepspeed: Path = Path("ds_configs/zero3.json")
-    """DeepSpeed configuration, relative to the repository or the working directory."""
+    deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
+    """DeepSpeed configuration, relative to the repository or the working directory; compared by content."""
 
 
 class Batch(NamedTuple):

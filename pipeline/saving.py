@@ -23,8 +23,9 @@ from common.provenance import code_version, library_versions
 from data_prep.config import settings
 from pipeline import checkpoint
 from pipeline.config import RunConfig
-from pipeline.engine import Engine
+from pipeline.engine import DamagedError, Engine
 from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
+from pipeline.identity import Identity
 from pipeline.lock import RunLock
 from pipeline.ranks import PATIENCE, barrier, gather_objects, host_group, lost_a_peer
 from pipeline.run_dir import HF, STATE, FileFacts, describe, list_files, partial_directory
@@ -37,12 +38,9 @@ log = logging.getLogger(__name__)
 class Saver:
     """Writes the checkpoints of a run, one at a time."""
 
-    def __init__(
-        self, engine: Engine, config: RunConfig, lock: RunLock, fingerprint: str, cost: str | None
-    ) -> None:
-        """fingerprint: of the training data. cost: fingerprint of the cost embedding, if there is one."""
-        self.engine, self.config, self.lock = engine, config, lock
-        self.fingerprint, self.cost = fingerprint, cost
+    def __init__(self, engine: Engine, config: RunConfig, lock: RunLock, identity: Identity) -> None:
+        """identity: of what the run has read."""
+        self.engine, self.config, self.lock, self.identity = engine, config, lock, identity
         self._problem: UserError | None = None
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
@@ -68,12 +66,10 @@ class Saver:
             "step": step,
             "tokens": tokens,
             "ranks": self.engine.world.ranks,
-            "zero_stage": self.engine.stage,
             "groups": self.engine.groups,
             "frozen": self.engine.frozen,
-            "cost": self.cost,
+            "identity": self.identity,
             "progress": progress,
-            "data_fingerprint": self.fingerprint,
         }
         self._step, self._deadline = step, time.monotonic() + 60 * PATIENCE
         self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
@@ -124,6 +120,8 @@ class Saver:
     def _given_up(self, why: UserError) -> UserError:
         """What ends the run, of the same kind as `why`."""
         what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        if isinstance(why, DamagedError):
+            return DamagedError(f"{what}; the last complete one remains", code=why.code)
         if isinstance(why, ExportError):
             cure = "set train.export_checkpoints=false to go on from it without exports"
             return ExportError(f"{what}; the last complete one remains; {cure}")
@@ -168,6 +166,8 @@ class Saver:
                     return type(problem)(f"rank 0: {problem}"), {}
                 self._goes_on()
             return None, self._describe(partial, written)
+        except DamagedError as error:
+            return error, {}
         except Exception as found:  # whatever it is: the other ranks wait to hear of it
             return FailureError(f"rank {rank}: {one_line(found, 200)}"), {}
 
@@ -209,7 +209,7 @@ class Saver:
             "cost": config.objective.cost,
             "step": step,
             "tokens": tokens,
-            "data_fingerprint": self.fingerprint,
+            "data_fingerprint": self.identity["data"],
             "template": settings(config.data)["template_version"],  # how prompts of the model are written
             "seed": config.train.seed,
             "lr": config.train.lr,

@@ -12,13 +12,13 @@ from common.files import write_text
 from common.page.parts import Markup, chip, figure, legend, row, section, table, tag
 from common.untrusted import number
 from pipeline.report.gather import DASH, Run
-from pipeline.report.validation import Change, change
+from pipeline.report.validation import FEWEST, Change, change
 
 WORDS = {1: "lost", -1: "gained", 0: "cannot be told"}
 KINDS = {1: "down", -1: "up", 0: ""}  # how the page colours them
 CAPTION = (
     "Nats per supervised token since step 0: below zero gained, above zero lost. Intervals, 95 %: Student's "
-    "with the jackknife's variance, paired over documents; a document is what one row holds of it. What "
+    "with the jackknife's variance, paired over documents of the sources, from 5 documents on. What "
     "happened is told where the interval is without zero."
 )
 
@@ -156,8 +156,9 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
             line = found.get((i, name))
             if line is None or line.change is None or number(line.change.low) is None:
                 raise UserError(
-                    f"no verdict on {name}: {run.path} has no measurement of two documents or more both at "
-                    "step 0 and after it"
+                    f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "
+                    "step 0 and after it; measure more (train.eval_rows, data.validation) in a new run_dir",
+                    code="no-verdict",
                 )
             lost, what = line.change.direction > 0, f"{line.change} nats per token since step 0"
             word = "regression" if lost else "no regression"

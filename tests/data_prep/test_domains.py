@@ -356,15 +356,11 @@ def test_data_of_format_2_are_refused_with_the_command_that_remakes_them(tmp_pat
         for part in (tree, *tree["shards"]):
             del part["domains"]
         (config.dir / split / "manifest.json").write_text(json.dumps(tree | {"format": 2}))
-    with pytest.raises(
-        UserError, match=r"has format 2, this version reads 4; run: .* prepare RECIPE --force"
-    ):
+    with pytest.raises(UserError, match=r"run: .* prepare RECIPE --force"):
         open_prepared(config)
     made = json.loads((config.dir / "settings.json").read_text())
     (config.dir / "settings.json").write_text(json.dumps(made | {"format": 2}))
-    with pytest.raises(
-        UserError, match=r"was prepared in format 2, this version has 4; run prepare with --fo"
-    ):
+    with pytest.raises(UserError, match=r"prepared in format 2"):
         run(config)
     run(config, force=True)
     assert verify(config.dir)[1] == []

@@ -310,8 +310,8 @@ def tokenizer(here: Path) -> None:
 # --- runs and checkpoints ---------------------------------------------------------------------------------
 
 STATE = {
-    "step": 3, "tokens": 10, "ranks": 1, "zero_stage": 1, "groups": [2], "frozen": 0, "cost": None,
-    "progress": {"metrics": {"steps": 1, "loss": 0.5}, "guard": {}}, "data_fingerprint": "f",
+    "step": 3, "tokens": 10, "ranks": 1, "groups": [2], "frozen": 0, "identity": {"data": "f"},
+    "progress": {"metrics": {"steps": 1, "loss": 0.5}, "guard": {}},
 }  # fmt: skip
 RECORDS = [{"step": 1, "tokens": 5, "nll": 2.0, "lr": 1e-3}, {"step": 2, "tokens": 9, "validation_nll": None}]
 
@@ -328,7 +328,7 @@ def make_run(here: Path) -> None:
     (partial / "state.json").write_text(json.dumps(STATE))
     checkpoint.write_complete(partial, describe(partial, list_files(partial)))
     checkpoint.publish(here, 3)
-    resume.claim(_run_config(here), "f")
+    resume.claim(_run_config(here), {"data": "f"})
     (here / "metrics.jsonl").write_text(rows(RECORDS))
     (here / "export").mkdir()
     (here / "export/export.json").write_text(json.dumps({"step": 3, "tokens": 10, "objective": "emo"}))
@@ -354,7 +354,7 @@ def run_directory(here: Path) -> None:
     from pipeline import resume
     from pipeline.run_dir import problem, read_export_info, read_metrics
 
-    resume.compare(_run_config(here), "f")
+    resume.compare(_run_config(here), {"data": "f"})
     problem(here / "step-000003")
     saved = resume._read(here / "step-000003")
     assert saved.step + saved.tokens >= saved.step or saved.tokens < 0

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from common.exit_codes import ExitCode
 from pipeline import cli
+from pipeline.report.forgetting import regressions
 from pipeline.report.gather import read_runs
 from pipeline.report.launches import append
 from pipeline.report.page import write_report
@@ -27,7 +29,7 @@ def measured(run: Path, name: str, steps: dict[int, float], seed: int = 0, every
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(TOKENS))
         found = TOKENS * (nll + noise - noise.mean())
         if every or step:
-            write(run, name, step, Documents(found, TOKENS))
+            write(run, name, step, Documents("set", found, TOKENS))
         record = {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
         append(run / METRICS, record)
 
@@ -108,6 +110,17 @@ def test_the_numbers_as_json(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert last["against_first"]["value"] == pytest.approx(gap)
 
 
+def test_few_documents_have_no_verdict(tmp_path: Path) -> None:
+    """However clear the change is: of four articles nobody knows how they differ."""
+    run, tokens = make_run(tmp_path / "run"), np.full(4, 10_000)
+    for step in (0, 40):
+        write(run, "news", step, Documents("set", tokens * (1.0 + step), tokens))
+        append(run / METRICS, {"step": step, "tokens": step, "set": "news", "validation_nll": 1.0 + step})
+    with pytest.raises(UserError) as error:
+        regressions(read_runs([run]), ["news"])
+    assert error.value.code == "no-verdict"
+
+
 def test_a_lost_set_is_a_regression(
     runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +141,7 @@ def test_a_lost_set_is_a_regression(
     (plain / "report.html").unlink()
     code, said, error = report("storys", plain)
     assert code == ExitCode.MISTAKE and error.endswith("no validation set storys; did you mean stories?")
-    (plain / VALIDATION / "news" / "step-000000.npy").unlink()
+    (plain / VALIDATION / "news" / "step-000000.npz").unlink()
     code, said, error = report("stories,news", plain)
     assert code == ExitCode.MISTAKE and "no verdict on news" in error and not said
     assert not (plain / "report.html").exists()
