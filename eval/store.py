@@ -25,13 +25,14 @@ from typing import Any
 
 from common import untrusted
 from common.errors import UserError
-from common.files import sha256, write_once, write_text
+from common.files import sha256, signature, write_once, write_text
 from common.lease import Lease, held
 
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
 POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
 STORED_BYTES = 256 << 20  # of a file at most: the demonstrations of a million rows take 80 MB
+YOUNG_SECONDS = 2.0  # so long a file's times may not tell one content from the next
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -223,18 +224,25 @@ def lease(directory: Path, name: str) -> Lease:
 
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
-    """Digest of names and contents. A file's own digest is remembered by path, size, times and inode."""
+    """Return a digest of names and contents of files; a content's own is remembered by the file's signature."""
     lines = []
     for path in sorted(files):
-        stat = path.stat()
-        identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        remembered = cache_directory() / "digests" / digest(identity)[:32]
-        try:
-            content = remembered.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            content = ""
-        if not re.fullmatch("[0-9a-f]{64}", content):
-            content = sha256(path)
-            replace(remembered, content)
+        seen = signature(path)
+        key = digest([str(path.resolve()), *seen])
+        fresh = time.time_ns() - max(seen[1:3]) < 1e9 * YOUNG_SECONDS  # a change might not show in its times
+        content = sha256(path) if fresh else remembered("digests", key, lambda path=path: sha256(path))
         lines.append([path.relative_to(root).as_posix(), content])
     return digest(lines)
+
+
+def remembered(kind: str, key: str, compute: Callable[[], str]) -> str:
+    """Return the digest that `compute` gives, from the cache where an earlier call has left it."""
+    path = cache_directory() / kind / key[:32]
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        content = ""
+    if not re.fullmatch("[0-9a-f]{64}", content):
+        content = compute()
+        replace(path, content)
+    return content
