@@ -1,9 +1,9 @@
 """Loading a causal language model strictly: what its files hold is what it has, and nothing else is.
 
 transformers is shown no file of a directory but those of `opened_files`, so that list is what a result's key
-covers. Somebody else may have made the files. Code among them is not run, and there is no switch for it; pickles
-(`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them leads to a
-file elsewhere.
+covers. Somebody else may have made the files. Code among them is not run, and there is no switch for it;
+pickles (`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them
+leads to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def opened_files(directory: Path) -> list[Path]:
         if (directory / name).is_file():
             weights = [directory / name]
         elif index.is_file():
-            weights = [directory / shard for shard in sorted(set(shard_names(index, read_json(index)).values()))]
+            weights = [
+                directory / shard for shard in sorted(set(shard_names(index, read_json(index)).values()))
+            ]
             paths.append(index)
         else:
             continue
@@ -100,7 +102,7 @@ def opened_files(directory: Path) -> list[Path]:
         adapters = [directory / name for name in ADAPTER_FILES if (directory / name).is_file()]
         if not adapters:
             raise UserError(
-                f"{directory} has {ADAPTER} but no {' or '.join(ADAPTER_FILES)}; remove it, or complete the adapter",
+                f"{directory} has {ADAPTER} but no {' or '.join(ADAPTER_FILES)}; complete or remove it",
                 code="no-weights",
             )
         weights += adapters[:1]
@@ -131,6 +133,7 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
     check_directory(source)
     if not Path(source).is_dir():
         return _load(source, source, revision, **options)
+    load_config(source)  # refuses what needs code of its own
     files = opened_files(Path(source))
     adapter = [file for file in files if file.name in (ADAPTER, *ADAPTER_FILES)]
     with shown(file for file in files if file not in adapter) as base:
@@ -171,8 +174,8 @@ def _with_adapter(model: Any, directory: Path, source: str | Path) -> Loaded:
             report = model.load_adapter(str(directory), adapter_kwargs={"local_files_only": True})
     except (ImportError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{source}: its adapter cannot be applied ({one_line(error, 160)}); merge it into the weights, or "
-            f"remove {ADAPTER}",
+            f"{source}: its adapter cannot be applied ({one_line(error, 160)}); merge it into the "
+            f"weights, or remove {ADAPTER}",
             code="adapter",
         ) from None
     return _loaded(model, report.to_dict())

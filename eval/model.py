@@ -16,6 +16,7 @@ from common.errors import UserError, one_line
 from common.files import Signature, signature
 from common.untrusted import read_json
 from common.weights import ADAPTER, GENERATION, Loaded, check_directory, load_causal_lm, opened_files
+from common.weights import CONFIG as CONFIG_JSON
 from data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from data_prep.tokenizer import FILES as TOKENIZER_FILES
 from eval import store
@@ -36,7 +37,7 @@ NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
 class EvaluatedModel:
     """A Hugging Face model directory (an export of `pipeline`, or any other) or hub id.
 
-    dtype: of the computation; `auto` is the checkpoint's own.
+    dtype: of the computation; for `auto` the one that the configuration names, if it names one.
     """
 
     def __init__(self, path: str, name: str | None = None, dtype: str = "auto") -> None:
@@ -50,13 +51,13 @@ class EvaluatedModel:
         self.path = _local_directory(path)
         self.given = path
         self.name = name or default_name(Path(path))
-        self.dtype = dtype
-        if not (self.path / "config.json").is_file():
+        if not (self.path / CONFIG_JSON).is_file():
             export = self.path / EXPORT
-            hint = f"; give the run's export, {export}" if (export / "config.json").is_file() else ""
+            hint = f"; give the run's export, {export}" if (export / CONFIG_JSON).is_file() else ""
             raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
         check_directory(self.path)
         opened_files(self.path)  # refuses a directory without weights
+        self.dtype = _stored_dtype(self.path) if dtype == "auto" else dtype
 
     @cached_property
     def digest(self) -> str:
@@ -118,7 +119,7 @@ class EvaluatedModel:
 
     def _changed(self, what: str) -> UserError:
         return UserError(
-            f"{self.given}: its {what} changed while it was evaluated; nothing is stored for it, run it again",
+            f"{self.given}: its {what} changed while it was evaluated; nothing is stored, run it again",
             code="changed",
         )
 
@@ -274,6 +275,13 @@ def clean_name(text: str) -> str:
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
 
 
+def _stored_dtype(path: Path) -> str:
+    """Return the dtype that a model's configuration names; `auto` where transformers looks at the weights."""
+    config = read_json(path / CONFIG_JSON)
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in DTYPES else "auto"
+
+
 def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
     """Return the tokenizer, made to add what `add_bos_token` and `add_eos_token` of its directory say."""
     config = path / "tokenizer_config.json"
@@ -283,9 +291,13 @@ def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
     asked = {name: settings.get(f"add_{name}_token") for name in adds}
     for name, flag in asked.items():
         if flag is not None and not isinstance(flag, bool):
-            raise UserError(f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer")
+            raise UserError(
+                f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer"
+            )
         if flag and getattr(tokenizer, f"{name}_token_id") is None:
-            raise UserError(f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer")
+            raise UserError(
+                f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer"
+            )
     flags = {name: adds[name] if flag is None else flag for name, flag in asked.items()}
     if flags != adds:
         tokenizer.add_bos_token = flags["bos"]
@@ -310,17 +322,24 @@ def tokenizer_content(tokenizer: Any) -> str:
 
 
 def _local_directory(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    if path.count("/") != 1 or path.startswith((".", "/")) or _of_unfinished_run(Path(path)):
-        raise UserError(f"model directory {path} does not exist{_of_unfinished_run(Path(path))}")
+    if not Path(path).is_dir() and (reason := _of_unfinished_run(Path(path))):
+        raise UserError(f"model directory {path} does not exist{reason}")
+    return hub_snapshot(path)
+
+
+def hub_snapshot(name: str) -> Path:
+    """Return the directory of a model that is given by its path or by its id on the hub."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(f"model directory {name} does not exist")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
+        return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(
-            f"{path} is neither a directory nor a model that the hub gives ({type(error).__name__})"
+            f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from eval.generation import distributions
 from eval.generation.tokens import context_of, split_ids
 from eval.icl.batching import DENSE_CPU, DENSE_GPU, Limits
 from eval.icl.layout import Item
@@ -37,8 +36,8 @@ class Likelihood(NamedTuple):
 
     @property
     def per_token(self) -> float:
-        """Mean over all tokens."""
-        return float(self.nll.sum() / self.tokens.sum())
+        """Return the mean over all tokens; NaN where there is none."""
+        return float(self.nll.sum() / self.tokens.sum()) if self.tokens.any() else math.nan
 
     @property
     def perplexity(self) -> float:
@@ -82,7 +81,7 @@ def continuation_nll(
 
 def _sharing(prompt: int, lengths: Sequence[int]) -> int:
     """How many continuations share a row with their prompt: long rows cost more attention than they save."""
-    return int(min(TAILS, max(1, prompt // max(lengths))))
+    return int(min(TAILS, max(1, prompt // max(1, *lengths))))
 
 
 def _padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[np.ndarray, Tensor]:
@@ -135,11 +134,6 @@ def _weigh(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     torch.sub(logits, largest, out=out).exp_()
     mass = out.sum(dim=-1, dtype=torch.float64)
     return mass, largest[:, 0].double() + mass.log()
-
-
-def all_measures(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
-    """Every measure of `distributions` for rows of logits [n, V]."""
-    return distributions.measures(distributions.log_probs(p_logits), distributions.log_probs(q_logits))
 
 
 @torch.inference_mode()

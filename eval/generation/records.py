@@ -118,7 +118,7 @@ class Generation:
         return {
             "generation": VERSION,
             "weights": self.model.digest,
-            "generation": self.model.generation_digest,
+            "generation_config": self.model.generation_digest,
             "dtype": str(self.model.model.dtype),
             "tokenizer": self.model.tokenizer_digest,
             "prompts": store.digest(self.prompts),

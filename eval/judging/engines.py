@@ -57,7 +57,7 @@ class Transformers:
             "engine": self.name,
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
-            "generation": self.model.generation_digest,
+            "generation_config": self.model.generation_digest,
             "dtype": str(self.model.model.dtype),
             "ends": sorted(end_ids(self.model)),
             "decoding": asdict(self.decoding),
@@ -141,7 +141,7 @@ class Vllm:
             "version": version("vllm"),
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
-            "generation": self.model.generation_digest,
+            "generation_config": self.model.generation_digest,
             "dtype": self.model.dtype,
             "decoding": asdict(self.decoding),
         }
