@@ -128,15 +128,15 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from eval.generation.quality import Sampled, Wanted, measure, table
+    from eval.generation.quality import Sampled, Wanted, measure, write
 
     test = [t for t in read_texts(args.test) if t] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts")
     wanted = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled.read(directory) for directory in args.texts]
-    results = [measure(one, wanted, args.out, say) for one in sampled]
-    say("\n".join(table(results)))
+    measured = [measure(one, wanted, args.out, say) for one in sampled]
+    say("\n".join(write(measured, args.texts)))
     return ExitCode.DONE
 
 

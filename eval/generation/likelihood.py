@@ -5,7 +5,6 @@ Nats, summed in float64. A model that gives anything but numbers is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from eval.icl.layout import Item
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.scores import NotFiniteError
 from eval.model import EvaluatedModel
+from eval.stats import Estimate, ratio
 
 LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
 TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most
@@ -37,11 +37,11 @@ class Likelihood(NamedTuple):
     @property
     def per_token(self) -> float:
         """Return the mean over all tokens; NaN where there is none."""
-        return float(self.nll.sum() / self.tokens.sum()) if self.tokens.any() else math.nan
+        return self.estimate(range(len(self.nll))).value
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.per_token, 700.0))
+    def estimate(self, clusters: Sequence[int]) -> Estimate:
+        """Return the mean over all tokens, texts in clusters [n]; NaN where there is no token."""
+        return ratio(self.nll.tolist(), self.tokens.tolist(), clusters)
 
 
 def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
