@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -20,7 +21,8 @@ def outcome(work: Callable[[], int], alone: bool = True) -> int:
     """
     try:
         code = work()
-        return ExitCode.UNREAD if is_unread() else code
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if alone:
             print(f"error: {error}", file=sys.stderr)
@@ -38,10 +40,13 @@ def outcome(work: Callable[[], int], alone: bool = True) -> int:
 
 
 def is_unread() -> bool:
-    """Return whether the reader of the output has gone; what is left of it then goes nowhere."""
+    """Return whether the reader of the output has gone, as in `... | head`; the rest then goes nowhere."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is no file of the system
+        return False
+    if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return gone

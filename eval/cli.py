@@ -284,7 +284,8 @@ def main() -> int:
     commands["export"] = _export
     try:
         code = commands[args.command](args)
-        return ExitCode.UNREAD if is_unread() else code
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _end("interrupted; run the same command again to resume", ExitCode.INTERRUPTED)
     except UserError as error:

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,15 @@ def replace(path: Path, text: str) -> None:
     """Write a file that may change (views, caches): whole, the last writer wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
+
+
+def said_of(before: Any, after: Any, ignored: Sequence[str] = ()) -> str:
+    """Return a sentence on what a view showed otherwise before; empty when nothing was, or there was none."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return ""
+    names = [key for key in sorted(before.keys() | after.keys()) if key not in ignored]
+    other = [key for key in names if before.get(key) != after.get(key)]
+    return f"replaces what was there with other {', '.join(other)}; --name keeps both" if other else ""
 
 
 class Entry:

@@ -353,3 +353,20 @@ def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: P
     )
     assert done.returncode == 0 and "already known" in done.stdout, done.stderr
     assert done.stderr.strip().endswith("[]"), done.stderr
+
+
+def test_texts_and_judgements_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
+    generate = ["generate", "--model", root / "model", "--out", tmp_path, "--samples", 1, "--tokens"]
+    said = [command(*generate, tokens)[1] for tokens in (3, 3, 4)]
+    assert ["other tokens" in text for text in said] == [False, False, True]
+    files = []
+    for i in range(3):
+        rows = [
+            {"instruction": "q", "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b",
+             "preference": 1 + i % 2}
+        ]  # fmt: skip
+        files.append(tmp_path / f"{i // 2}.json")
+        files[-1].write_text(json.dumps(rows), encoding="utf-8")
+    judge = ["judge", "--judge", "alpaca_eval", "--out", tmp_path, "--from"]
+    said = [command(*judge, file)[1] for file in files]
+    assert ["with other from" in text for text in said] == [False, False, True]
