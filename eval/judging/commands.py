@@ -231,7 +231,7 @@ def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:
         path = args.out / JUDGEMENTS / f"{title}.json"
         before, numbers = read_json(path), write(judged, title, args.out)
         facts = [view.get("facts") if isinstance(view, dict) else None for view in (before, read_json(path))]
-        if other := said_of(*facts):
+        if other := said_of(facts[0], facts[1]):
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)
