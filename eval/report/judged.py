@@ -17,14 +17,15 @@ from eval.report.numbers import DASH, markdown_head, markdown_row, p_value, perc
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
 CAPTION = (
-    "Per cent of B, with 95 % intervals by bootstrap over questions. Win rate: a tie counts half. At equal "
+    "Per cent of B, with 95 % intervals; the unit is the question. Win rate: a tie counts half. At equal "
     "lengths: AlpacaEval's length-controlled win rate in its offline form, without instructions' difficulty. "
     "Characters: mean length of B's answers, and of A's. Both orders: pairs with the same verdict whichever "
     "answer comes first. Pairs with an unreadable verdict are left out."
 )
 PAIRED = (
-    "Points between win rates against the same A by the same judge on the same pairs; 95 % intervals by "
-    "bootstrap over questions, p of random signs. Models that were judged on no common question are left out."
+    "Points between win rates against the same A by the same judge on the same pairs; 95 % intervals "
+    "and p of random signs have the question as their unit. Models that were judged on no common question "
+    "are left out."
 )
 HUMAN = (
     "Per cent, with 95 % intervals; a verdict that is unreadable or changes with the order is wrong. In "

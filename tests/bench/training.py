@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.world import corpus, read_rows
-from pipeline.ranks import end_world, main_first
+from pipeline.ranks import barrier, end_world
 from tests.bench import common
 
 WARM = 10  # steps that do not count
@@ -162,10 +162,10 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
-    with main_first(world):
-        if world.is_main:
-            write_initial_weights(config)
-            resume.claim(config, {"data": data.fingerprint})
+    if world.is_main:
+        write_initial_weights(config)
+        resume.claim(config, {"data": data.fingerprint})
+    barrier()
     losses = load_losses(config, training_objective(config), model_config(config.model).vocab_size)
     ds_config = deepspeed_config(config, batch)
     partitioned = engine.build_partitioned(ds_config)

@@ -12,7 +12,7 @@ import pytest
 from common.errors import UserError
 from eval.compare import compare_pair, regression, table
 from eval.results import read_models
-from eval.store import publish_sealed
+from eval.store import replace, seal
 from tests.helpers.evaluating import command
 from tests.helpers.results import COMPARED, fabricated, write_model, write_result
 from tests.helpers.said import lines
@@ -25,7 +25,9 @@ def test_a_clear_regression_is_one(tmp_path: Path) -> None:
     assert verdict.regressions and "sst2 -20.0 points" in verdict.summary
     assert "mean -10.0 points" in verdict.summary
     assert not regression(bad, good).regressions  # better is no regression
-    assert not regression(good, good).regressions
+    with pytest.raises(UserError) as error:
+        regression(good, good)
+    assert error.value.code == "own-baseline"
     assert "-20.0" in table(good, bad) and "*" in table(good, bad).splitlines()[2]
 
 
@@ -176,7 +178,7 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     path = tmp_path / "models" / "b" / "trec.json"
     view = json.loads(path.read_text())
     sealed = tmp_path / "store" / view["key"] / "result.json"
-    publish_sealed(sealed, view["result"])
+    replace(sealed, seal(view["result"]))
     assert lines(command("compare", "a", "b", "--results", tmp_path)[2]) == []
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, out, err = command("compare", "a", "b", "--results", tmp_path)

@@ -15,7 +15,7 @@ from common.page.parts import page
 from eval import store
 from eval.compare import table
 from eval.generation.records import read_records
-from eval.icl.retrieve import MINILM, Encoder, checked_encoder, encoder_path
+from eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
 from eval.report.gather import gather
 from eval.report.page import html
 from eval.report.summary import markdown
@@ -27,7 +27,7 @@ from tests.helpers.results import fabricated, write_model, write_result
 
 
 def test_the_installed_sentence_model_is_the_published_one() -> None:
-    assert checked_encoder("minilm") == encoder_path("minilm")
+    assert checked_encoder("minilm") == str(encoder_path("minilm"))
 
 
 @pytest.mark.parametrize("change", ["modules.json", "tokenizer.json", "model.safetensors", "more.json"])
