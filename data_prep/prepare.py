@@ -5,7 +5,7 @@ First all jobs read the sources and one of them decides (see scan/planning.py), 
     tokenizer/          saved, or trained
     grams.npz           of the tasks' test rows, if data.contamination is set
     settings.json       all that decides the content; later jobs must have the same
-    plan.npz            which rows each shard takes; written last
+    plan.parquet            which rows each shard takes; written last
 Then every job makes, if it is not there or not as it was made:
     train/, validation/ its shards, each with a note that it is whole; validation-NAME/ of a set with a name
     manifest.json       of each split whose shards are all whole; whichever job finishes last

@@ -26,7 +26,7 @@ from common.files import (
     write_text,
 )
 
-MADE = ("train/*.arrow", "plan.npz", ".new/tokenizer/tokenizer.json")
+MADE = ("train/*.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
 
 
 def put(path: Path, text: str = "x") -> Path:
@@ -148,10 +148,10 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     """defects B1"""
     outside = put(tmp_path / "outside" / "a.arrow")
     place = tmp_path / "place"
-    mine = [put(place / name) for name in ("train/a.arrow", "plan.npz", ".new/tokenizer/tokenizer.json")]
+    mine = [put(place / name) for name in ("train/a.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")]
     theirs = [
         put(place / name)
-        for name in ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.npz.bak", "other/plan.npz")
+        for name in ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
     ]
     (place / "linked").symlink_to(outside.parent)
     assert set(foreign(place, MADE)) == {*theirs, place / "linked"}

@@ -15,39 +15,27 @@ from hypothesis import strategies as st
 
 import data_prep.scan.planning as planning
 from common.recipe import parse_section
+from data_prep import selection
 from data_prep.config import DataConfig, Source
 from data_prep.inputs import Input, TextInput
 from data_prep.prepare import prepare
 from data_prep.rows import REASONS, RowSpec, raw_rows
-from data_prep.scan import assignment, columns, near, units
-from data_prep.scan.columns import Sorter
+from data_prep.scan import assignment, near, parts, units
 from data_prep.scan.near import PERMUTATIONS
 from data_prep.scan.units import divide
 from data_prep.selection import select
 from data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, write_jsonl
-from tests.helpers.scanned import select_in_memory, table_of
+from tests.helpers.scanned import parts_of, select_in_memory
 
 
 def small(monkeypatch: pytest.MonkeyPatch, unit: int = 2000) -> None:
-    """Units, stretches, runs and blocks so small that little data takes many of each."""
+    """Units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((columns, "STRETCH", 7), (assignment, "STRETCH", 7), (columns, "RUN", 8), (columns, "BLOCK", 2)),
-        *((columns, "FAN", 2), (near, "TOGETHER", 4), (units, "UNIT", unit), (units, "POLL", 0.01)),
+        *((assignment, "STRETCH", 7), (parts, "GROUP", 7), (selection, "BATCH", 2048), (near, "BATCH", 4)),
+        *((units, "UNIT", unit), (units, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.integers(0, 3), st.integers(0, 9)), max_size=120))
-def test_any_pairs_come_sorted(pairs: list[tuple[int, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-        small(patch)
-        sorter = Sorter(Path(place))
-        for start in range(0, len(pairs), 5):
-            first, second = zip(*pairs[start : start + 5], strict=True)
-            sorter.add(np.array(first, np.uint64), np.array(second, np.uint64))
-        found = [tuple(pair) for block in sorter.blocks() for pair in block.tolist()]
-    assert found == sorted(pairs)
 
 
 ROWS = st.lists(
@@ -63,16 +51,23 @@ ROWS = st.lists(
     weights=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     splits=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     dedup=st.sampled_from(["none", "exact", "near"]),
+    signed=st.integers(1, 2),
 )
 def test_rows_are_selected_as_if_all_were_in_memory(
-    drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str
+    drawn: list[tuple[int, ...]],
+    weights: list[int],
+    splits: list[int],
+    dedup: str,
+    signed: int,
 ) -> None:
     """Against the definition, row by row, whatever the sizes of parts, stretches and runs."""
     source, hashes, chars, kind, change = np.array(sorted(drawn, key=lambda row: row[0])).T
     reasons = np.where(chars == 5, 7, 0)
     signatures = np.repeat(kind[:, None] * 1000, PERMUTATIONS, 1) + np.arange(PERMUTATIONS)
     signatures[:, 100:] += change[:, None] * 17  # alike in most bands, and 0.78 in all, or the same
-    signatures = signatures[reasons == 0].astype(np.uint32)
+    signatures = np.stack(
+        [signatures, np.repeat(hashes[:, None] // 3 + 5000, PERMUTATIONS, 1)][:signed], axis=1
+    )
     tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
     tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
     config = parse_section(DataConfig, tree, "data")
@@ -80,8 +75,8 @@ def test_rows_are_selected_as_if_all_were_in_memory(
     expected = select_in_memory(config, *arrays, source, hashes, chars, reasons, signatures)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         small(patch)
-        signed = signatures if dedup == "near" else None
-        table = table_of(Path(name), source, hashes, chars, reasons, signed, part=11)
+        stored = signatures if dedup == "near" else None
+        table = parts_of(Path(name), source, hashes, chars, reasons, stored, size=11)
         found = select(table, config, *arrays, Path(name))
         assert (found.shard[:].tolist(), found.copies[:].tolist()) == expected[:2]
     assert found.rejected.sum(axis=0).tolist() == np.bincount(expected[2], minlength=len(REASONS)).tolist()
@@ -199,7 +194,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         run(config)
     assert scanned == list(range(7))
-    rows = config.dir / ".new/scan/000002.rows"
+    rows = config.dir / ".new/scan/000002.pieces"
     rows.write_bytes(rows.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know

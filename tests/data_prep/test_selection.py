@@ -150,4 +150,4 @@ def test_near_duplicates_at_099(tmp_path: Path) -> None:
     rows = [long, long.upper(), *texts(40)]
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
     config = prepared(tmp_path, "out", sources=[{"files": "a.jsonl"}], dedup="near", near_threshold=0.99)
-    assert Assignment.load(config.dir / "plan.npz").summary["rejected"] == {"near_duplicate": 1}
+    assert Assignment.load(config.dir / "plan.parquet").summary["rejected"] == {"near_duplicate": 1}
