@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -14,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import data_prep.scan.planning as planning
+from common.lease import Lease
 from common.recipe import parse_section
 from data_prep import selection
 from data_prep.config import DataConfig, Source
@@ -21,8 +25,10 @@ from data_prep.inputs import Input, TextInput
 from data_prep.prepare import prepare
 from data_prep.rows import REASONS, RowSpec, raw_rows
 from data_prep.scan import assignment, near, parts, units
+from data_prep.scan.assignment import Assignment
 from data_prep.scan.near import PERMUTATIONS
-from data_prep.scan.units import divide
+from data_prep.scan.parts import Part, PartWriter, Seen
+from data_prep.scan.units import Stretch, Unit, divide
 from data_prep.selection import select
 from data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, write_jsonl
@@ -214,24 +220,78 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_one(
     small(monkeypatch)
     config = corpus(tmp_path)
     place = config.dir / ".new/scan"
-    held: list[Any] = []
+    other = Lease(place, "000001.lease")
     set_up = planning.set_up
 
     def taken(*arguments: Any) -> None:
         set_up(*arguments)
-        held.append((place / "000001.lock").open("w"))
-        held[0].write("node-7, process 12")
-        held[0].flush()
-        fcntl.flock(held[0], fcntl.LOCK_EX)
+        assert other.acquire()
 
     def released(line: str) -> None:
         said.append(line)
         if "waiting for" in line:
-            held[0].close()  # it died, and its part was never written
+            other.release()  # it died, and its part was never written
 
     said: list[str] = []
     monkeypatch.setattr("data_prep.prepare.set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
     (waiting,) = (line for line in said if "waiting for" in line)
-    assert "1 of " in waiting and "node-7, process 12" in waiting
+    assert "1 of " in waiting and f"process {os.getpid()} on " in waiting
     assert verify(config.dir)[1] == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(code, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    small(monkeypatch)
+    config = corpus(tmp_path)
+    jobs = [threading.Thread(target=run, args=(config, (i, 2))) for i in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert verify(config.dir)[1] == [] and len(list(config.dir.glob("*/manifest.json"))) == 2
+
+
+def test_notes_have_no_limit(tmp_path: Path) -> None:
+    """A unit of as many inputs as a source with a limit may have."""
+    inputs = 200_000
+    unit = Unit(0, tuple(Stretch(i, 0, None) for i in range(inputs)), 1)
+    identity = {"name": "a" * 60, "bytes": 12345, "sha256": "f" * 64}
+    with contextlib.ExitStack() as files:
+        writer = PartWriter(tmp_path / unit.name, files)
+        writer.close()
+    writer.finish("key", [Seen(i, identity, rows=1, columns=["text"]) for i in range(inputs)])
+    assert Part.read(tmp_path, unit, "other") is None
+    part = Part.read(tmp_path, unit, "key")
+    assert part is not None
+    seen = part.seen()
+    assert len(seen) == inputs and seen[-1] == Seen(inputs - 1, identity, rows=1, columns=["text"])
+
+
+def test_a_plan_says_the_same_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever one of its bytes is flipped."""
+    small(monkeypatch)
+    run(config := corpus(tmp_path, shards=2))
+    path = config.dir / "plan.parquet"
+    whole, inputs = path.read_bytes(), planning.planned_inputs(config)
+
+    def content(plan: Assignment) -> tuple[Any, ...]:
+        parts = [(p.name, p.copies.tolist()) for s in range(4) for p in plan.parts(inputs, s)]
+        return plan.pieces.tolist(), plan.summary, parts
+
+    expected = content(Assignment.load(path))
+    noticed = 0
+    for i in range(0, len(whole), 1 + len(whole) // 300):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x41]) + whole[i + 1 :])
+        try:
+            assert content(Assignment.load(path)) == expected, i
+        except AssertionError:
+            raise
+        except Exception:
+            noticed += 1
+    assert noticed > 100
