@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from common.arrow import array_of, numbers_of
 from common.errors import FailureError, one_line
 from data_prep.config import DataConfig
 from data_prep.grams import mixed
@@ -93,7 +94,8 @@ def _select(
     place: Path,
 ) -> Selection:
     fields = pa.schema(list(COLUMNS.items()))
-    batches = (pa.record_batch(list(b), schema=fields) for b in _scanned(parts, config, weights, splits))
+    scanned = _scanned(parts, config, weights, splits)
+    batches = (pa.RecordBatch.from_arrays(list(map(array_of, rows)), schema=fields) for rows in scanned)
     db.register("scanned", pa.RecordBatchReader.from_batches(fields, batches))
     db.execute("CREATE TABLE rows AS SELECT * FROM scanned")
     db.execute("CREATE VIEW live AS SELECT * FROM rows WHERE reason = 0")
@@ -118,8 +120,8 @@ def _select(
             SELECT coalesce(shard, -1)::INTEGER, coalesce(dealt.copies, 0)::USMALLINT
             FROM rows LEFT JOIN dealt USING (row) ORDER BY rows.row"""
         for batch in db.sql(query).to_arrow_reader(BATCH):
-            shards.write(batch.column(0).to_numpy().astype(np.int32).tobytes())
-            times.write(batch.column(1).to_numpy().astype(np.uint16).tobytes())
+            shards.write(numbers_of(batch.column(0)).tobytes())
+            times.write(numbers_of(batch.column(1)).tobytes())
     rejected = np.zeros((len(splits), len(REASONS)), np.int64)
     used = np.zeros((len(splits), len(config.splits)), np.int64)
     rows, chars = np.zeros((2, len(config.splits)), np.int64)
@@ -186,7 +188,8 @@ def _limit(db: DuckDBPyConnection, limit: int, inputs: int) -> None:
     sources = np.flatnonzero(have)
     by_remainder = np.argsort((quota - have * (limit / total))[sources], kind="stable")
     quota[sources[by_remainder][: limit - int(quota.sum())]] += 1
-    db.register("quotas", pa.table({"source": np.arange(inputs), "quota": quota}))
+    quotas = [array_of(np.arange(inputs)), array_of(quota)]
+    db.register("quotas", pa.Table.from_arrays(quotas, names=["source", "quota"]))
     db.execute(f"""
         CREATE TEMP TABLE fewer AS
         WITH due AS (

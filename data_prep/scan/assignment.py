@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.arrow import array_of, lists_of, numbers_of
 from common.errors import UserError
 from common.files import part_file
 from data_prep.inputs import AGAIN, Input, Place
@@ -73,12 +74,11 @@ class Column:
         begin, end, _ = part.indices(len(self))
         first = max(0, int(np.searchsorted(self._begins, begin, side="right")) - 1)
         last = int(np.searchsorted(self._begins, end))
-        found = [np.zeros(0, SCHEMA.field(self._name).type.value_type.to_pandas_dtype())]
+        found = [np.zeros(0, str(SCHEMA.field(self._name).type.value_type))]
         try:
             with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
                 for group in range(first, last) if begin < end else ():
-                    lists = file.read_row_group(group, columns=[self._name])[self._name].combine_chunks()
-                    found.append(lists.flatten().to_numpy())
+                    found.append(numbers_of(file.read_row_group(group, columns=[self._name])[self._name]))
         except (OSError, ValueError, pa.ArrowException) as error:
             raise UserError(f"{self._path} is damaged ({error}); {AGAIN}", code="plan-damaged") from None
         if begin < end and sum(map(len, found)) != self._begins[last] - self._begins[first]:
@@ -109,12 +109,13 @@ class Assignment:
                     places = self.pieces[first:last]
                     end = int(self.ends[last - 1])
                     part = slice(end - int(places[:, 3].sum()), end)
-                    offsets = np.append(0, np.cumsum(places[:, 3])).astype(np.int32)
+                    offsets = np.append(0, np.cumsum(places[:, 3]))
                     lists = (
-                        pa.ListArray.from_arrays(offsets, np.asarray(column[part]))
-                        for column in (self.shard, self.copies)
+                        lists_of(offsets, np.asarray(column[part])) for column in (self.shard, self.copies)
                     )
-                    writer.write_table(pa.table([*map(pa.array, places.T), *lists], schema=SCHEMA))
+                    writer.write_table(
+                        pa.Table.from_arrays([*map(array_of, places.T), *lists], schema=SCHEMA)
+                    )
                 writer.add_key_value_metadata({"plan": packed.decode()})
 
     @staticmethod
@@ -132,7 +133,7 @@ class Assignment:
             raise ValueError("what it says of its rows is cut")
         tree = json.loads(text)
         extents = {int(shard): Extent(*extent) for shard, extent in tree["extents"].items()}
-        pieces = np.stack([table[name].to_numpy() for name in PIECES], axis=1)
+        pieces = np.stack([numbers_of(table[name]) for name in PIECES], axis=1)
         last = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], dtype=int)
         begins = np.append(0, np.cumsum(pieces[:, 3])[last - 1])
         if (np.diff(begins) > MOST_ROWS).any():

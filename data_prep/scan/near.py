@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from common.arrow import array_of, numbers_of
 from data_prep.grams import WORD, mixed, split
 from data_prep.rows import Row, plain_text
 from data_prep.templates import Chat, Conversation
@@ -103,7 +104,7 @@ def near_groups(db: DuckDBPyConnection, parts: list[Part], threshold: float) -> 
                 both = np.min(block[at : at + BATCH], axis=1)
                 columns = [np.arange(start + at, start + at + len(both))]
                 columns += [_band_key(both[:, band * width : (band + 1) * width]) for band in range(bands)]
-                yield pa.record_batch(list(map(pa.array, columns)), schema=fields)
+                yield pa.RecordBatch.from_arrays(list(map(array_of, columns)), schema=fields)
 
     db.register("keys", pa.RecordBatchReader.from_batches(fields, keys()))
     db.execute("CREATE TEMP TABLE bands AS SELECT * FROM keys WHERE row IN (SELECT row FROM live)")
@@ -120,7 +121,7 @@ def near_groups(db: DuckDBPyConnection, parts: list[Part], threshold: float) -> 
             UNION SELECT before, row FROM alike WHERE before > head""")
     edges = [np.zeros((0, 2), np.int64)]
     for batch in db.sql("SELECT DISTINCT first, second FROM pairs ORDER BY ALL").to_arrow_reader(BATCH):
-        pairs = np.stack([column.to_numpy() for column in batch.columns], axis=1)
+        pairs = np.stack([numbers_of(column) for column in batch.columns], axis=1)
         first, second = (_take(stored, starts, rows) for rows in pairs.T)
         edges.append(pairs[(np.mean(first == second, axis=2) >= threshold).all(axis=1)])
     db.execute("DROP TABLE bands; DROP TABLE pairs")
@@ -128,7 +129,7 @@ def near_groups(db: DuckDBPyConnection, parts: list[Part], threshold: float) -> 
     first, second = ends.reshape(-1, 2).T
     graph = coo_array((np.ones(len(first), bool), (first, second)), (len(rows), len(rows)))
     groups = connected_components(graph, directed=False)[1] if len(rows) else rows
-    db.register("groups", pa.table({"row": rows, "head": groups}))
+    db.register("groups", pa.Table.from_arrays([array_of(rows), array_of(groups)], names=["row", "head"]))
     db.execute("CREATE TEMP TABLE near AS SELECT * FROM groups")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.arrow import array_of, lists_of, numbers_of, texts_of
 from common.errors import UserError
 from common.files import part_file
 from common.parallel import Workers
@@ -89,22 +90,22 @@ class Part:
 
     def seen(self) -> list[Seen]:
         """Return what was seen of each input."""
-        table = pq.read_table(_file(self.path, "inputs"), partitioning=None)
-        return [Seen(**json.loads(text)) for text in table["seen"].to_pylist()]
+        with pq.ParquetFile(_file(self.path, "inputs")) as file:
+            return [Seen(**json.loads(text)) for text in file.read()["seen"].to_pylist()]
 
     def pieces(self) -> np.ndarray:
         """Return PIECES of all pieces, int64 [pieces, 5]."""
-        table = pq.read_table(_file(self.path, "pieces"), columns=list(PIECES), partitioning=None)
-        return np.stack([table[name].to_numpy() for name in PIECES], axis=1)
+        with pq.ParquetFile(_file(self.path, "pieces")) as file:
+            table = file.read(columns=list(PIECES))
+        return np.stack([numbers_of(table[name]) for name in PIECES], axis=1)
 
     def rows(self) -> Iterator[Rows]:
         """Yield all rows, some at a time."""
         with pq.ParquetFile(_file(self.path, "pieces")) as file:
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group, columns=["input", "rows", *LISTS]).combine_chunks()
-                source = np.repeat(table["input"].to_numpy(), table["rows"].to_numpy()).astype(np.int32)
-                lists = (pa.chunked_array(table[name]).combine_chunks().flatten() for name in LISTS)
-                yield Rows(source, *(values.to_numpy() for values in lists))
+                table = file.read_row_group(group, columns=["input", "rows", *LISTS])
+                source = np.repeat(numbers_of(table["input"]), numbers_of(table["rows"])).astype(np.int32)
+                yield Rows(source, *(numbers_of(table[name]) for name in LISTS))
 
     def signatures(self) -> np.ndarray:
         """Return the signatures of all rows, mapped: uint32 [rows, signed, PERMUTATIONS]."""
@@ -145,11 +146,11 @@ class PartWriter:
     def _write_group(self) -> None:
         if self._waiting:
             places = np.array([place for place, _ in self._waiting], np.int64)
-            offsets = np.append(0, np.cumsum(places[:, 3])).astype(np.int32)
+            offsets = np.append(0, np.cumsum(places[:, 3]))
             pieces = [piece for _, piece in self._waiting]
             columns = ([p.hashes for p in pieces], [p.chars for p in pieces], [p.reasons for p in pieces])
-            lists = [pa.ListArray.from_arrays(offsets, np.concatenate(column)) for column in columns]
-            self._pieces.write_table(pa.table([*map(pa.array, places.T), *lists], schema=SCHEMA))
+            lists = [lists_of(offsets, np.concatenate(column)) for column in columns]
+            self._pieces.write_table(pa.Table.from_arrays([*map(array_of, places.T), *lists], schema=SCHEMA))
         self._waiting, self._waiting_rows = [], 0
 
     def close(self) -> None:
@@ -161,8 +162,8 @@ class PartWriter:
     def finish(self, key: str, seen: list[Seen]) -> None:
         """Write the note, which says that the part is whole, once its files are closed and published."""
         note = {"key": key, "rows": self.count, "signed": self.signed, "bytes": self._sizes}
-        schema = pa.schema([("seen", pa.string())], metadata={"note": json.dumps(note)})
-        table = pa.table([pa.array([json.dumps(asdict(one)) for one in seen], pa.string())], schema=schema)
+        schema = pa.schema([("seen", pa.large_string())], metadata={"note": json.dumps(note)})
+        table = pa.Table.from_arrays([texts_of([json.dumps(asdict(one)) for one in seen])], schema=schema)
         with part_file(_file(self.path, "inputs")) as file:
             pq.write_table(table, file, compression="zstd")
 

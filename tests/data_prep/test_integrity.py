@@ -335,7 +335,8 @@ def test_reports_matter_to_prepare(config: DataConfig) -> None:
 
 # defects B1
 def listing(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    files = (p for p in directory.rglob("*") if ".planning" not in p.parts)
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files if p.is_file()}
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -431,8 +432,9 @@ def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPa
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             monkeypatch.setattr("data_prep.prepare.Workers", Workers)
-            with pytest.raises(UserError, match="another job is working in"):
+            with pytest.raises(UserError) as caught:
                 run(config, force=True)
+            assert caught.value.code == "in-use"
             tried.append("force")
 
     monkeypatch.setattr("data_prep.prepare.Workers", Meanwhile)
