@@ -126,7 +126,8 @@ class DataConfig(Section):
     # A broken line or missing column is an error, not a counted rejection.
     strict: bool = mark("report", True)
     max_chars: int = Field(10_000_000, gt=0)  # longer rows are rejected
-    # exact: equal rows; near: MinHash over 5-word shingles as well; none: what is trained on may be held out.
+    # exact: equal rows; near: MinHash over runs of 5 words as well, in instructions of the user's words
+    # and of the responses, see scan/near.py; none: what is trained on may be held out.
     dedup: Literal["none", "exact", "near"] = "exact"
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)  # Jaccard similarity from which rows count as near
     # Directory under root: the rows of its <task>/test.jsonl are looked for in the text.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from common.arrow import array_of, numbers_of
 from common.errors import FailureError, one_line
+from data_prep.arrow import array_of, numbers_of
 from data_prep.config import DataConfig
 from data_prep.grams import mixed
 from data_prep.rows import CODE, REASONS
@@ -102,7 +102,7 @@ def _select(
     if config.dedup != "none":
         _drop_copies(db, "duplicate", "hash", "live")
     if config.dedup == "near":
-        near_groups(db, parts, config.near_threshold)  # makes near(row, head) of those that have others
+        near_groups(db, [part.signatures() for part in parts], config.near_threshold)
         _drop_copies(db, "near_duplicate", "head", "(live JOIN near USING (row))")
     if config.limit_rows is not None:
         _limit(db, config.limit_rows, len(splits))

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.arrow import array_of, lists_of, numbers_of
 from common.errors import UserError
 from common.files import part_file
+from data_prep.arrow import array_of, lists_of, numbers_of
 from data_prep.inputs import AGAIN, Input, Place
 from data_prep.rows import Payload, RowSpec
 from data_prep.scan.parts import PIECES

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from common.arrow import array_of, numbers_of
+from data_prep.arrow import array_of, numbers_of
 from data_prep.grams import WORD, mixed, split
 from data_prep.rows import Row, plain_text
 from data_prep.templates import Chat, Conversation
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
-
-    from data_prep.scan.parts import Part
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
@@ -82,17 +80,17 @@ def _permutations() -> np.ndarray:
     return numbers
 
 
-def near_groups(db: DuckDBPyConnection, parts: list[Part], threshold: float) -> None:
+def near_groups(db: DuckDBPyConnection, stored: list[np.ndarray], threshold: float) -> None:
     """Make the table near(row, head) of the rows in `live` that resemble others, by chains too.
 
+    stored: signatures of all rows, one array after the other.
     Rows that agree in one whole band are compared, each with the first of its kind and with the one before;
     pairs whose estimated Jaccard similarity reaches the threshold belong to one group, named by its head.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    starts = np.cumsum([0, *(part.count for part in parts)])
-    stored = [part.signatures() for part in parts]
+    starts = np.cumsum([0, *map(len, stored)])
     bands, width = band_shape(threshold)
     fields = pa.schema([("row", pa.int64()), *((f"band{band}", pa.uint64()) for band in range(bands))])
 

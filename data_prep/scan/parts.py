@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.arrow import array_of, lists_of, numbers_of, texts_of
 from common.errors import UserError
 from common.files import part_file
 from common.parallel import Workers
+from data_prep.arrow import array_of, lists_of, numbers_of, texts_of
 from data_prep.inputs import PIECE, Input, TextInput, open_text
 from data_prep.rows import CODE, REASONS, UNREADABLE
 from data_prep.scan.near import PERMUTATIONS

@@ -2,8 +2,8 @@
 
 In `.new`, until the plan is there:
     tokenizer/, grams.npz, settings.json    set up by the job that comes first
-    scan/                                   a part of each unit, and a lock for who makes it
-    *.column                                of the job that decides
+    scan/                                   a part of each unit, and a lease of who makes it
+    *.column, spill/                         of the job that decides
 Parts stay when jobs die: the next ones go on from them. A part is believed as long as settings and sources
 are those that it was made from.
 """
