@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
 import hashlib
 import json
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError, one_line
+from common.lease import now_there, signed, signer_ended
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
+ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
 TICK = 0.05  # seconds; file systems count time in steps that are shorter
 
 
@@ -53,36 +53,18 @@ def may_pass(error: OSError) -> bool | None:
 def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` that becomes `path` when the block ends without an error.
 
-    It is locked while its writer lives, so that `remove_abandoned` can tell. Raises DiskFullError when the
-    disk is full; nothing stays behind then.
+    Its name tells its writer, so that `remove_abandoned` knows whether that lives. Raises DiskFullError when
+    the disk is full; nothing stays behind then.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{signed()}{PART}")
     try:
-        with full_disk(path), _open_locked(part) as file:
+        with full_disk(path), part.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             publish(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _open_locked(part: Path) -> IO[bytes]:
-    """A new file that this process holds the lock of, still under its name.
-
-    Without locks in the file system nobody can tell that its writer died, and nobody removes it then.
-    """
-    while True:
-        file = part.open("w+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in LOCKLESS:
-                file.close()
-                raise
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # another job took it for abandoned before it was locked
 
 
 @contextlib.contextmanager
@@ -131,47 +113,17 @@ def write_once(path: Path, text: str) -> bool:
 
 
 def remove_abandoned(directory: Path) -> int:
-    """Delete parts whose writers died; those of living writers are locked. Returns how many."""
+    """Delete parts whose writers died, and return how many: those of this machine, and old ones of others."""
     removed = 0
     for part in directory.glob(f".*{PART}"):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
-            removed += 1
+        with contextlib.suppress(OSError):
+            ended = signer_ended(part.name.removesuffix(PART).rpartition(".")[2])
+            if ended is None:
+                ended = now_there(directory) - part.stat().st_mtime > ABANDONED
+            if ended:
+                part.unlink()
+                removed += 1
     return removed
-
-
-@contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None], shared: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`; calls `waiting`, which may raise, once if another process holds it.
-
-    Shared holders exclude only those who are not. The system releases the lock when its holder dies.
-    """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, kind)
-        yield
-
-
-@contextlib.contextmanager
-def try_locked(path: Path) -> Iterator[bool]:
-    """Like `locked`, but False at once where another process holds the lock, or the directory is gone."""
-    try:
-        file = path.open("ab")
-    except FileNotFoundError:
-        yield False
-        return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = True
-        except BlockingIOError:
-            mine = False
-        yield mine
 
 
 def claim(directory: Path, marker: str, note: str, setting: str) -> None:

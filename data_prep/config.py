@@ -151,8 +151,9 @@ class DataConfig(Section):
     max_chars: int = Field(10_000_000, gt=0)
     """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold;
-    `none` keeps all, and what is trained on may then be held out too."""
+    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold, in
+    instructions that of the user's words and of the responses both; `none` keeps all, and what is trained on
+    may then be held out too."""
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)

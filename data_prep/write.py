@@ -36,15 +36,15 @@ from data_prep.shards import (
 )
 from data_prep.tokenizer import FILES, TokenizerFacts
 
-MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.npz", "grams.npz"
+MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
 NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
-LOCK, IN_USE = ".lock", ".in-use"  # held by the job that sets up or decides; by every job as long as it runs
+PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
 NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", f".*{PART}"))
-PARTS = tuple(f"[0-9]*.{of}" for of in ("rows", "pieces", "near", "json", "lock"))
-UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, f".*{PART}")))
+SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", "spill/*", f".*{PART}"))
+PARTS = tuple(f"[0-9]*.{of}" for of in ("pieces", "near", "inputs", "lease.[0-9]*"))
+UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, ".clock.*", f".*{PART}")))
 OF_SPLIT = (
     "shard-[0-9]*-of-[0-9]*.arrow",
     "shard-[0-9]*-of-[0-9]*.json",
@@ -53,7 +53,8 @@ OF_SPLIT = (
     f".*{PART}",
     *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
 )
-OF_ALL = (*SHARED, HASHES, f".*{PART}")
+EARLIER = ("plan.npz", ".lock", ".in-use")  # what versions before this one made
+OF_ALL = (*SHARED, *EARLIER, HASHES, f".*{PART}")
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # of each domain, while rows are written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
@@ -19,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
 from common.errors import FailureError, UserError
+from common.lease import Lease, joined, users, waited
 from pipeline.stop import HARDWARE, node_name
 
 log = logging.getLogger(__name__)
@@ -166,21 +166,20 @@ def compiling() -> Iterator[None]:
     """Around what may compile: DeepSpeed builds an operation where and when it is first used.
 
     torch guards a build by a file named `lock`, which a killed process leaves behind and every later start
-    would wait for in silence. Starts therefore share a lock of the operating system, which ends with its
-    process: whoever holds it alone removes such files, except those that another program here has open.
+    would wait for in silence. A start that finds no other one under way therefore removes such files, except
+    those that another program here has open.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nothing can be built there either
             root.mkdir(parents=True, exist_ok=True)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
-            share = stack.enter_context((root / "starting").open("w", encoding="utf-8"))
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
-                    log.info("%s was left by a start that was killed; removed", left)
-                    left.unlink()
-            fcntl.flock(share, fcntl.LOCK_SH)
+            with waited(Lease(root, "starting"), None):
+                if not users(root / "starts"):
+                    for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
+                        log.info("%s was left by a start that was killed; removed", left)
+                        left.unlink()
+                stack.enter_context(joined(root / "starts"))
         if dist.is_initialized():
             dist.barrier()
         yield

@@ -252,7 +252,7 @@ def make_verified(here: Path) -> None:
     make_verified,
     *PREPARED,
     "prepared/settings.json",
-    "prepared/plan.npz",
+    "prepared/plan.parquet",
     "prepared/train/contamination.json",
     "prepared/tokenizer/tokenizer_config.json",
 )
