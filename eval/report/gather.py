@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,11 @@ from eval.compare import Comparison, compare_pair, in_order
 from eval.icl.scores import EXTRA_SCORES, SCORES
 from eval.judging.results import Judgement, read_judgements
 from eval.report.judged import Pairing, pairings
-from eval.report.judged import as_json as judged_as_json
-from eval.report.order import arrange
-from eval.report.remarks import remarks
-from eval.results import MODELS, Model, pick, read_models
+from eval.report.order import Family, baselines, families
+from eval.results import MODELS, Model, only_answer, pick, read_models
 from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
-NAMES_SHOWN = 6
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 
 
@@ -35,65 +32,62 @@ class Report:
 
     title: str
     notice: str
-    groups: list[tuple[str, list[Model]]]  # base model -> models trained from it; the baseline is the first
+    families: list[Family]  # the report's baseline is the first model of the first
     tasks: list[str]
     rows: list[dict[str, Any]]  # one per model x task
     against: dict[str, dict[str, Comparison]]  # baseline -> model -> comparison; the first is the report's
-    baseline: str | None  # what rows and figures are marked against; None: there is nothing to compare
+    chosen: bool  # whether the baselines were asked for
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, str]
-    skipped: list[str] = field(default_factory=list)  # files that could not be read
-    remarks: list[str] = field(default_factory=list)  # what to know before trusting the numbers
-    unscored: list[Model] = field(default_factory=list)  # with text or a log only, beside models with scores
-    chosen: bool = False  # whether the baseline was asked for
-    judgements: list[Judgement] = field(default_factory=list)
-    pairings: list[Pairing] = field(default_factory=list)
+    skipped: list[str]  # files that could not be read
+    remarks: list[str]  # what to know before trusting the numbers
+    unscored: list[Model]  # with text or a log only, beside models with scores
+    judgements: list[Judgement]
+    pairings: list[Pairing]
 
     @property
     def models(self) -> list[Model]:
-        return [model for _, models in self.groups for model in models]
+        """Return the models with scores, in order."""
+        return [model for family in self.families for model in family.members]
 
     @property
     def everyone(self) -> list[Model]:
-        """The models and, after them, those without a score."""
+        """Return the models and, after them, those without a score."""
         return [*self.models, *self.unscored]
 
     @property
-    def other_baselines(self) -> str:
-        """What --baseline could name instead, where nobody chose one; else empty."""
-        if self.baseline is None or self.chosen:
-            return ""
-        names = [m.name for m in self.models if m.name != self.baseline]
-        return ", ".join([*names[:NAMES_SHOWN], *(["..."] if len(names) > NAMES_SHOWN else [])])
+    def baseline(self) -> str | None:
+        """Return what the first comparison is with; None where there is nothing to compare."""
+        return next(iter(self.against), None)
 
     @property
     def scores(self) -> list[str]:
-        """The scores that any row has."""
+        """Return the scores that any row has."""
         return [name for name in (*SCORES, *EXTRA_SCORES) if any(r.get(name) is not None for r in self.rows)]
 
     def row(self, model: str, task: str) -> dict[str, Any] | None:
+        """Return a model's row of a task."""
         return next((r for r in self.rows if (r["model"], r["task"]) == (model, task)), None)
 
     def of_task(self, task: str) -> dict[str, Any]:
-        """Any row of a task: title, chance and majority are the same for all models."""
+        """Return any row of a task: title, chance and majority are the same for all models."""
         return next(r for r in self.rows if r["task"] == task)
 
     def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
-        """Difference from a baseline on a task, or on the mean of all (None); None where not compared."""
+        """Return the difference from a baseline on a task, or on the mean of all (None), if it was compared."""
         found = self.against.get(baseline or "", {}).get(model)
-        if found is None:
-            return None
-        if task is None:
-            return found.mean if len(found.tasks) == len(self.tasks) else None
-        return found.tasks.get(task)
+        if found is None or task is not None:
+            return None if found is None else found.tasks.get(task or "")
+        return found.mean if len(found.tasks) == len(self.tasks) else None
 
     def direction(self, model: str, task: str | None) -> int:
-        """+1 / -1: surely better / worse than the report's baseline; 0: cannot be told."""
-        found = self.compared(model, task, self.baseline)
+        """Return +1 or -1 where a model is surely better or worse than its first baseline, else 0."""
+        baseline = next((name for name, found in self.against.items() if model in found), None)
+        found = self.compared(model, task, baseline)
         return 0 if found is None else found["direction"]
 
     def mean(self, model: Model) -> tuple[float, stats.Interval] | None:
-        """Mean accuracy over tasks with its interval, for a model that has them all."""
+        """Return the mean accuracy over tasks with its interval, of a model that has them all."""
         results = [model.results[t] for t in self.tasks if t in model.results]
         if not results or len(results) != len(self.tasks):
             return None
@@ -101,7 +95,7 @@ class Report:
         return stats.mean_interval(found)
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
-        """Mean and standard deviation of the accuracy over seeds; task None: of the mean over tasks."""
+        """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
         members = [pick(self.models, name) for name in self.seeds[label]]
         values: list[float] = []
         for member in members:
@@ -116,23 +110,22 @@ class Report:
 def gather(
     outs: Sequence[Path],
     runs: dict[str, Path],
-    baselines: Sequence[str] = (),
+    chosen: Sequence[str] = (),
     title: str = "",
     notice: str = "",
     seeds: dict[str, list[str]] | None = None,
 ) -> Report:
-    """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
-    baselines: models that the others are compared with, the report's own first; none: the first row of
-    the tables, which is a base model if one is there, and the first that was trained with MLE.
+    """Return the results under `outs`. runs: model name -> run directory, whose training log is shown.
 
-    UserError when there are no results, or none of a model that is named. Files that cannot be read are
-    skipped and listed.
+    chosen: models that all others are compared with; without any, models are compared with those that they
+    were trained from, and with MLE from the same origin. Files that cannot be read are skipped and listed.
+    Raises UserError where there are no results, or none of a model that is named.
     """
     skipped: list[str] = []
     judgements = read_judgements(outs, skipped.append)
     judged_only = {j.path.parents[1] for j in judgements if not (j.path.parents[1] / MODELS).is_dir()}
     models = read_models([out for out in outs if out not in judged_only], skipped.append)
-    for name in [*runs, *baselines, *(n for ns in (seeds or {}).values() for n in ns)]:
+    for name in [*runs, *chosen, *(n for ns in (seeds or {}).values() for n in ns)]:
         pick(models, name)
     tasks = in_order({task for m in models for task in m.results})
     models = [m for m in models if m.results or m.samples or m.unreadable.keys() & tasks]
@@ -144,36 +137,67 @@ def gather(
             model.metrics = _metrics(runs[model.name])
             overlaps[model.name] = _contamination(runs[model.name])
     models, unscored = _scored(models, tasks, runs)
-    # Which curves are shown does not decide what the others are compared with.
-    rows = [model for _, members in arrange(models, [], None) for model in members]
-    default = [model.name for i, model in enumerate(rows) if i == 0 or model is _plain(rows)]
-    groups = arrange(models, list(runs), next(iter((*baselines, *default)), None))
-    models = [model for _, members in groups for model in members]
-    firsts = [pick(models, name) for name in dict.fromkeys(baselines or default)]
-    against = {first.name: _comparisons(first, models, tasks) for first in firsts}
-    against = {name: found for name, found in against.items() if found}
+    found = families(models, list(runs), next(iter(chosen), None))
+    models = [model for family in found for model in family.members]
+    compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
+    if not chosen:
+        compared = [pair for family in found for pair in baselines(family)]
+    against = {first.name: _comparisons(first, others, tasks) for first, others in compared}
     return Report(
         title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
-        groups=groups,
+        families=found,
         tasks=tasks,
         rows=[_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results],
-        against=against,
-        baseline=firsts[0].name if firsts and firsts[0].name in against else None,
+        against={name: comparisons for name, comparisons in against.items() if comparisons},
+        chosen=bool(chosen),
         seeds=seeds or {},
         metadata=metadata(),
-        remarks=remarks([*models, *unscored], tasks, runs),
+        skipped=skipped,
+        remarks=[*_degenerate([*models, *unscored], tasks), *_foreign([*models, *unscored], runs)],
         unscored=unscored,
-        chosen=bool(baselines),
         judgements=judgements,
         pairings=pairings(judgements, skipped),
-        skipped=skipped,
     )
 
 
-def _plain(models: list[Model]) -> Model | None:
-    """The first of models that was trained with MLE."""
-    return next((model for model in models if model.facts.get("objective") == "mle"), None)
+def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
+    """Return the tasks on which models give one answer whatever the row."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for task in tasks:
+        for model in (m for m in models if task in m.results):
+            answer = only_answer(model.results[task])
+            if answer is not None:
+                found.setdefault((model.results[task]["title"], answer), []).append(model.name)
+    return [
+        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
+        for (title, answer), names in found.items()
+    ]
+
+
+def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
+    """Return the runs that seem not to have made the models that they are shown for."""
+    return [
+        f"--run {model.name}={runs[model.name]}: {model.name} seems to be of another run "
+        f"({model.facts.get('run') or model.description['path']}); the training shown is that of "
+        f"{runs[model.name]}"
+        for model in models
+        if model.name in runs and not _is_of(model, runs[model.name])
+    ]
+
+
+def _is_of(model: Model, run: Path) -> bool:
+    """Return whether anything recorded says that the run made the model: runs are moved, copied and renamed."""
+    if Path(model.description["path"]).resolve().is_relative_to(run.resolve()):
+        return True
+    made_in = model.facts.get("run")
+    if made_in is None:
+        return False
+    try:
+        recorded = read_written(run / CONFIG).get("run_dir")  # as the trainer wrote it into the export, too
+    except (OSError, ValueError, AttributeError, UserError):
+        recorded = None
+    return made_in == recorded or Path(made_in).name == run.resolve().name
 
 
 def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
@@ -306,7 +330,8 @@ def as_json(report: Report) -> dict[str, Any]:
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds
         },
-        **judged_as_json(report.judgements, report.pairings),
+        "judgements": [judgement.found for judgement in report.judgements],
+        "paired_judgements": [vars(pairing) for pairing in report.pairings],
         "skipped": report.skipped,
         "metadata": report.metadata,
     }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.recipe import read_written
+from common.report.numbers import DASH
 from common.untrusted import is_plain_name, number
 from pipeline.report.validation import Documents, read
 from pipeline.run_dir import (
@@ -25,8 +26,7 @@ from pipeline.run_dir import (
     read_records,
 )
 
-DASH = "\u2013"
-KILLED = "ended without a word"
+KILLED = "ended without a record"  # killed, or the machine went down
 ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 EVALUATION = ("report.html", "results.json")  # what `python -m eval report` and `watch` leave
@@ -122,9 +122,21 @@ class Run:
             if doing not in ENDED:
                 return f"runs: {doing}"
         if self.launches and self.launches[-1].end is not None:
-            end = self.launches[-1].end
-            return f"{end.get('how')}: {end['reason']}" if end.get("reason") else str(end.get("how"))
+            return self.ending(self.launches[-1].end)
         return KILLED if self.launches else "unknown"
+
+    @staticmethod
+    def ending(end: dict[str, Any]) -> str:
+        """Return how a launch ended, as it noted."""
+        return f"{end.get('how')}: {end['reason']}" if end.get("reason") else str(end.get("how"))
+
+    @property
+    def objective(self) -> str:
+        """Return the name of what the run minimises."""
+        parts = self.value("objective", "sum")
+        if isinstance(parts, list):
+            return " + ".join(str(part.get("name")) for part in parts if isinstance(part, dict))
+        return str(self.value("objective", "name") or DASH)
 
     def seconds(self) -> list[tuple[dict[str, Any], float, int]]:
         """(record, seconds of training, steps) of every record that says how fast it was."""

@@ -12,7 +12,6 @@ from common.exit_codes import ExitCode
 from pipeline import cli
 from pipeline.report.gather import read_runs
 from pipeline.report.launches import append
-from pipeline.report.page import write_report
 from pipeline.report.validation import Documents, read, write
 from pipeline.run_dir import METRICS, VALIDATION
 from tests.pipeline.test_run_report import Page, make_run
