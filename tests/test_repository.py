@@ -24,8 +24,8 @@ KNOWN = {
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
 OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
     "common/commands.py": {"argcomplete"},
-    "common/page/figures.py": {"matplotlib"},
     "common/progress.py": {"rich"},
+    "common/report/document.py": {"jinja2", "markupsafe"},
     "common/weights.py": {"transformers"},
 }
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jinja2
 from markupsafe import Markup
@@ -27,28 +28,29 @@ ARROWS = {"better": "↑", "worse": "↓"}
 STDOUT = "-"
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """A cell of a table."""
 
     text: str
     note: str = ""  # in small letters below: an interval, a second name
     tone: str = ""  # better, worse, unclear, best, quiet
-    mark: int | str | None = (
-        ""  # the series whose colour and marker stand in front; None: one of the grey ones
-    )
+    mark: int | str | None = ""  # series whose colour and marker stand in front; None: one of the grey ones
     shade: float = 0  # of the background, 0 to 1
 
     @property
     def arrow(self) -> str:
-        """Return the arrow that says in another way than by colour that a number is better or worse."""
+        """Return the arrow that says what the colour says of a number."""
         return ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
 
     def markdown(self) -> str:
         """Return it on one line."""
-        text = " ".join(
-            part for part in (self.text, self.arrow, f"({self.note})" if self.note else "") if part
-        )
-        return f"**{escaped(text)}**" if self.tone == "best" else escaped(text)
+        parts = [self.text, self.arrow, f"({self.note})" if self.note else ""]
+        text = escaped(" ".join(part for part in parts if part))
+        return f"**{text}**" if self.tone == "best" else text
+
+
+Row = Sequence[Cell | str]
 
 
 @dataclass
@@ -57,10 +59,13 @@ class Table:
 
     kind: ClassVar[str] = "table"
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell | str]]
+    rows: Sequence[Row]
     caption: str = ""
     words: int = 1
     label: str = ""  # where a section has several tables
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
     @property
     def cells(self) -> list[list[Cell]]:
@@ -72,46 +77,69 @@ class Table:
         lines = [[escaped(text) for text in self.head], ["---"] * len(self.head)]
         lines += [[cell.markdown() for cell in row] for row in self.cells]
         label = [f"**{escaped(self.label)}**", ""] if self.label else []
-        caption = ["", escaped(self.caption)] if self.caption else []
-        return [*label, *(f"| {' | '.join(line)} |" for line in lines), *caption]
+        return [*label, *(f"| {' | '.join(line)} |" for line in lines), "", escaped(self.caption)]
 
 
-class Items(NamedTuple):
-    """A list; of texts, or of links with where they lead."""
+@dataclass
+class Items:
+    """A list of texts, or of links with where they lead."""
 
+    kind: ClassVar[str] = "items"
     items: Sequence[str] | Mapping[str, str]
     title: str = ""
-    kind: str = "items"
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def markdown(self) -> list[str]:
+        """Return its lines."""
+        return [escaped(self.title), "", *(f"- {escaped(item)}" for item in self.items)]
 
 
-class Quote(NamedTuple):
+@dataclass
+class Quote:
     """A text that somebody or something wrote: after `before`, below `title`."""
 
+    kind: ClassVar[str] = "quote"
     text: str
     before: str = ""
     title: str = ""
-    kind: str = "quote"
+
+    def markdown(self) -> list[str]:
+        """Return it as a line."""
+        return [f"> {escaped(' '.join(part for part in (self.title, self.before + self.text) if part))}"]
 
 
-class Fold(NamedTuple):
+@dataclass
+class Fold:
     """Blocks that are folded away below their title."""
 
+    kind: ClassVar[str] = "fold"
     title: str
     blocks: Sequence[Block]
     mark: int | str | None = ""
-    kind: str = "fold"
+
+    def __bool__(self) -> bool:
+        return any(self.blocks)
+
+    def markdown(self) -> list[str]:
+        """Return its lines."""
+        return [f"**{escaped(self.title)}**", "", *_lines(self.blocks)]
 
 
 Block = str | Table | Items | Quote | Fold | Figure
 
 
-@dataclass
 class Section:
-    """A heading and what stands below it; left out without blocks."""
+    """A heading and the blocks below it that are not empty; left out where these are text alone."""
 
-    title: str
-    blocks: Sequence[Block]
-    page_only: bool = False  # not in Markdown
+    def __init__(self, title: str, *blocks: Block, page_only: bool = False) -> None:
+        """page_only: it is not in Markdown."""
+        self.title, self.page_only = title, page_only
+        self.blocks = [block for block in blocks if block]
+
+    def __bool__(self) -> bool:
+        return any(not isinstance(block, str) for block in self.blocks)
 
 
 @dataclass
@@ -129,25 +157,23 @@ class Document:
 
     def html(self) -> str:
         """Return the page."""
-        found = [s for s in self.sections if s.blocks]
-        return (
-            _templates()
-            .get_template("page.html.jinja")
-            .render(doc=self, sections=found, style=style, ROW=ROW, HEIGHT=HEIGHT)
-        )
+        labels: Counter[str] = Counter()
+
+        def unique(label: str) -> str:
+            labels[label] += 1
+            return label if labels[label] == 1 else f"{label} ({labels[label]})"
+
+        page = _templates().get_template("page.html.jinja")
+        return page.render(doc=self, sections=[s for s in self.sections if s], unique=unique)
 
     def markdown(self) -> str:
         """Return the same numbers for a pull request or a terminal, without figures and long texts."""
-        lines = [f"# {escaped(self.answer[0])}", ""]
-        lines += [part for text in (*self.answer[1:], self.about) for part in (escaped(text), "")]
-        lines += [f"- {escaped(remark)}" for remark in self.remarks] + [""] * bool(self.remarks)
+        head, *texts = self.answer
+        lines = [f"# {escaped(head)}", "", *_lines([*texts, self.about, Items(self.remarks)])]
         for section in self.sections:
-            blocks = [block for block in section.blocks if not isinstance(block, Figure)]
-            if blocks and not section.page_only:
-                lines += [f"## {escaped(section.title)}", ""]
-                lines += [line for block in blocks for line in (*_lines(block), "")]
-        lines += [f"> {escaped(self.notice)}"] if self.notice else []
-        return "\n".join(lines).rstrip() + "\n"
+            if section and not section.page_only:
+                lines += [f"## {escaped(section.title)}", "", *_lines(section.blocks)]
+        return "\n".join([*lines, *_lines([self.notice])]).rstrip() + "\n"
 
     def json(self) -> str:
         """Return its numbers."""
@@ -193,24 +219,10 @@ def save(file: Path, text: str) -> None:
         ) from None
 
 
-def _lines(block: Block) -> list[str]:
-    """Return a block as lines of Markdown."""
-    if isinstance(block, Table):
-        return block.markdown()
-    if isinstance(block, Items):
-        return [
-            *([escaped(block.title), ""] if block.title else []),
-            *(f"- {escaped(i)}" for i in block.items),
-        ]
-    if isinstance(block, Fold):
-        return [
-            f"**{escaped(block.title)}**",
-            "",
-            *(line for inner in block.blocks for line in (*_lines(inner), "")),
-        ]
-    if isinstance(block, Quote):
-        return [f"> {escaped(' '.join(part for part in (block.title, block.before + block.text) if part))}"]
-    return [escaped(block)] if isinstance(block, str) else []
+def _lines(blocks: Sequence[Block]) -> list[str]:
+    """Return blocks as lines of Markdown, each followed by an empty one."""
+    shown = [b for b in blocks if b and not isinstance(b, Figure)]
+    return [line for b in shown for line in (*([escaped(b)] if isinstance(b, str) else b.markdown()), "")]
 
 
 @cache
@@ -227,5 +239,6 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.globals["css"] = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
+    found.globals |= {"style": style, "ROW": ROW, "HEIGHT": HEIGHT}
     found.tests["text"] = lambda value: isinstance(value, str)
     return found

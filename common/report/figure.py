@@ -1,13 +1,13 @@
-"""Figures as SVG that fits any width: dots with intervals in rows, and curves. Templates draw them.
+"""Figures: dots with intervals in rows, and curves. page.html.jinja draws them as SVG.
 
-Positions across are percentages, those downwards pixels, so that one drawing serves a wide screen, a phone and
-paper; colours are the page's CSS variables.
+Positions across are percentages and those downwards pixels, so that one drawing fits a wide screen, a phone
+and paper; colours are the page's CSS variables.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -91,7 +91,7 @@ class Dots:
 
     kind: ClassVar[str] = "dots"
     title: str
-    rows: list[Dot]
+    rows: Sequence[Dot]
     line: float | None = None  # drawn through all rows: zero, or chance
 
     @property
@@ -107,7 +107,7 @@ class Dots:
 
 @dataclass
 class Curve:
-    """A series over training. Of many points each is the mean of its neighbours, in a band of least and most."""
+    """A series over training. Of many points each is the mean of neighbours, in a band of least and most."""
 
     series: int | None
     points: Points
@@ -120,7 +120,7 @@ class Curve:
 
 
 def bucketed(points: Points, most: int) -> tuple[Points, list[tuple[float, float, float]]]:
-    """Return at most `most` means of neighbours, and (x, least, most) of each; no band where all are drawn."""
+    """Return at most `most` means of neighbours, and (x, least, most) of each; none where all are drawn."""
     size = -(-len(points) // most) or 1
     if size == 1:
         return points, []
@@ -166,8 +166,11 @@ class Figure:
     legend: Sequence[tuple[int | None, str]] = ()
     greys: Sequence[str] = ()  # names of the series that are drawn in grey
 
+    def __bool__(self) -> bool:
+        return bool(self.panels)
 
-def pairs(records: Sequence[dict[str, object]], x: str, y: str) -> list[tuple[float, float]]:
+
+def pairs(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
     """Return (x, y) of the records that have a finite number for both."""
     values = [(number(r.get(x)), number(r.get(y))) for r in records]
     return [(a, b) for a, b in values if a is not None and b is not None]

@@ -75,10 +75,10 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     if len(effects) > FEW:
         counts = [f"{len(found)} {VERBS[kind][len(found) > 1]}" for kind, found in kinds.items() if found]
         best = max(effects, key=lambda e: e.value)
-        return f"of {len(effects)}, {listed(counts)}. Best: {changes([best], unit, form)}"
-    clauses = []
+        return f"{listed(counts)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
+    clauses: list[str] = []
     for kind, found in kinds.items():
-        parts = []
+        parts: list[str] = []
         for effect in found:
             first = not (clauses or parts)
             size, limits = _size(effect, form)

@@ -74,7 +74,7 @@ class Report:
         return next(r for r in self.rows if r["task"] == task)
 
     def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
-        """Return the difference from a baseline on a task, or on the mean of all (None), if it was compared."""
+        """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
         found = self.against.get(baseline or "", {}).get(model)
         if found is None or task is not None:
             return None if found is None else found.tasks.get(task or "")
@@ -86,13 +86,37 @@ class Report:
         found = self.compared(model, task, baseline)
         return 0 if found is None else found["direction"]
 
+    @property
+    def columns(self) -> list[str | None]:
+        """Return what tables have a column for: the mean of several tasks (None), and the tasks."""
+        return [*([None] if len(self.tasks) > 1 else []), *self.tasks]
+
+    @property
+    def titles(self) -> list[str]:
+        """Return how these columns are called."""
+        return ["Mean" if task is None else self.of_task(task)["title"] for task in self.columns]
+
+    def chance(self, task: str | None, key: str = "chance") -> float:
+        """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
+        values = [self.of_task(t)[key] for t in ([task] if task else self.tasks)]
+        return sum(values) / len(values)
+
+    def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
+        """Return accuracy, low and high of a model on a task, or on their mean."""
+        if task is None:
+            mean = self.mean(model)
+            return None if mean is None else (mean[0], mean[1].low, mean[1].high)
+        r = self.row(model.name, task)
+        return None if r is None else (r["accuracy"], r["low"], r["high"])
+
     def mean(self, model: Model) -> tuple[float, stats.Interval] | None:
         """Return the mean accuracy over tasks with its interval, of a model that has them all."""
         results = [model.results[t] for t in self.tasks if t in model.results]
         if not results or len(results) != len(self.tasks):
             return None
-        found = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results]
-        return stats.mean_interval(found)
+        return stats.mean_interval(
+            [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results]
+        )
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
         """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
@@ -187,7 +211,7 @@ def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
 
 
 def _is_of(model: Model, run: Path) -> bool:
-    """Return whether anything recorded says that the run made the model: runs are moved, copied and renamed."""
+    """Return whether anything recorded says that the run made the model: runs are moved and renamed."""
     if Path(model.description["path"]).resolve().is_relative_to(run.resolve()):
         return True
     made_in = model.facts.get("run")

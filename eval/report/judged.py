@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import UserError
-from common.report.document import Cell, Fold, Items, Quote, Section, Table
+from common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Dot, Dots, Figure
 from common.report.numbers import DASH, between, p_value, percent, points, shown
 from eval.judging.results import Judgement
@@ -17,14 +17,15 @@ from eval.judging.win_rates import paired
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
 CAPTION = (
-    "Per cent of questions, from the side of B, with 95 % intervals. Win rate: a tie counts half. At equal lengths: "
-    "as if both had written as much (AlpacaEval's length-controlled win rate). Both orders: pairs with the same "
-    "verdict whichever answer comes first. Pairs with an unreadable verdict are left out."
+    "Per cent of questions, from the side of B, with 95 % intervals. Win rate: a tie counts half. At equal "
+    "lengths: as if both had written as much (AlpacaEval's length-controlled win rate). Both orders: pairs "
+    "whose verdict does not depend on which answer comes first. Pairs with an unreadable verdict are left "
+    "out."
 )
-PAIRED = "Points between win rates against the same A, by the same judge on the same questions, with 95 % intervals."
+PAIRED = "Points between win rates against the same A, by the same judge on the same questions."
 HUMAN = (
-    "Per cent with 95 % intervals; a verdict that is unreadable or changes with the order is wrong. In brackets: "
-    "unreadable ones as ties. Kappa: Cohen's, of the judge and the majority; people: Fleiss', among themselves."
+    "Per cent; a verdict that is unreadable or changes with the order is wrong. In brackets: unreadable ones "
+    "as ties. Kappa: Cohen's, of judge and majority. People: Fleiss', among themselves."
 )
 
 
@@ -60,7 +61,7 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
 
 
 def _pairing(first: Judgement, second: Judgement) -> Iterable[Pairing]:
-    """Yield the comparison on the questions that both have a readable verdict on, if these are two or more."""
+    """Yield the comparison on the questions with a readable verdict in both, if these are two or more."""
     a, b = first.scores, second.scores
     keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
     if len(keys) > 1:
@@ -101,24 +102,20 @@ def _tone(rate: dict[str, float] | None) -> str:
 
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
-    """Return the tables, and the pairs that are shown; none without judgements."""
+    """Return the tables, and the pairs that are shown."""
     found = [judgement.found for judgement in judgements]
-    if not found:
-        return []
     notes = [
         f"{title(f)} ({f['by']}): {f['counts'][name]:,} {text}" for f in found for name, text in remarks(f)
     ]
-    tables = [_rates(found), *([Items(notes)] if notes else []), *_paired(pairs), *_people(found)]
     folds = [
-        Fold(f"{title(f)}, judged by {f['by']}", [b for pair in f["shown"] for b in _pair(pair)])
-        for f in found
-        if f["shown"]
+        Fold(f"{title(f)}, judged by {f['by']}", [b for p in f["shown"] for b in _pair(p)]) for f in found
     ]
-    lead = ["Evenly spaced pairs of each comparison, none picked, as they are."] if folds else []
-    return [Section("Answers, judged", tables), Section("Judged pairs", [*lead, *folds])]
+    lead = "Evenly spaced pairs of each comparison, none picked, as they are."
+    tables = _rates(found), Items(notes, "Note"), _paired(pairs), _people(found)
+    return [Section("Answers, judged", *tables), Section("Judged pairs", lead, *folds)]
 
 
-def picture(judgements: Sequence[Judgement]) -> Figure | None:
+def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     rows = [
         Dot(f"{title(f)} ({f['by']})", i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
@@ -126,7 +123,7 @@ def picture(judgements: Sequence[Judgement]) -> Figure | None:
         if f["win_rate"]
     ]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
-    return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption) if rows else None
+    return Figure("Win rates", [Dots("Win rate", rows, 50.0)] if rows else [], caption)
 
 
 def title(found: dict[str, Any]) -> str:
@@ -147,7 +144,7 @@ def _share(value: dict[str, float] | None, tone: str = "") -> Cell:
 
 
 def _rates(found: Sequence[dict[str, Any]]) -> Table:
-    rows = []
+    rows: list[Row] = []
     for f in found:
         rate, tone = f["win_rate"], _tone(f["win_rate"])
         verdict = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}[tone]
@@ -178,27 +175,27 @@ def _rates(found: Sequence[dict[str, Any]]) -> Table:
     return Table(head, rows, CAPTION, 2)
 
 
-def _paired(pairs: Sequence[Pairing]) -> list[Table]:
+def _paired(pairs: Sequence[Pairing]) -> Table:
     rows = [
         [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
          Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
         for p in pairs
     ]  # fmt: skip
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
-    return [Table(head, rows, PAIRED, 3, "Between models")] if rows else []
+    return Table(head, rows, PAIRED, 3, "Between models")
 
 
-def _people(found: Sequence[dict[str, Any]]) -> list[Table]:
-    rows = []
+def _people(found: Sequence[dict[str, Any]]) -> Table:
+    rows: list[Row] = []
     for f in found:
         if human := f.get("human"):
             agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
             if ties != human["agreement"]["value"]:
-                agreement = agreement._replace(text=f"{agreement.text} ({percent(ties)})")
+                agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
             kappas = [shown(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
             rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
-    return [Table(head, rows, HUMAN, 2, "Agreement with people")] if rows else []
+    return Table(head, rows, HUMAN, 2, "Agreement with people")
 
 
 def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
@@ -213,5 +210,4 @@ def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
         ("Verdict", verdict),
     )
     replies = [Quote(r["text"], title=f"Reply, {o}") for o, r in zip(orders, pair["replies"], strict=False)]
-    folded = [Fold("Replies of the judge", replies)] if replies else []
-    return [*(Quote(text, title=name) for name, text in texts), *folded]
+    return [*(Quote(text, title=name) for name, text in texts), Fold("Replies of the judge", replies)]

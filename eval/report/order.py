@@ -1,4 +1,4 @@
-"""Which model was trained from which, so that every model has its base, and rows stand in the paper's order."""
+"""Which model was trained from which: every model finds its base, and rows stand in the paper's order."""
 
 from __future__ import annotations
 
