@@ -229,7 +229,7 @@ def quiet_libraries() -> None:
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
     from eval.report.gather import gather
-    from eval.report.page import FILES, document, other_baselines
+    from eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
@@ -240,8 +240,6 @@ def _report(args: argparse.Namespace) -> int:
         models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
         say(f"report of {models} on {tasks}{judged}: {written}")
         say(page.answer[0])
-        if others := other_baselines(report):
-            say(f"compared with {report.baseline} (--baseline NAME for another: {others})")
     for remark in report.remarks:
         print(on_one_line(remark), file=sys.stderr)
     return ExitCode.DONE

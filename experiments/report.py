@@ -53,9 +53,7 @@ ANSWERED = (
 def sweep(results: dict[str, Any]) -> Document:
     """Return the table of one experiment."""
     sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows("Rows", results))]
-    return Document(
-        "Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections, data=results
-    )
+    return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
 def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
@@ -80,9 +78,7 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
         value, low, high = (number(f[key]) for key in ("effect", "low", "high"))
         if value is not None and low is not None and high is not None:
             rows.append(Dot(f["question"], i, value, low, high))
-    picture = Figure(
-        "Answers", [Dots("Better by", rows, 0.0)] if rows else [], "Right of the dotted line: better."
-    )
+    picture = Figure("Answers", [Dots("Better by", rows, 0.0)], "Right of the dotted line: better.")
     return Document("The evidence", _sentences(results["verdicts"]), about, sections, picture, data=results)
 
 
@@ -111,10 +107,9 @@ def _answers(verdicts: dict[str, Any]) -> Table:
             word, tone = ANSWERS[found["answer"]]
             question = f"{verdict['question']} ({part})" if part else verdict["question"]
             better = Cell(shown(found["effect"], "{:.4f}"), _interval(found))
-            rows.append(
-                [question, Cell(word, tone=tone), better, _meaning(found["outcome"]), str(found["n"])]
-            )
-    return Table(["Question", "Answer", "Better by", "Outcome", "Pairs"], rows, ANSWERED, 2)
+            facts = [_meaning(found["outcome"]), str(found["n"])]
+            rows.append([question, Cell(word, tone=tone), better, *facts])
+    return Table("Question | Answer | Better by | Outcome | Pairs", rows, ANSWERED, 2)
 
 
 def _rows(title: str, found: dict[str, Any]) -> list[Block]:

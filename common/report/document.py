@@ -58,7 +58,7 @@ class Table:
     """Rows whose first cell is their heading. The first `words` columns hold words, the others numbers."""
 
     kind: ClassVar[str] = "table"
-    head: Sequence[str]
+    head: Sequence[str] | str  # a text has ` | ` between its columns
     rows: Sequence[Row]
     caption: str = ""
     words: int = 1
@@ -68,13 +68,18 @@ class Table:
         return bool(self.rows)
 
     @property
+    def columns(self) -> Sequence[str]:
+        """Return the titles of the columns."""
+        return self.head.split(" | ") if isinstance(self.head, str) else self.head
+
+    @property
     def cells(self) -> list[list[Cell]]:
         """Return the rows with every value as a cell."""
         return [[v if isinstance(v, Cell) else Cell(v) for v in row] for row in self.rows]
 
     def markdown(self) -> list[str]:
         """Return its lines."""
-        lines = [[escaped(text) for text in self.head], ["---"] * len(self.head)]
+        lines = [[escaped(text) for text in self.columns], ["---"] * len(self.columns)]
         lines += [[cell.markdown() for cell in row] for row in self.cells]
         label = [f"**{escaped(self.label)}**", ""] if self.label else []
         return [*label, *(f"| {' | '.join(line)} |" for line in lines), "", escaped(self.caption)]

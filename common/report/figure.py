@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from common.report.numbers import shown
 from common.untrusted import number
 
 COLOURS, MARKERS = 12, 6  # of the page; the first colour, the baseline's, never comes again
@@ -71,8 +72,8 @@ def compact(value: float) -> str:
     """Return 1500 as 1.5k and 2000000 as 2M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
+            return shown(value / size, f"{{:g}}{letter}")
+    return shown(value, "{:g}")
 
 
 class Dot(NamedTuple):
@@ -93,6 +94,9 @@ class Dots:
     title: str
     rows: Sequence[Dot]
     line: float | None = None  # drawn through all rows: zero, or chance
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
 
     @property
     def axis(self) -> Axis:
@@ -139,6 +143,9 @@ class Curves:
     unit: str = "steps"  # of the horizontal axis
     axes: tuple[Axis, Axis] = field(init=False)
 
+    def __bool__(self) -> bool:
+        return bool(self.curves)
+
     def __post_init__(self) -> None:
         drawn = [p for c in self.curves for p in (*c.points, *c.marks)]
         edges = [y for c in self.curves for _, low, high in c.band for y in (low, high)]
@@ -165,6 +172,9 @@ class Figure:
     caption: str = ""
     legend: Sequence[tuple[int | None, str]] = ()
     greys: Sequence[str] = ()  # names of the series that are drawn in grey
+
+    def __post_init__(self) -> None:
+        self.panels = [panel for panel in self.panels if panel]
 
     def __bool__(self) -> bool:
         return bool(self.panels)

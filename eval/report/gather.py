@@ -1,4 +1,4 @@
-"""The data of the report: everything known about evaluated models, gathered from files. It draws nothing."""
+"""Everything that files tell about evaluated models, gathered for a report. Nothing here draws."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _is_of(model: Model, run: Path) -> bool:
 
 
 def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
-    """Models for the tables, and those that have text or a log only; all are for them where none has a score.
+    """Return the models for the tables, and those with text or a log only; all are for tables without scores.
 
     Text that the same weights wrote under another name goes to the model with scores, if it has none.
     """
@@ -244,7 +244,7 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
 
 
 def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
-    """Every other model against one of them, where they have tasks in common."""
+    """Return every other model against one of them, where they have tasks in common."""
     found = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
     return {name: c for name, c in found.items() if c.tasks or c.refused}
 
@@ -259,7 +259,7 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:
-    """Task -> test rows that share long word sequences with the run's training text, if that was checked."""
+    """Return by task the test rows that share long passages with the training text, if that was checked."""
     try:
         config = read_written(run / CONFIG)
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
@@ -299,7 +299,7 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
 
 
 def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
-    """Test rows found in part in the training text, and the accuracy without them. None: not checked."""
+    """Return how many test rows share passages with the training text, and the accuracy without them."""
     if overlap is None:
         return {"trained_on": None, "untrained_accuracy": None}
     records = model.records(task)
@@ -311,7 +311,7 @@ def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dic
 
 
 def metadata() -> dict[str, str]:
-    """Where and with what a report was made."""
+    """Return where and with what a report was made."""
     return {
         "git": code_version(),
         "python": platform.python_version(),
@@ -321,35 +321,23 @@ def metadata() -> dict[str, str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The numbers of the report."""
-    models = []
-    for model in report.everyone:
-        mean = report.mean(model)
-        facts: dict[str, Any] = {"mean_accuracy": None if mean is None else mean[0]}
-        if mean is not None:
-            facts |= {"mean_low": mean[1].low, "mean_high": mean[1].high}
-        models.append(model.description | facts)
-    found = [(c, {"baseline": c.baseline}) for made in report.against.values() for c in made.values()]
+    """Return the numbers of the report."""
+    means = ("mean_accuracy", "mean_low", "mean_high")
+    levels = [(model, report.level(model, None) or (None,) * 3) for model in report.everyone]
+    made = [c for comparisons in report.against.values() for c in comparisons.values()]
+    about = [(c, {"model": c.model, "baseline": c.baseline}) for c in made]
     return {
         "title": report.title,
         "notice": report.notice,
         "remarks": report.remarks,
         "rows": report.rows,
         "baseline": report.baseline,
-        "comparisons": [
-            {"model": c.model, "task": t} | first | x for c, first in found for t, x in c.tasks.items()
-        ],
-        "mean_comparisons": [
-            {"model": c.model, "tasks": list(c.tasks)} | first | c.mean
-            for c, first in found
-            if c.mean is not None
-        ],
+        "comparisons": [{"task": t} | first | x for c, first in about for t, x in c.tasks.items()],
+        "mean_comparisons": [{"tasks": list(c.tasks)} | first | c.mean for c, first in about if c.mean],
         "not_compared": [
-            {"model": c.model, "task": t, "reason": reason} | first
-            for c, first in found
-            for t, reason in c.refused.items()
+            {"task": t, "reason": reason} | first for c, first in about for t, reason in c.refused.items()
         ],
-        "models": models,
+        "models": [m.description | dict(zip(means, level, strict=True)) for m, level in levels],
         "seeds": {
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds

@@ -82,34 +82,22 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
         verb = {"better": "prefers {b} to {a}", "worse": "prefers {a} to {b}"}.get(
             _tone(rate), "prefers neither {b} nor {a}"
         )
-        said.append(
-            f"{f['by']} {verb.format(**f)}{_on(f['questions'])}: {f['b']} has a win rate of {numbers}."
-        )
+        clause = f"{f['by']} {verb.format(**f)}{_on(f['questions'])}"
+        said.append(f"{clause}: {f['b']} has a win rate of {numbers}.")
     return said[:4]
 
 
 def _tone(rate: dict[str, float] | None) -> str:
     """Return the verdict on B."""
-    return (
-        "unclear"
-        if rate is None
-        else "better"
-        if rate["low"] > 0.5
-        else "worse"
-        if rate["high"] < 0.5
-        else "unclear"
-    )
+    sure = 0 if rate is None else (rate["low"] > 0.5) - (rate["high"] < 0.5)
+    return {1: "better", -1: "worse", 0: "unclear"}[sure]
 
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
     found = [judgement.found for judgement in judgements]
-    notes = [
-        f"{title(f)} ({f['by']}): {f['counts'][name]:,} {text}" for f in found for name, text in remarks(f)
-    ]
-    folds = [
-        Fold(f"{title(f)}, judged by {f['by']}", [b for p in f["shown"] for b in _pair(p)]) for f in found
-    ]
+    notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in found for name, text in remarks(f)]
+    folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in found]
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
     tables = _rates(found), Items(notes, "Note"), _paired(pairs), _people(found)
     return [Section("Answers, judged", *tables), Section("Judged pairs", lead, *folds)]
@@ -118,65 +106,47 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[
 def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     rows = [
-        Dot(f"{title(f)} ({f['by']})", i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
+        Dot(_judged(f), i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
         for i, f in enumerate(judgement.found for judgement in judgements)
         if f["win_rate"]
     ]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
-    return Figure("Win rates", [Dots("Win rate", rows, 50.0)] if rows else [], caption)
+    return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
 
 
-def title(found: dict[str, Any]) -> str:
-    """Return B against A, and on which questions."""
-    return f"{found['b']} against {found['a']}{_on(found['questions'])}"
+def _judged(found: dict[str, Any]) -> str:
+    """Return B against A, on which questions, and by whom."""
+    return f"{found['b']} against {found['a']}{_on(found['questions'])}, judged by {found['by']}"
 
 
 def _on(questions: str) -> str:
     return f" on {questions}" if questions else ""
 
 
-def _share(value: dict[str, float] | None, tone: str = "") -> Cell:
-    return (
-        Cell(percent(value["value"]), between(value["low"], value["high"], scale=100), tone)
-        if value
-        else Cell(DASH)
-    )
+def _share(value: dict[str, float] | None) -> Cell:
+    if value is None:
+        return Cell(DASH)
+    return Cell(percent(value["value"]), between(value["low"], value["high"], scale=100))
 
 
 def _rates(found: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
     for f in found:
-        rate, tone = f["win_rate"], _tone(f["win_rate"])
+        tone = _tone(f["win_rate"])
         verdict = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}[tone]
         against = f"against {f['a']}{_on(f['questions'])}"
-        cells = [
-            Cell(f["b"], against),
-            Cell(verdict, tone=tone),
-            _share(rate),
-            f["by"],
-            f"{f['read']:,} of {f['pairs']:,}",
-        ]
-        cells += [_share(f[name]) for name in ("win", "tie", "loss")]
+        shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
+        names = [Cell(f["b"], against), Cell(verdict, tone=tone)]
+        judge = [f["by"], f"{f['read']:,} of {f['pairs']:,}"]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
-        rows.append([*cells, percent(f["length_controlled"]), lengths, percent(f["consistency"])])
-    head = [
-        "B",
-        "Verdict",
-        "Win rate",
-        "Judge",
-        "Pairs",
-        "Win",
-        "Tie",
-        "Loss",
-        "At equal lengths",
-        "Characters B / A",
-        "Both orders",
-    ]
-    return Table(head, rows, CAPTION, 2)
+        facts = [percent(f["length_controlled"]), lengths, percent(f["consistency"])]
+        rows.append([*names, *shares, *judge, *facts])
+    head = "B | Verdict | Win rate | Win | Tie | Loss | Judge | Pairs | At equal lengths | Characters B / A"
+    return Table(f"{head} | Both orders", rows, CAPTION, 2)
 
 
 def _paired(pairs: Sequence[Pairing]) -> Table:
-    rows = [
+    rows: list[Row] = [
         [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
          Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
         for p in pairs
@@ -203,11 +173,11 @@ def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
     orders = ("A first", "B first") if len(pair["verdicts"]) > 1 else ("verdict",)
     said = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]
     verdict = f"{OUTCOMES.get(pair['outcome'], pair['outcome'])} ({'; '.join(said)})"
-    texts = (
-        ("Question", pair["question"]),
-        ("Answer of A", pair["a"]),
-        ("Answer of B", pair["b"]),
-        ("Verdict", verdict),
-    )
+    texts = {
+        "Question": pair["question"],
+        "Answer of A": pair["a"],
+        "Answer of B": pair["b"],
+        "Verdict": verdict,
+    }
     replies = [Quote(r["text"], title=f"Reply, {o}") for o, r in zip(orders, pair["replies"], strict=False)]
-    return [*(Quote(text, title=name) for name, text in texts), Fold("Replies of the judge", replies)]
+    return [*(Quote(text, title=name) for name, text in texts.items()), Fold("Replies of the judge", replies)]

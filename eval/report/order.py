@@ -75,7 +75,7 @@ def families(models: Sequence[Model], first: Sequence[str], baseline: str | None
 
 def baselines(family: Family) -> list[tuple[Model, list[Model]]]:
     """Return what members are compared with by default, and which: with every model that others were trained
-    from, and with MLE where it had the same origin; without either with the first."""
+    from, and with MLE on the same data from the same origin; without either with the first."""
     above = parents(family.members)
     pairs = []
     for model in family.members:
@@ -85,7 +85,8 @@ def baselines(family: Family) -> list[tuple[Model, list[Model]]]:
     stages: dict[str, list[Model]] = {}
     for model in family.members:
         if model.facts.get("objective") and not any(model is parent for parent, _ in pairs[:1]):
-            stages.setdefault(str(model.facts.get("origin")), []).append(model)
+            start = f"{model.facts.get('origin')} {model.facts.get('data_fingerprint')}"
+            stages.setdefault(start, []).append(model)
     for members in stages.values():
         mle = max((m for m in members if m.facts["objective"] == "mle"), key=_step, default=None)
         others = [m for m in members if m.facts["objective"] != "mle"]

@@ -28,7 +28,8 @@ from eval.results import Model
 
 FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted
-SAMPLES_SHOWN, CONFUSION_LABELS, NAMES_SHOWN = 4, 8, 6
+SAMPLES_SHOWN, CONFUSION_LABELS = 4, 8
+TONES = {1: "better", -1: "worse", 0: ""}
 VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
 SCORES = {
     "openicl_ppl": ("whole-prompt perplexity", "nats per token of the whole prompt"),
@@ -90,14 +91,6 @@ def document(report: Report) -> Document:
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
-def other_baselines(report: Report) -> str:
-    """Return what --baseline could name instead, where nobody chose; else nothing."""
-    names = [m.name for m in report.models if m.name != report.baseline]
-    if report.baseline is None or report.chosen:
-        return ""
-    return ", ".join([*names[:NAMES_SHOWN], *(["..."] if len(names) > NAMES_SHOWN else [])])
-
-
 def effect(name: str, found: dict[str, Any]) -> Effect:
     """Return a comparison in percentage points."""
     interval = found["interval"]
@@ -117,9 +110,8 @@ def _answer(report: Report) -> list[str]:
             elif compared:
                 counts = {len(c.tasks) for c, _ in compared}
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
-                clauses.append(
-                    f"Compared with {first} on {on}, {changes([e for _, e in compared], 'points')}"
-                )
+                said_of_all = changes([e for _, e in compared], "points")
+                clauses.append(f"Compared with {first} on {on}, {said_of_all}")
         said += [sentence("; ".join(clauses))] if clauses else []
     for model in report.models if not said else []:
         if (mean := report.mean(model)) is not None:
@@ -127,19 +119,16 @@ def _answer(report: Report) -> list[str]:
             over, chance = counted(len(report.tasks), "task"), percent(report.chance(None))
             value = f"accuracy {percent(mean[0])} % on {over} ({interval})"
             said.append(f"{model.name}: {value}; chance is {chance} %.")
-    lacking = [f for f in report.families if f.title and f.base is None and not report.chosen]
-    return said + [
-        f"{f.title}, which {counted(len(f.members), 'model')} began from, was not evaluated." for f in lacking
-    ]
+    for family in report.families:
+        if family.title and family.base is None and not report.chosen:
+            children = counted(len(family.members), "model")
+            said.append(f"{family.title}, which {children} began from, was not evaluated.")
+    return said
 
 
 def _about(report: Report) -> str:
     if not report.rows:
-        return (
-            f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-            if report.judgements
-            else ""
-        )
+        return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
     how = "; ".join(f"{shots} ({by})" for shots, by in kinds)
@@ -151,18 +140,12 @@ def _about(report: Report) -> str:
 
 def _picture(report: Report) -> Figure:
     """Return the mean differences from the bases, or else the mean accuracies."""
-    panels = [
-        Dots(f"Points from {first}, mean over tasks", rows, 0.0)
-        for first in report.against
-        if (rows := _changes(report, first, None))
-    ]
-    if not panels:
-        return _levels(report, "Mean accuracy", [None])
-    return Figure(
-        "Mean differences",
-        panels,
-        "With 95 % intervals, paired by test row. Right of the dotted line: better.",
-    )
+    rows = {
+        f"Points from {first}, mean over tasks": _changes(report, first, None) for first in report.against
+    }
+    panels = [Dots(title, dots, 0.0) for title, dots in rows.items()]
+    caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
+    return Figure("Mean differences", panels, caption) or _levels(report, "Mean accuracy", [None])
 
 
 def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
@@ -182,9 +165,9 @@ def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
         found = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
         rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in found if level]
         title = report.of_task(task)["title"] if task else "Mean over tasks"
-        panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
+        panels.append(Dots(title, rows, 100 * report.chance(task)))
     return Figure(
-        label, panels, "Accuracy in per cent with 95 % intervals. Dotted line: chance, where it is near."
+        label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
     )
 
 
@@ -202,45 +185,35 @@ def _heading(report: Report, model: Model) -> Cell:
 
 
 def _accuracy(report: Report) -> list[Block]:
-    columns = report.columns
-
     def cell(model: Model, task: str | None) -> Cell:
         level = report.level(model, task)
         if level is None:
             return Cell(UNREADABLE, tone="worse") if task in model.unreadable else Cell(DASH)
-        tone = {1: "better", -1: "worse", 0: ""}[report.direction(model.name, task)]
-        return Cell(percent(level[0]), between(*level[1:], scale=100), tone)
+        return Cell(
+            percent(level[0]), between(*level[1:], scale=100), TONES[report.direction(model.name, task)]
+        )
 
-    rows: list[Row] = [
-        [_heading(report, m), *(cell(m, t) for t in columns)] for m in report.models if report.tasks
-    ]
+    columns, scored = report.columns, report.models if report.tasks else []
+    rows: list[Row] = [[_heading(report, m), *(cell(m, t) for t in columns)] for m in scored]
     for label, names in report.seeds.items():
         spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
         texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
         rows.append([f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts])
     for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
-        rows.append(
-            [
-                Cell(label, tone="quiet"),
-                *(Cell(percent(report.chance(t, key)), tone="quiet") for t in columns),
-            ]
-        )
+        shares = [percent(report.chance(task, key)) for task in columns]
+        rows.append([Cell(text, tone="quiet") for text in (label, *shares)])
     caption = "Per cent, with 95 % intervals (Wilson's; the mean's as of independent tasks)."
     if report.against:
         caption += " ↑ ↓: better or worse than the model's first baseline below, by test and interval."
-    if other_baselines(report):
-        caption += f" --baseline NAME compares with another ({other_baselines(report)})."
     if any(task in m.unreadable for m in report.models for task in report.tasks):
         caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
-    return [
-        Table(["Model", *report.titles], rows, caption),
-        *_folded(report, _levels(report, "Accuracy", report.tasks)),
-    ]
+    figure = _levels(report, "Accuracy", report.tasks)
+    return [Table(["Model", *report.titles], rows, caption), _folded(report, figure)]
 
 
-def _folded(report: Report, figure: Figure) -> list[Block]:
+def _folded(report: Report, figure: Figure) -> Block:
     """Return a figure with a panel for each task, folded away where it would fill screens."""
-    return [Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure]
+    return Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure
 
 
 def _differences(report: Report, baseline: str) -> list[Block]:
@@ -250,15 +223,11 @@ def _differences(report: Report, baseline: str) -> list[Block]:
     def cell(model: str, task: str | None) -> Cell:
         x = report.compared(model, task, baseline)
         if x is None:
-            refused = found[model].refused
-            return Cell(
-                "not comparable" if task in refused or (task is None and refused) else DASH, tone="quiet"
-            )
+            refused = task in found[model].refused or (task is None and found[model].refused)
+            return Cell("not comparable" if refused else DASH, tone="quiet")
         interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
-        p = p_value(x["p"] if task is None else x["p_holm"])
-        return Cell(
-            points(x["difference"]), f"{interval}, {p}", {1: "better", -1: "worse", 0: ""}[x["direction"]]
-        )
+        note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
+        return Cell(points(x["difference"]), note, TONES[x["direction"]])
 
     rows: list[Row] = []
     for model in (m for m in report.models if m.name in found):
@@ -272,19 +241,12 @@ def _differences(report: Report, baseline: str) -> list[Block]:
         "McNemar tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on "
         "the mean: p below 0.05 and an interval without zero."
     )
-    panels = [
-        Dots(report.of_task(t)["title"], dots, 0.0)
-        for t in report.tasks
-        if (dots := _changes(report, baseline, t))
-    ]
+    titles = {task: report.of_task(task)["title"] for task in report.tasks}
+    panels = [Dots(title, _changes(report, baseline, task), 0.0) for task, title in titles.items()]
     figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
-    reasons = [
-        f"{c.model}, {report.of_task(t)['title']}: {why}"
-        for c in found.values()
-        for t, why in c.refused.items()
-    ]
-    head = ["Model", "Verdict", *report.titles]
-    return [Table(head, rows, caption, 2), *_folded(report, figure), Items(reasons, "Not comparable")]
+    reasons = [f"{c.model}, {titles[t]}: {why}" for c in found.values() for t, why in c.refused.items()]
+    table = Table(["Model", "Verdict", *report.titles], rows, caption, 2)
+    return [table, _folded(report, figure), Items(reasons, "Not comparable")]
 
 
 def _details(report: Report) -> Table:
@@ -293,18 +255,8 @@ def _details(report: Report) -> Table:
         scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in report.scores]
         cut = f" ({r['rows_cut']:,})" if r["rows_cut"] else ""
         counts = [shown(r["leaked"]), f"{r['rows_shortened']:,}{cut}", shown(r["trained_on"])]
-        shares = [percent(r["macro_f1"]), percent(r["clean_accuracy"])]
-        rows.append(
-            [
-                r["title"],
-                r["model"],
-                shown(r["n"]),
-                *scores,
-                *shares,
-                *counts,
-                percent(r["untrained_accuracy"]),
-            ]
-        )
+        shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy", "untrained_accuracy")]
+        rows.append([r["title"], r["model"], shown(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
     head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in report.scores), "Macro F1", "Clean", "Leaked"]
     return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
 
@@ -313,15 +265,11 @@ def _training(report: Report) -> Figure:
     logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
     panels = []
     for key, title in (("nll", "Loss in nats per token (NLL)"), ("demd", "Expected transport cost (DEMD)")):
-        drawn = [
-            (i, pairs(m.metrics, "tokens", key), pairs(m.metrics, "tokens", f"validation_{key}"))
-            for i, m in logs
-        ]
-        curves = [Curve(i, line, marks) for i, line, marks in drawn if line or marks]
-        panels += [Curves(title, curves, "tokens")] if curves else []
-    return Figure(
-        "Training", panels, "Lines: training batches; circles: held-out data.", [(i, m.name) for i, m in logs]
-    )
+        drawn = [(i, [pairs(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs]
+        curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
+        panels.append(Curves(title, curves, "tokens"))
+    legend = [(i, m.name) for i, m in logs]
+    return Figure("Training", panels, "Lines: training batches; circles: held-out data.", legend)
 
 
 def _over_training(report: Report) -> Figure:
@@ -399,15 +347,9 @@ def _settings(report: Report) -> Table:
     names = ["Rows", *SETTINGS.values()]
     columns = list(zip(*(values for _, *values in kinds), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    alike = "; ".join(
-        f"{names[i].lower()} {column[0]}" for i, column in enumerate(columns) if i not in differing
-    )
-    rows = [
-        [title, ", ".join(who), *(values[i] for i in differing)] for (title, *values), who in kinds.items()
-    ]
-    caption = (
-        f"Results are compared where all but the dtype is equal. Alike everywhere: {alike or 'nothing'}."
-    )
+    alike = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
+    rows = [[key[0], ", ".join(who), *(key[i + 1] for i in differing)] for key, who in kinds.items()]
+    caption = f"Compared where all but the dtype is equal. Alike everywhere: {'; '.join(alike) or 'nothing'}."
     return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
 
 

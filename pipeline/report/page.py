@@ -80,24 +80,16 @@ def document(found: Sequence[Run], over: str, place: Path) -> Document:
         Section("Launches", _launches(runs)),
         Section("Mixture of domains", _mixtures(runs)),
         Section("Plan and measurement", _plan(runs)),
-        Section(
-            "Sampled text", "The likeliest continuation, the last one first.", *_samples(runs), page_only=True
-        ),
+        Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
         Section("Steps that went wrong", _bad(runs)),
         Section("Evaluations", _evaluations(runs, place), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
     names = listed([run.name for run in runs])
-    about = (
-        f"{len(runs)} runs{f': {names}' if len(runs) < 5 else ''}."
-        if runs.several
-        else f"Run {runs[0].path}."
-    )
+    about = f"{len(runs)} runs." if runs.several else f"Run {runs[0].path}."
     remarks = [remark for run in runs for remark in run.remarks]
-    answer = [*_answer(runs, lines), *_states(runs)]
-    return Document(
-        f"Run report: {names}", answer, about, sections, picture, remarks, data=forgetting.as_json(runs)
-    )
+    answer, data = [*_answer(runs, lines), *_states(runs)], forgetting.as_json(runs)
+    return Document(f"Run report: {names}", answer, about, sections, picture, remarks, data=data)
 
 
 def last_loss(run: Run) -> float:
@@ -135,10 +127,8 @@ def _states(runs: Runs) -> list[str]:
     for run in runs:
         reached = f" after {_steps(run)} steps" if run.reached is not None else ""
         states.setdefault(f"{run.state(time.time())}{reached}", []).append(run.name)
-    names = {
-        state: listed(found) if len(found) < 5 else f"{len(found)} runs" for state, found in states.items()
-    }
-    return [sentence("; ".join(f"{names[state]}: {state}" for state in states))] if len(states) < 5 else []
+    said = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
+    return [sentence("; ".join(said))] if len(said) < 5 else []
 
 
 def _steps(run: Run) -> str:
@@ -166,8 +156,8 @@ def _changes_table(runs: Runs, lines: Sequence[forgetting.Line]) -> Table:
         c = line.change
         word, tone = VERDICTS[c.direction] if c else ("not comparable", "quiet")
         word = "not measured at step 0" if line.start is None else word
-        run = [runs.name(line.number)] if runs.several else []
-        beside = [change(line.against_first)] if runs.several else []
+        run: Row = [runs.name(line.number)] if runs.several else []
+        beside: Row = [change(line.against_first)] if runs.several else []
         losses = [shown(value, "{:.4f}") for value in (line.start, line.end)]
         counts = [f"{line.step:,}", f"{c.documents:,}" if c else DASH]
         rows.append([line.name, *run, Cell(word, tone=tone), change(c), *losses, *counts, *beside])
@@ -185,36 +175,15 @@ def _summary(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
         state = run.state(time.time())
-        tone = (
-            "better"
-            if state == "finished"
-            else "worse"
-            if state.startswith((KILLED, "failed"))
-            else "unclear"
-        )
-        words = [
-            Cell(state, tone=tone),
-            str(run.value("model", "path") or "a new model"),
-            run.objective,
-            _steps(run),
-        ]
+        tone = {"finished": "better", KILLED: "worse"}.get(state, "unclear")
+        origin = str(run.value("model", "path") or "a new model")
         last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
         losses = [shown(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
         skipped = sum(int(number(r.get("skipped")) or 0) for r in run.trained)
         spent = sum(seconds for _, seconds, _ in run.seconds())
+        words = [Cell(state, tone=tone), origin, run.objective, _steps(run)]
         rows.append([runs.name(i), *words, shown(last.get("tokens")), *losses, str(skipped), duration(spent)])
-    head = [
-        "Run",
-        "State",
-        "From",
-        "Objective",
-        "Steps",
-        "Tokens",
-        "Loss",
-        "Held-out loss",
-        "Skipped",
-        "Time",
-    ]
+    head = "Run | State | From | Objective | Steps | Tokens | Loss | Held-out loss | Skipped | Time"
     caption = (
         "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
         "gradient, which changed nothing. Time: of training, without saving, validation and loading."
@@ -224,7 +193,7 @@ def _summary(runs: Runs) -> Table:
 
 def _curves(runs: Runs, over: str) -> list[Curves]:
     """Return a panel for each quantity, each of several validation sets, and each domain."""
-    drawn: list[tuple[str, list[tuple[Points, Points]]]] = []
+    drawn: list[tuple[str, Sequence[tuple[Points, Points]]]] = []
     single = all(len(run.sets) < 2 for run in runs)
     for key, title, held_out in QUANTITIES:
         points = [(pairs(r.trained, over, key), _held_out(r, held_out, over) if single else []) for r in runs]
@@ -233,8 +202,8 @@ def _curves(runs: Runs, over: str) -> list[Curves]:
         ):
             drawn.append((title, points))
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.sets):
-        measured: list[Points] = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
-        drawn.append((f"Held-out loss on {name}", [(points, points) for points in measured]))
+        measured = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
+        drawn.append((f"Held-out loss on {name}", [(line, line) for line in measured]))
     for name in dict.fromkeys(name for run in runs for name in run.domains):
         drawn.append(
             (f"Loss on domain {name}", [(pairs(run.of_domain(name), over, "nll"), []) for run in runs])
@@ -257,16 +226,16 @@ def _is_likelihood(runs: Runs) -> bool:
 def _launches(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
-        for launch in run.launches:
-            begin, end = launch
-            how = run.ending(end) if end else run.state(time.time()) if launch is run.launches[-1] else KILLED
+        for n, (begin, end) in enumerate(run.launches):
+            last = end is None and n == len(run.launches) - 1
+            how = run.state(time.time()) if last else run.ending(n)
             finish = [clock(end.get("time")), f"{end['step']:,}"] if end else [DASH, DASH]
             facts = [shown(begin.get(key)) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
             start = [str(begin.get("device", DASH)), clock(begin.get("time")), f"{begin['step']:,}"]
             rows.append([runs.name(i), how, *start, *finish, *facts])
-    head = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step"]
+    head = "Run | How it ended | Device | Began | After step | Ended | At step | Ranks | Hosts | ZeRO stage"
     caption = "A launch that was killed has no end; the next one took the steps after its last save again."
-    return Table([*head, "Ranks", "Hosts", "ZeRO stage", "Rows per pass"], rows, caption, 3)
+    return Table(f"{head} | Rows per pass", rows, caption, 3)
 
 
 def _mixtures(runs: Runs) -> Table:

@@ -18,7 +18,6 @@ from eval.judging.pairs import Pair
 from eval.judging.questions import Question
 from eval.report.gather import gather
 from eval.report.page import document
-from tests.helpers.evaluating import command
 from tests.helpers.html import Page
 from tests.helpers.results import write_model, write_result
 
@@ -145,8 +144,3 @@ def test_damaged_judgements_are_skipped_with_a_line(tmp_path: Path) -> None:
     _, _, found = written(tmp_path)
     assert {judgement["b"] for judgement in found["judgements"]} == {"three", "four"}
     assert len([line for line in found["skipped"] if "judge again" in line]) == 3
-
-
-def test_a_directory_without_anything_is_refused(tmp_path: Path) -> None:
-    code, _, err = command("report", tmp_path)
-    assert code == 2 and "no results in" in err

@@ -343,12 +343,6 @@ def test_text_from_data_does_nothing(tmp_path: Path) -> None:
     assert "<" not in markdown and markdown.count("\n# ") == 0
 
 
-def test_text_alone_is_a_report(tmp_path: Path) -> None:
-    sampled(write_model(tmp_path, "a"), "once upon a time")
-    text = document(gather([tmp_path], {})).html()
-    assert "once upon a time" in text and "Accuracy" not in Page(text).sections
-
-
 def test_a_damaged_store_leaves_a_report(tmp_path: Path) -> None:
     """What the comparison cannot read is named; the rest is shown."""
     models(tmp_path, a=0.5, b=0.5)
