@@ -7,7 +7,7 @@ from typing import Any
 
 from common.report.document import Block, Cell, Document, Items, Row, Section, Table
 from common.report.figure import Dot, Dots, Figure
-from common.report.numbers import DASH, between, shown
+from common.report.numbers import DASH, between, formatted
 from common.untrusted import number
 
 ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
@@ -60,9 +60,9 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
     """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
     lacking = results["left_out"]
     parts = []
-    for name, found in results["parts"].items():
+    for name, part in results["parts"].items():
         title, about = titles[name]
-        blocks = _study(found) if "fixed_points" in found else _rows(title, found)
+        blocks = _study(part) if "fixed_points" in part else _rows(title, part)
         parts.append(Section(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
     sections = [
@@ -71,8 +71,8 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
         Section("What was left out", Items(lost)),
         Section("What was cut", Items(results["cut"])),
     ]
-    made = f"Code {results['code']}, {results['minutes']} min."
-    about = f"Objectives where the truth is known, and where it is not. {made}"
+    code = f"Code {results['code']}, {results['minutes']} min."
+    about = f"Objectives where the truth is known, and where it is not. {code}"
     rows = []
     for i, f in enumerate(results["verdicts"].values()):
         value, low, high = (number(f[key]) for key in ("effect", "low", "high"))
@@ -83,16 +83,16 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
 
 
 def _sentences(verdicts: dict[str, Any]) -> list[str]:
-    said = []
+    sentences = []
     for f in verdicts.values():
         interval = f"interval {_interval(f)}, " if _interval(f) else ""
-        size = f"{_meaning(f['outcome'])} better by {shown(f['effect'], '{:.4f}')}"
-        said.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({interval}{f['n']} pairs).")
-    return said or ["No question was asked."]
+        size = f"{_meaning(f['outcome'])} better by {formatted(f['effect'], '{:.4f}')}"
+        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({interval}{f['n']} pairs).")
+    return sentences or ["No question was asked."]
 
 
-def _interval(found: dict[str, Any]) -> str:
-    low, high = number(found["low"]), number(found["high"])
+def _interval(part: dict[str, Any]) -> str:
+    low, high = number(part["low"]), number(part["high"])
     return "" if low is None or high is None else between(low, high, "{:.4f}")
 
 
@@ -103,18 +103,18 @@ def _meaning(name: str) -> str:
 def _answers(verdicts: dict[str, Any]) -> Table:
     rows: list[Row] = []
     for verdict in verdicts.values():
-        for part, found in {"": verdict, **verdict.get("also", {})}.items():
-            word, tone = ANSWERS[found["answer"]]
-            question = f"{verdict['question']} ({part})" if part else verdict["question"]
-            better = Cell(shown(found["effect"], "{:.4f}"), _interval(found))
-            facts = [_meaning(found["outcome"]), str(found["n"])]
+        for name, answer in {"": verdict, **verdict.get("also", {})}.items():
+            word, tone = ANSWERS[answer["answer"]]
+            question = f"{verdict['question']} ({name})" if name else verdict["question"]
+            better = Cell(formatted(answer["effect"], "{:.4f}"), _interval(answer))
+            facts = [_meaning(answer["outcome"]), str(answer["n"])]
             rows.append([question, Cell(word, tone=tone), better, *facts])
     return Table("Question | Answer | Better by | Outcome | Pairs", rows, ANSWERED, 2)
 
 
-def _rows(title: str, found: dict[str, Any]) -> list[Block]:
+def _rows(title: str, part: dict[str, Any]) -> list[Block]:
     """Return the rows of a sweep as a table, and its questions' outcomes as a figure."""
-    rows, lines = found["rows"], []
+    rows, lines = part["rows"], []
     names = list(dict.fromkeys(key for row in rows for key in row["measures"]))
     axes = list(rows[0].get("chosen", {}))
     for row in rows:
@@ -126,7 +126,7 @@ def _rows(title: str, found: dict[str, Any]) -> list[Block]:
         lines.append([*row["labels"].values(), *chosen, *cells])
     head = [*rows[0]["labels"], *axes]
     panels = []
-    for outcome in dict.fromkeys(v["outcome"] for v in found["verdicts"].values()):
+    for outcome in dict.fromkeys(v["outcome"] for v in part["verdicts"].values()):
         dots = []
         for i, row in enumerate(rows):
             mean, *limits = (
@@ -139,7 +139,7 @@ def _rows(title: str, found: dict[str, Any]) -> list[Block]:
                     )
                 )
         panels += [Dots(_meaning(outcome), dots, 0.0 if outcome.startswith("gap") else None)] if dots else []
-    lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in found["lacking"].items()]
+    lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in part["lacking"].items()]
     figure = Figure(f"Outcomes of {title}", panels, "Less is better. Means with 95 % intervals.")
     return [Table([*head, *map(_meaning, names)], lines, PAIRED, len(head)), figure, Items(lost)]
 
@@ -147,17 +147,17 @@ def _rows(title: str, found: dict[str, Any]) -> list[Block]:
 def _mean(measure: dict[str, Any] | None, form: str, mark: str = "") -> Cell:
     mean, high = (number((measure or {}).get(key)) for key in ("mean", "high"))
     half = "" if mean is None or high is None else f"± {high - mean:.2g}"
-    return Cell(shown(mean, form) + mark, half)
+    return Cell(formatted(mean, form) + mark, half)
 
 
-def _study(found: dict[str, Any]) -> list[Block]:
+def _study(part: dict[str, Any]) -> list[Block]:
     """Return the fixed points, and the fitted learners' outcome in every cell."""
-    points, names = found["fixed_points"], list(found["rows"][0]["contestants"])
+    points, names = part["fixed_points"], list(part["rows"][0]["contestants"])
     keys = [key for key in points[0] if key != "contestant"]
-    fixed = [[point["contestant"], *(shown(point[key], "{:.4f}") for key in keys)] for point in points]
-    outcome = next((verdict["outcome"] for verdict in found["verdicts"].values()), "js")
+    fixed = [[point["contestant"], *(formatted(point[key], "{:.4f}") for key in keys)] for point in points]
+    outcome = next((verdict["outcome"] for verdict in part["verdicts"].values()), "js")
     rows: list[Row] = []
-    for row in found["rows"]:
+    for row in part["rows"]:
         sample = f"{row['V']} tokens, share {row['share']:g}, {row['tokens']:,} drawn"
         rows.append([sample, *(_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)])
     caption = (

@@ -198,8 +198,8 @@ class Document:
         folder, target = folder_of(out), Path(out)
         files = [folder / name for name in names] if folder == target else [target]
         if files[0].suffix.lower() not in formats:
-            known = "a directory (with / at its end), or a file that ends with .html, .md or .json"
-            raise UserError(f"--out {out}: give {known}", code="report-out")
+            accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
+            raise UserError(f"--out {out}: give {accepted}", code="report-out")
         texts = {file: formats[file.suffix.lower()]() for file in files}
         for file, text in texts.items():
             save(file, text)
@@ -226,8 +226,8 @@ def save(file: Path, text: str) -> None:
 
 def _lines(blocks: Sequence[Block]) -> list[str]:
     """Return blocks as lines of Markdown, each followed by an empty one."""
-    shown = [b for b in blocks if b and not isinstance(b, Figure)]
-    return [line for b in shown for line in (*([escaped(b)] if isinstance(b, str) else b.markdown()), "")]
+    visible = [b for b in blocks if b and not isinstance(b, Figure)]
+    return [line for b in visible for line in (*([escaped(b)] if isinstance(b, str) else b.markdown()), "")]
 
 
 @cache
@@ -235,7 +235,7 @@ def _templates() -> jinja2.Environment:
     def safe(value: Any) -> Any:
         return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
         autoescape=True,
         finalize=safe,
@@ -243,7 +243,7 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals["css"] = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
-    found.globals |= {"style": style, "ROW": ROW, "HEIGHT": HEIGHT}
-    found.tests["text"] = lambda value: isinstance(value, str)
-    return found
+    environment.globals["css"] = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
+    environment.globals |= {"style": style, "ROW": ROW, "HEIGHT": HEIGHT}
+    environment.tests["text"] = lambda value: isinstance(value, str)
+    return environment

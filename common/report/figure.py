@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from common.report.numbers import shown
+from common.report.numbers import formatted
 from common.untrusted import number
 
 COLOURS, MARKERS = 12, 6  # of the page; the first colour, the baseline's, never comes again
@@ -35,9 +35,9 @@ def style(series: int | None) -> Style:
         return Style("var(--grey)", "m0", "")
     if series == 0:
         return Style("var(--s1)", "m0", "")
-    turn, rest = divmod(series - 1, COLOURS - 1)
-    shape = rest + 1 + turn
-    return Style(f"var(--s{rest + 2})", f"m{shape % MARKERS}", DASHES[shape % len(DASHES)])
+    turn, hue = divmod(series - 1, COLOURS - 1)
+    shape = hue + 1 + turn
+    return Style(f"var(--s{hue + 2})", f"m{shape % MARKERS}", DASHES[shape % len(DASHES)])
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Axis:
     @classmethod
     def over(cls, values: Iterable[float], room: float = 0.04) -> Axis:
         """Return the axis of some values."""
-        known = list(values) or [0.0]
-        low, high = min(known), max(known)
+        numbers = list(values) or [0.0]
+        low, high = min(numbers), max(numbers)
         margin = room * (high - low) or abs(low) * 0.05 or 1.0
         return cls(low - margin, high + margin)
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return where a value lies, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
@@ -65,15 +65,15 @@ class Axis:
         size = 10.0 ** math.floor(math.log10(self.high - self.low))
         step = next(s for k in (0.1, 0.2, 0.5, 1, 2) if (self.high - self.low) / (s := size * k) <= 6)
         values = [step * i for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return [(self.at(value), compact(round(value, 12))) for value in values]
+        return [(self.position(value), compact(round(value, 12))) for value in values]
 
 
 def compact(value: float) -> str:
     """Return 1500 as 1.5k and 2000000 as 2M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return shown(value / size, f"{{:g}}{letter}")
-    return shown(value, "{:g}")
+            return formatted(value / size, f"{{:g}}{letter}")
+    return formatted(value, "{:g}")
 
 
 class Dot(NamedTuple):
@@ -154,7 +154,7 @@ class Curves:
     def path(self, points: Points, size: float = 1000) -> str:
         """Return points as an SVG list in a square of `size`."""
         x, y = self.axes
-        return " ".join(f"{size * x.at(a):.1f},{size * (1 - y.at(b)):.1f}" for a, b in points)
+        return " ".join(f"{size * x.position(a):.1f},{size * (1 - y.position(b)):.1f}" for a, b in points)
 
     def area(self, curve: Curve) -> str:
         """Return the outline of a curve's band."""

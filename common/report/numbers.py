@@ -28,7 +28,7 @@ class Effect(NamedTuple):
     direction: int  # +1 better, -1 worse, 0: it cannot be told
 
 
-def shown(value: Any, form: str = "{:,.0f}") -> str:
+def formatted(value: Any, form: str = "{:,.0f}") -> str:
     """Return a number in a format, with a proper minus; a dash for whatever is no finite number."""
     finite = number(value)
     if finite is None:
@@ -41,19 +41,19 @@ def shown(value: Any, form: str = "{:,.0f}") -> str:
 
 def percent(share: float | None) -> str:
     """Return a share in per cent."""
-    return DASH if share is None else shown(100 * share, "{:.1f}")
+    return DASH if share is None else formatted(100 * share, "{:.1f}")
 
 
 def points(difference: float) -> str:
     """Return a difference of shares in percentage points, with its sign."""
-    return shown(100 * difference, "{:+.1f}")
+    return formatted(100 * difference, "{:+.1f}")
 
 
 def between(low: float, high: float, form: str = "{:.1f}", scale: float = 1) -> str:
     """Return an interval in words, as in `3.1 to 4.5`; empty without finite limits."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return ""
-    return f"{shown(scale * low, form)} to {shown(scale * high, form)}"
+    return f"{formatted(scale * low, form)} to {formatted(scale * high, form)}"
 
 
 def p_value(p: float) -> str:
@@ -73,13 +73,13 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     """
     kinds = {kind: [e for e in effects if e.direction == kind] for kind in VERBS}
     if len(effects) > FEW:
-        counts = [f"{len(found)} {VERBS[kind][len(found) > 1]}" for kind, found in kinds.items() if found]
+        counts = [f"{len(group)} {VERBS[kind][len(group) > 1]}" for kind, group in kinds.items() if group]
         best = max(effects, key=lambda e: e.value)
         return f"{listed(counts)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
     clauses: list[str] = []
-    for kind, found in kinds.items():
+    for kind, group in kinds.items():
         parts: list[str] = []
-        for effect in found:
+        for effect in group:
             first = not (clauses or parts)
             size, limits = _size(effect, form)
             note = f"95 % interval {limits}" if limits and first else limits
@@ -113,6 +113,6 @@ def _size(effect: Effect, form: str) -> tuple[str, str]:
     low, high, sign = effect.low, effect.high, effect.direction
     if not sign:
         form = form.replace("{:", "{:+")
-        return shown(effect.value, form), between(low, high, form)
+        return formatted(effect.value, form), between(low, high, form)
     low, high = sorted((sign * low, sign * high))
-    return shown(sign * effect.value, form), between(low, high, form)
+    return formatted(sign * effect.value, form), between(low, high, form)

@@ -75,16 +75,16 @@ class Report:
 
     def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
         """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
-        found = self.against.get(baseline or "", {}).get(model)
-        if found is None or task is not None:
-            return None if found is None else found.tasks.get(task or "")
-        return found.mean if len(found.tasks) == len(self.tasks) else None
+        comparison = self.against.get(baseline or "", {}).get(model)
+        if comparison is None or task is not None:
+            return None if comparison is None else comparison.tasks.get(task or "")
+        return comparison.mean if len(comparison.tasks) == len(self.tasks) else None
 
     def direction(self, model: str, task: str | None) -> int:
         """Return +1 or -1 where a model is surely better or worse than its first baseline, else 0."""
-        baseline = next((name for name, found in self.against.items() if model in found), None)
-        found = self.compared(model, task, baseline)
-        return 0 if found is None else found["direction"]
+        baseline = next((name for name, models in self.against.items() if model in models), None)
+        comparison = self.compared(model, task, baseline)
+        return 0 if comparison is None else comparison["direction"]
 
     @property
     def columns(self) -> list[str | None]:
@@ -161,16 +161,16 @@ def gather(
             model.metrics = _metrics(runs[model.name])
             overlaps[model.name] = _contamination(runs[model.name])
     models, unscored = _scored(models, tasks, runs)
-    found = families(models, list(runs), next(iter(chosen), None))
-    models = [model for family in found for model in family.members]
+    grouped = families(models, list(runs), next(iter(chosen), None))
+    models = [model for family in grouped for model in family.members]
     compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
     if not chosen:
-        compared = [pair for family in found for pair in baselines(family)]
+        compared = [pair for family in grouped for pair in baselines(family)]
     against = {first.name: _comparisons(first, others, tasks) for first, others in compared}
     return Report(
         title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
-        families=found,
+        families=grouped,
         tasks=tasks,
         rows=[_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results],
         against={name: comparisons for name, comparisons in against.items() if comparisons},
@@ -187,15 +187,15 @@ def gather(
 
 def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
     """Return the tasks on which models give one answer whatever the row."""
-    found: dict[tuple[str, str], list[str]] = {}
+    answers: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         for model in (m for m in models if task in m.results):
             answer = only_answer(model.results[task])
             if answer is not None:
-                found.setdefault((model.results[task]["title"], answer), []).append(model.name)
+                answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
     return [
         f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
-        for (title, answer), names in found.items()
+        for (title, answer), names in answers.items()
     ]
 
 
@@ -232,21 +232,21 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
     scored = [m for m in models if m.results or m.unreadable.keys() & set(tasks)]
     if not scored:
         return models, []
-    rest = []
+    unscored = []
     for model in (m for m in models if m not in scored):
         weights = model.description["weights"]
         same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
         if same is None or model.name in runs:
-            rest.append(model)
+            unscored.append(model)
         else:
             same.samples = model.samples
-    return scored, rest
+    return scored, unscored
 
 
 def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
     """Return every other model against one of them, where they have tasks in common."""
-    found = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
-    return {name: c for name, c in found.items() if c.tasks or c.refused}
+    comparisons = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
+    return {name: c for name, c in comparisons.items() if c.tasks or c.refused}
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
@@ -264,7 +264,7 @@ def _contamination(run: Path) -> dict[str, Container[str]]:
         config = read_written(run / CONFIG)
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
-        return {task: dict(found["overlapping_rows"]) for task, found in tasks}
+        return {task: dict(facts["overlapping_rows"]) for task, facts in tasks}
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return {}
 
@@ -303,11 +303,11 @@ def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dic
     if overlap is None:
         return {"trained_on": None, "untrained_accuracy": None}
     records = model.records(task)
-    rest = [r for r in records if str(r["id"]) not in overlap]
-    groups = [r["group"] for r in rest] if model.results[task]["groups"] else None
-    right = [r["prediction"] == r["gold"] for r in rest]
-    value = stats.accuracy(right, groups).value if rest else None
-    return {"trained_on": len(records) - len(rest), "untrained_accuracy": value}
+    others = [r for r in records if str(r["id"]) not in overlap]
+    groups = [r["group"] for r in others] if model.results[task]["groups"] else None
+    right = [r["prediction"] == r["gold"] for r in others]
+    value = stats.accuracy(right, groups).value if others else None
+    return {"trained_on": len(records) - len(others), "untrained_accuracy": value}
 
 
 def metadata() -> dict[str, str]:
@@ -324,8 +324,8 @@ def as_json(report: Report) -> dict[str, Any]:
     """Return the numbers of the report."""
     means = ("mean_accuracy", "mean_low", "mean_high")
     levels = [(model, report.level(model, None) or (None,) * 3) for model in report.everyone]
-    made = [c for comparisons in report.against.values() for c in comparisons.values()]
-    about = [(c, {"model": c.model, "baseline": c.baseline}) for c in made]
+    pairs = [c for comparisons in report.against.values() for c in comparisons.values()]
+    about = [(c, {"model": c.model, "baseline": c.baseline}) for c in pairs]
     return {
         "title": report.title,
         "notice": report.notice,

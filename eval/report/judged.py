@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import UserError
 from common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Dot, Dots, Figure
-from common.report.numbers import DASH, between, p_value, percent, points, shown
+from common.report.numbers import DASH, between, formatted, p_value, percent, points
 from eval.judging.results import Judgement
 from eval.judging.terminal import remarks
 from eval.judging.win_rates import paired
@@ -73,7 +73,7 @@ def _pairing(first: Judgement, second: Judgement) -> Iterable[Pairing]:
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
     """Return a sentence for each of the first judgements that have a win rate."""
-    said = []
+    sentences = []
     for f in (judgement.found for judgement in judgements if judgement.found["win_rate"]):
         rate = f["win_rate"]
         numbers = (
@@ -83,8 +83,8 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
             _tone(rate), "prefers neither {b} nor {a}"
         )
         clause = f"{f['by']} {verb.format(**f)}{_on(f['questions'])}"
-        said.append(f"{clause}: {f['b']} has a win rate of {numbers}.")
-    return said[:4]
+        sentences.append(f"{clause}: {f['b']} has a win rate of {numbers}.")
+    return sentences[:4]
 
 
 def _tone(rate: dict[str, float] | None) -> str:
@@ -95,11 +95,11 @@ def _tone(rate: dict[str, float] | None) -> str:
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
-    found = [judgement.found for judgement in judgements]
-    notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in found for name, text in remarks(f)]
-    folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in found]
+    fields = [judgement.found for judgement in judgements]
+    notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
+    folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
-    tables = _rates(found), Items(notes, "Note"), _paired(pairs), _people(found)
+    tables = _rates(fields), Items(notes, "Note"), _paired(pairs), _people(fields)
     return [Section("Answers, judged", *tables), Section("Judged pairs", lead, *folds)]
 
 
@@ -114,9 +114,9 @@ def picture(judgements: Sequence[Judgement]) -> Figure:
     return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
 
 
-def _judged(found: dict[str, Any]) -> str:
+def _judged(fields: dict[str, Any]) -> str:
     """Return B against A, on which questions, and by whom."""
-    return f"{found['b']} against {found['a']}{_on(found['questions'])}, judged by {found['by']}"
+    return f"{fields['b']} against {fields['a']}{_on(fields['questions'])}, judged by {fields['by']}"
 
 
 def _on(questions: str) -> str:
@@ -129,9 +129,9 @@ def _share(value: dict[str, float] | None) -> Cell:
     return Cell(percent(value["value"]), between(value["low"], value["high"], scale=100))
 
 
-def _rates(found: Sequence[dict[str, Any]]) -> Table:
+def _rates(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
-    for f in found:
+    for f in fields:
         tone = _tone(f["win_rate"])
         verdict = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}[tone]
         against = f"against {f['a']}{_on(f['questions'])}"
@@ -155,14 +155,14 @@ def _paired(pairs: Sequence[Pairing]) -> Table:
     return Table(head, rows, PAIRED, 3, "Between models")
 
 
-def _people(found: Sequence[dict[str, Any]]) -> Table:
+def _people(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
-    for f in found:
+    for f in fields:
         if human := f.get("human"):
             agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
             if ties != human["agreement"]["value"]:
                 agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
-            kappas = [shown(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
+            kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
             rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
     return Table(head, rows, HUMAN, 2, "Agreement with people")
@@ -171,8 +171,8 @@ def _people(found: Sequence[dict[str, Any]]) -> Table:
 def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
     """Return a question, both answers, and what the judge said in each order."""
     orders = ("A first", "B first") if len(pair["verdicts"]) > 1 else ("verdict",)
-    said = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]
-    verdict = f"{OUTCOMES.get(pair['outcome'], pair['outcome'])} ({'; '.join(said)})"
+    sentences = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]
+    verdict = f"{OUTCOMES.get(pair['outcome'], pair['outcome'])} ({'; '.join(sentences)})"
     texts = {
         "Question": pair["question"],
         "Answer of A": pair["a"],

@@ -28,16 +28,16 @@ def parents(models: Sequence[Model]) -> dict[str, Model]:
     The best match counts: the same path, the run that left the origin, a path that ends alike (results and
     runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
     """
-    found: dict[str, Model] = {}
+    above: dict[str, Model] = {}
     for model in models:
         origin = str(model.facts.get("origin") or NEW)
         if origin == NEW:
             continue
-        others = [m for m in models if m is not model and not _descends(m, model, found)]
+        others = [m for m in models if m is not model and not _descends(m, model, above)]
         ranked = [(rank, _step(m), m.name, m) for m in others if (rank := _match(m, origin))]
         if ranked:
-            found[model.name] = max(ranked, key=lambda r: r[:3])[3]
-    return found
+            above[model.name] = max(ranked, key=lambda r: r[:3])[3]
+    return above
 
 
 def families(models: Sequence[Model], first: Sequence[str], baseline: str | None) -> list[Family]:
@@ -54,16 +54,16 @@ def families(models: Sequence[Model], first: Sequence[str], baseline: str | None
         is_base = any(parent is model for parent in above.values())
         return f"model {model.name}" if is_base else "" if origin == NEW else f"path {origin}"
 
-    def place(model: Model) -> tuple[Any, ...]:
+    def sort_key(model: Model) -> tuple[Any, ...]:
         objective = str(model.facts.get("objective") or "")
-        known = list(OBJECTIVES).index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
+        rank = list(OBJECTIVES).index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
         order = first.index(model.name) if model.name in first else len(first)
         depth = 0 if model.name not in above else 1
         natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
-        return (model.name != baseline, depth, order, bool(objective), known, _step(model), natural)
+        return (model.name != baseline, depth, order, bool(objective), rank, _step(model), natural)
 
     grouped: dict[str, list[Model]] = {}
-    for model in sorted(models, key=place):
+    for model in sorted(models, key=sort_key):
         grouped.setdefault(root(model), []).append(model)
     result = []
     for key, members in grouped.items():

@@ -14,11 +14,11 @@ from common.report.numbers import (
     between,
     changes,
     difference,
+    formatted,
     p_value,
     percent,
     points,
     sentence,
-    shown,
 )
 from common.text import counted
 from eval.report import judged
@@ -91,16 +91,16 @@ def document(report: Report) -> Document:
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
-def effect(name: str, found: dict[str, Any]) -> Effect:
+def effect(name: str, comparison: dict[str, Any]) -> Effect:
     """Return a comparison in percentage points."""
-    interval = found["interval"]
-    value, low, high = (100 * x for x in (found["difference"], interval["low"], interval["high"]))
-    return Effect(name, value, low, high, found["direction"])
+    interval = comparison["interval"]
+    value, low, high = (100 * x for x in (comparison["difference"], interval["low"], interval["high"]))
+    return Effect(name, value, low, high, comparison["direction"])
 
 
 def _answer(report: Report) -> list[str]:
     """Return what the comparisons say, base by base; without any, how good the models are."""
-    said: list[str] = []
+    sentences: list[str] = []
     for family in report.families:
         clauses: list[str] = []
         for first in (m.name for m in family.members if m.name in report.against):
@@ -112,18 +112,18 @@ def _answer(report: Report) -> list[str]:
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
                 said_of_all = changes([e for _, e in compared], "points")
                 clauses.append(f"Compared with {first} on {on}, {said_of_all}")
-        said += [sentence("; ".join(clauses))] if clauses else []
-    for model in report.models if not said else []:
+        sentences += [sentence("; ".join(clauses))] if clauses else []
+    for model in report.models if not sentences else []:
         if (mean := report.mean(model)) is not None:
             interval = f"95 % interval {between(mean[1].low, mean[1].high, scale=100)}"
             over, chance = counted(len(report.tasks), "task"), percent(report.chance(None))
             value = f"accuracy {percent(mean[0])} % on {over} ({interval})"
-            said.append(f"{model.name}: {value}; chance is {chance} %.")
+            sentences.append(f"{model.name}: {value}; chance is {chance} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
-            said.append(f"{family.title}, which {children} began from, was not evaluated.")
-    return said
+            sentences.append(f"{family.title}, which {children} began from, was not evaluated.")
+    return sentences
 
 
 def _about(report: Report) -> str:
@@ -131,10 +131,10 @@ def _about(report: Report) -> str:
         return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-    how = "; ".join(f"{shots} ({by})" for shots, by in kinds)
+    demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
     return (
         f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test rows "
-        f"per model; demonstrations in a prompt: {how}."
+        f"per model; demonstrations in a prompt: {demonstrations}."
     )
 
 
@@ -153,8 +153,8 @@ def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
     rows = []
     for i, model in enumerate(report.models):
         c = report.against[baseline].get(model.name)
-        found = None if c is None else c.tasks.get(task) if task else c.mean
-        rows += [Dot(model.name, i, *effect(model.name, found)[1:4])] if found else []
+        comparison = None if c is None else c.tasks.get(task) if task else c.mean
+        rows += [Dot(model.name, i, *effect(model.name, comparison)[1:4])] if comparison else []
     return rows
 
 
@@ -162,10 +162,10 @@ def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
     """Return accuracies, a panel for each task; None stands for their mean."""
     panels = []
     for task in tasks:
-        found = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
-        rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in found if level]
+        levels = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
+        rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in levels if level]
         title = report.of_task(task)["title"] if task else "Mean over tasks"
-        panels.append(Dots(title, rows, 100 * report.chance(task)))
+        panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
     return Figure(
         label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
     )
@@ -218,20 +218,20 @@ def _folded(report: Report, figure: Figure) -> Block:
 
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return differences from a baseline with their tests."""
-    found = report.against[baseline]
+    comparisons = report.against[baseline]
 
     def cell(model: str, task: str | None) -> Cell:
         x = report.compared(model, task, baseline)
         if x is None:
-            refused = task in found[model].refused or (task is None and found[model].refused)
+            refused = task in comparisons[model].refused or (task is None and comparisons[model].refused)
             return Cell("not comparable" if refused else DASH, tone="quiet")
         interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
         note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
         return Cell(points(x["difference"]), note, TONES[x["direction"]])
 
     rows: list[Row] = []
-    for model in (m for m in report.models if m.name in found):
-        mean, surely = found[model.name].mean, found[model.name].surely
+    for model in (m for m in report.models if m.name in comparisons):
+        mean, surely = comparisons[model.name].mean, comparisons[model.name].surely
         word, tone = VERDICTS[mean["direction"]] if mean else ("not comparable", "quiet")
         tasks = [f"{len(surely(d))} {w}" for d, w in ((1, "better"), (-1, "worse")) if surely(d)]
         verdict = Cell(word, f"tasks: {', '.join(tasks)}" if tasks else "", tone)
@@ -244,7 +244,7 @@ def _differences(report: Report, baseline: str) -> list[Block]:
     titles = {task: report.of_task(task)["title"] for task in report.tasks}
     panels = [Dots(title, _changes(report, baseline, task), 0.0) for task, title in titles.items()]
     figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
-    reasons = [f"{c.model}, {titles[t]}: {why}" for c in found.values() for t, why in c.refused.items()]
+    reasons = [f"{c.model}, {titles[t]}: {why}" for c in comparisons.values() for t, why in c.refused.items()]
     table = Table(["Model", "Verdict", *report.titles], rows, caption, 2)
     return [table, _folded(report, figure), Items(reasons, "Not comparable")]
 
@@ -254,9 +254,9 @@ def _details(report: Report) -> Table:
     for r in sorted(report.rows, key=lambda r: report.tasks.index(r["task"])):
         scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in report.scores]
         cut = f" ({r['rows_cut']:,})" if r["rows_cut"] else ""
-        counts = [shown(r["leaked"]), f"{r['rows_shortened']:,}{cut}", shown(r["trained_on"])]
+        counts = [formatted(r["leaked"]), f"{r['rows_shortened']:,}{cut}", formatted(r["trained_on"])]
         shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy", "untrained_accuracy")]
-        rows.append([r["title"], r["model"], shown(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
+        rows.append([r["title"], r["model"], formatted(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
     head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in report.scores), "Macro F1", "Clean", "Leaked"]
     return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
 
@@ -280,17 +280,17 @@ def _over_training(report: Report) -> Figure:
         if model.facts.get("run") and level is not None:
             runs.setdefault(str(model.facts["run"]), []).append((model.facts, [100 * x for x in level]))
     for key, unit in (("tokens", "tokens"), ("step", "steps")):
-        known = {
-            run: sorted((facts[key], *level) for facts, level in found)
-            for run, found in runs.items()
-            if len(found) > 1 and all(isinstance(facts.get(key), int) for facts, _ in found)
+        series = {
+            run: sorted((facts[key], *level) for facts, level in stages)
+            for run, stages in runs.items()
+            if len(stages) > 1 and all(isinstance(facts.get(key), int) for facts, _ in stages)
         }
         curves = [
-            Curve(i, [(x, y) for x, y, *_ in found], [], [(x, low, high) for x, _, low, high in found])
-            for i, found in enumerate(known.values())
+            Curve(i, [(x, y) for x, y, *_ in stages], [], [(x, low, high) for x, _, low, high in stages])
+            for i, stages in enumerate(series.values())
         ]
         if curves:
-            names = [(i, Path(run).name) for i, run in enumerate(known)]
+            names = [(i, Path(run).name) for i, run in enumerate(series)]
             panels = [Curves("Mean accuracy", curves, unit)]
             return Figure("Accuracy over training", panels, "Per cent; the band is the 95 % interval.", names)
     return Figure("Accuracy over training", [])
@@ -312,7 +312,7 @@ def _confusions(report: Report) -> list[Block]:
             shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in counts]
             rows = [[label, *row] for label, row in zip(labels, shares, strict=True)]
             tables.setdefault(task, []).append(Table(["Right label", *labels], rows, label=model.name))
-    return [Fold(report.of_task(task)["title"], found) for task, found in tables.items()]
+    return [Fold(report.of_task(task)["title"], blocks) for task, blocks in tables.items()]
 
 
 def _worst(report: Report) -> list[Block]:
@@ -348,17 +348,17 @@ def _settings(report: Report) -> Table:
     columns = list(zip(*(values for _, *values in kinds), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     alike = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
-    rows = [[key[0], ", ".join(who), *(key[i + 1] for i in differing)] for key, who in kinds.items()]
+    rows = [[key[0], ", ".join(m), *(key[i + 1] for i in differing)] for key, m in kinds.items()]
     caption = f"Compared where all but the dtype is equal. Alike everywhere: {'; '.join(alike) or 'nothing'}."
     return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
 
 
 def _conditions(model: Model, task: str) -> list[str]:
     result = model.results[task]
-    found = result["conditions"]["noted"] | result["conditions"]["compared"]
+    conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
     values = [f"{result['n']:,}"]
     for name in SETTINGS:
-        value = found.get(name)
+        value = conditions.get(name)
         words = {None: "the model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
         text = words[value] if value is None or isinstance(value, bool) else str(value)
         values.append(text[:6] if name in ("test_rows", "pool_rows", "prompt") else text)  # digests

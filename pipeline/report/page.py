@@ -13,7 +13,7 @@ import yaml
 
 from common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Curve, Curves, Dot, Dots, Figure, Points, pairs
-from common.report.numbers import DASH, Effect, between, changes, listed, sentence, shown
+from common.report.numbers import DASH, Effect, between, changes, formatted, listed, sentence
 from common.untrusted import number
 from pipeline.report import forgetting
 from pipeline.report.gather import KILLED, Run, clock
@@ -62,9 +62,9 @@ class Runs(list[Run]):
         return Figure(label, panels, caption, legend if self.several else (), greys)
 
 
-def document(found: Sequence[Run], over: str, place: Path) -> Document:
-    """Return the report. over: `step` or `tokens`, for curves; links are relative to `place`."""
-    runs, lines = Runs(found), forgetting.lines(found)
+def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
+    """Return the report. over: `step` or `tokens`, for curves; links are relative to `folder`."""
+    runs, lines = Runs(run_list), forgetting.lines(run_list)
     panels = _curves(runs, over)
     picture = _changes_figure(runs, lines)
     if not picture and panels:
@@ -82,7 +82,7 @@ def document(found: Sequence[Run], over: str, place: Path) -> Document:
         Section("Plan and measurement", _plan(runs)),
         Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
         Section("Steps that went wrong", _bad(runs)),
-        Section("Evaluations", _evaluations(runs, place), page_only=True),
+        Section("Evaluations", _evaluations(runs, folder), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
     names = listed([run.name for run in runs])
@@ -110,9 +110,9 @@ def _answer(runs: Runs, lines: Sequence[forgetting.Line]) -> list[str]:
             label = line.run.name if runs.several else f"the loss on {line.name}"
             effect = Effect(label, -c.value, -c.high, -c.low, -c.direction)
             effects.setdefault(f"On {line.name}, " if runs.several else "Since step 0, ", []).append(effect)
-    said = [sentence(start + changes(found, UNIT, "{:.3f}")) for start, found in effects.items()]
-    if said:
-        return [" ".join(said)] if len(said) < 4 else said
+    sentences = [sentence(start + changes(group, UNIT, "{:.3f}")) for start, group in effects.items()]
+    if sentences:
+        return [" ".join(sentences)] if len(sentences) < 4 else sentences
     best = min(runs, key=last_loss)
     if last_loss(best) == float("inf"):
         return ["No loss is recorded yet."]
@@ -127,8 +127,8 @@ def _states(runs: Runs) -> list[str]:
     for run in runs:
         reached = f" after {_steps(run)} steps" if run.reached is not None else ""
         states.setdefault(f"{run.state(time.time())}{reached}", []).append(run.name)
-    said = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
-    return [sentence("; ".join(said))] if len(said) < 5 else []
+    sentences = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
+    return [sentence("; ".join(sentences))] if len(sentences) < 5 else []
 
 
 def _steps(run: Run) -> str:
@@ -149,7 +149,7 @@ def _changes_figure(runs: Runs, lines: Sequence[forgetting.Line]) -> Figure:
 
 def _changes_table(runs: Runs, lines: Sequence[forgetting.Line]) -> Table:
     def change(c: Any) -> Cell:
-        return Cell(shown(c.value, "{:+.4f}"), between(c.low, c.high, "{:+.4f}")) if c else Cell(DASH)
+        return Cell(formatted(c.value, "{:+.4f}"), between(c.low, c.high, "{:+.4f}")) if c else Cell(DASH)
 
     rows: list[Row] = []
     for line in lines:
@@ -158,7 +158,7 @@ def _changes_table(runs: Runs, lines: Sequence[forgetting.Line]) -> Table:
         word = "not measured at step 0" if line.start is None else word
         run: Row = [runs.name(line.number)] if runs.several else []
         beside: Row = [change(line.against_first)] if runs.several else []
-        losses = [shown(value, "{:.4f}") for value in (line.start, line.end)]
+        losses = [formatted(value, "{:.4f}") for value in (line.start, line.end)]
         counts = [f"{line.step:,}", f"{c.documents:,}" if c else DASH]
         rows.append([line.name, *run, Cell(word, tone=tone), change(c), *losses, *counts, *beside])
     head = ["Set", "Run", "Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
@@ -175,14 +175,17 @@ def _summary(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
         state = run.state(time.time())
-        tone = {"finished": "better", KILLED: "worse"}.get(state, "unclear")
+        bad = state.startswith((KILLED, "failed"))
+        tone = "better" if state == "finished" else "worse" if bad else "unclear"
         origin = str(run.value("model", "path") or "a new model")
         last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
-        losses = [shown(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
+        losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
         skipped = sum(int(number(r.get("skipped")) or 0) for r in run.trained)
         spent = sum(seconds for _, seconds, _ in run.seconds())
-        words = [Cell(state, tone=tone), origin, run.objective, _steps(run)]
-        rows.append([runs.name(i), *words, shown(last.get("tokens")), *losses, str(skipped), duration(spent)])
+        words: Row = [Cell(state, tone=tone), origin, run.objective, _steps(run)]
+        rows.append(
+            [runs.name(i), *words, formatted(last.get("tokens")), *losses, str(skipped), duration(spent)]
+        )
     head = "Run | State | From | Objective | Steps | Tokens | Loss | Held-out loss | Skipped | Time"
     caption = (
         "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
@@ -219,8 +222,8 @@ def _curves(runs: Runs, over: str) -> list[Curves]:
 def _is_likelihood(runs: Runs) -> bool:
     """Return whether the loss is the NLL in every record, as that of EMO is: one curve is enough."""
     both = [(number(r.get("loss")), number(r.get("nll"))) for run in runs for r in run.records]
-    known = [(loss, nll) for loss, nll in both if loss is not None and nll is not None]
-    return bool(known) and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in known)
+    finite = [(loss, nll) for loss, nll in both if loss is not None and nll is not None]
+    return bool(finite) and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in finite)
 
 
 def _launches(runs: Runs) -> Table:
@@ -228,11 +231,11 @@ def _launches(runs: Runs) -> Table:
     for i, run in enumerate(runs):
         for n, (begin, end) in enumerate(run.launches):
             last = end is None and n == len(run.launches) - 1
-            how = run.state(time.time()) if last else run.ending(n)
+            ending = run.state(time.time()) if last else run.ending(n)
             finish = [clock(end.get("time")), f"{end['step']:,}"] if end else [DASH, DASH]
-            facts = [shown(begin.get(key)) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
+            facts = [formatted(begin.get(key)) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
             start = [str(begin.get("device", DASH)), clock(begin.get("time")), f"{begin['step']:,}"]
-            rows.append([runs.name(i), how, *start, *finish, *facts])
+            rows.append([runs.name(i), ending, *start, *finish, *facts])
     head = "Run | How it ended | Device | Began | After step | Ended | At step | Ranks | Hosts | ZeRO stage"
     caption = "A launch that was killed has no end; the next one took the steps after its last save again."
     return Table(f"{head} | Rows per pass", rows, caption, 3)
@@ -245,7 +248,7 @@ def _mixtures(runs: Runs) -> Table:
         for mixture in noted if isinstance(noted, list) else []:
             if isinstance(mixture, dict):
                 label = str(mixture.get("mixture") or "none: all rows alike")
-                rows.append([runs.name(i), label, shown(mixture.get("step"))])
+                rows.append([runs.name(i), label, formatted(mixture.get("step"))])
     caption = (
         "A mixture holds for the steps after the one named, until the next. Shares need not add up to 1."
     )
@@ -264,7 +267,9 @@ def _plan(runs: Runs) -> Table:
         both = [(s, size / s if s and size else None, mfu, memory) for s, mfu, memory in values]
         for after, before, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):
             ratio = f", ratio {after / before:.2f}" if before and after is not None else ""
-            cells.append(Cell(shown(after, form), f"planned {shown(before, form)}{ratio}" if before else ""))
+            cells.append(
+                Cell(formatted(after, form), f"planned {formatted(before, form)}{ratio}" if before else "")
+            )
         rows += [[runs.name(i), *cells]] if any(x is not None for row in both for x in row) else []
     head = ["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"]
     caption = (
@@ -298,8 +303,10 @@ def _bad(runs: Runs) -> Table:
     return Table(["Run", "Step", "What", "Loss"], rows, caption)
 
 
-def _evaluations(runs: Runs, place: Path) -> Items:
-    return Items({str(path): quote(os.path.relpath(path, place)) for run in runs for path in run.evaluations})
+def _evaluations(runs: Runs, folder: Path) -> Items:
+    return Items(
+        {str(path): quote(os.path.relpath(path, folder)) for run in runs for path in run.evaluations}
+    )
 
 
 def _settings(runs: Runs) -> list[Fold]:

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.report import figure
 from common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
 from common.report.figure import Axis, Curve, Curves, Dot, Dots, Figure
-from common.report.numbers import DASH, MINUS, Effect, changes, difference, shown
+from common.report.numbers import DASH, MINUS, Effect, changes, difference, formatted
 from common.text import printable
 from tests.helpers.html import Page
 
@@ -72,7 +72,11 @@ def test_differences_in_words() -> None:
         effect("emo", -1.2, 0), "mle", "points"
     )
     assert "emo is worse than mle by 4.0" in difference(effect("emo", -4.0, -1), "mle", "points")
-    assert (shown(-0.00001, "{:.2f}"), shown(-1.5, "{:.1f}"), shown(None)) == ("0.00", f"{MINUS}1.5", DASH)
+    assert (formatted(-0.00001, "{:.2f}"), formatted(-1.5, "{:.1f}"), formatted(None)) == (
+        "0.00",
+        f"{MINUS}1.5",
+        DASH,
+    )
 
 
 def test_long_curves_keep_their_spikes() -> None:
