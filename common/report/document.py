@@ -182,7 +182,7 @@ class Document:
 
     def json(self) -> str:
         """Return its numbers."""
-        return json.dumps(finite(self.data), indent=1, allow_nan=False, sort_keys=True) + "\n"
+        return json.dumps(finite(self.data), indent=1, allow_nan=False) + "\n"
 
     def write(self, out: str | Path, names: Sequence[str] = ("report.html",)) -> Path | None:
         """Write it where `--out` says; return the page, or what was written instead, or None for stdout.
@@ -220,7 +220,7 @@ def save(file: Path, text: str) -> None:
         write_text(file, text)
     except OSError as error:
         raise UserError(
-            f"{file} cannot be written ({error.strerror}); set another --out", code="report-out"
+            f"{file} cannot be written ({error.strerror}); give another path", code="report-out"
         ) from None
 
 

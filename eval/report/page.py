@@ -110,8 +110,8 @@ def _answer(report: Report) -> list[str]:
             elif compared:
                 counts = {len(c.tasks) for c, _ in compared}
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
-                said_of_all = changes([e for _, e in compared], "points")
-                clauses.append(f"Compared with {first} on {on}, {said_of_all}")
+                start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
+                clauses.append(f"{start}, {changes([e for _, e in compared], 'points')}")
         sentences += [sentence("; ".join(clauses))] if clauses else []
     for model in report.models if not sentences else []:
         if (mean := report.mean(model)) is not None:
@@ -231,10 +231,13 @@ def _differences(report: Report, baseline: str) -> list[Block]:
 
     rows: list[Row] = []
     for model in (m for m in report.models if m.name in comparisons):
-        mean, surely = comparisons[model.name].mean, comparisons[model.name].surely
-        word, tone = VERDICTS[mean["direction"]] if mean else ("not comparable", "quiet")
-        tasks = [f"{len(surely(d))} {w}" for d, w in ((1, "better"), (-1, "worse")) if surely(d)]
-        verdict = Cell(word, f"tasks: {', '.join(tasks)}" if tasks else "", tone)
+        c = comparisons[model.name]
+        word, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
+        notes = [f"of {len(c.tasks)} tasks"] if len(c.tasks) < len(report.tasks) else []
+        for direction, name in ((1, "better"), (-1, "worse")):
+            if tasks := c.surely(direction):
+                notes.append(f"{counted(len(tasks), 'task')} {name}")
+        verdict = Cell(word, ", ".join(notes), tone)
         rows.append([_heading(report, model), verdict, *(cell(model.name, t) for t in report.columns)])
     caption = (
         "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact "

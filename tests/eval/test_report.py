@@ -210,7 +210,7 @@ def test_the_first_line_is_the_answer(share: float, said: str, verdict: str, tmp
     assert f"{low} to {high}, {numbers.p_value(mean['p'])}" in row["Mean"]
     assert f"{low} to {high}" in markdown
     if verdict == "better":
-        assert row["Verdict"].endswith("tasks: 2 better") and row["Mean"].startswith("+40.0 ↑")
+        assert row["Verdict"].endswith("2 tasks better") and row["Mean"].startswith("+40.0 ↑")
 
 
 def test_thirty_models_stay_readable(tmp_path: Path) -> None:
