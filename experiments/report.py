@@ -39,14 +39,17 @@ MEANING = {
     "distinct_2": "distinct-2",
     "repetition_4": "repetition-4",
 }
-PAIRED = "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05)."
+PAIRED = (
+    "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
+    "chosen at an end of its grid, beyond which a better value may lie."
+)
 SETTLED = (
     "Where training would settle with unlimited data and capacity. Temperature: at which the truth would be "
     "as certain; KL from tempered P: what that leaves over; settled: share of truths with such a point."
 )
 ANSWERED = (
-    "Better by: the least of the paired differences from what the objective is compared with. Yes: every "
-    "interval lies above zero; no: every one below. Their level is such that all hold together."
+    "Better by: the paired difference that decides; above zero is better. Yes: every interval lies above "
+    "zero. Their level is such that all hold together."
 )
 
 
@@ -87,7 +90,7 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
     for f in verdicts.values():
         interval = f"interval {_interval(f)}, " if _interval(f) else ""
         size = f"{_meaning(f['outcome'])} better by {formatted(f['effect'], '{:.4f}')}"
-        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({interval}{f['n']} pairs).")
+        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({interval}n {f['n']}).")
     return sentences or ["No question was asked."]
 
 
@@ -109,7 +112,7 @@ def _answers(verdicts: dict[str, Any]) -> Table:
             better = Cell(formatted(answer["effect"], "{:.4f}"), _interval(answer))
             facts = [_meaning(answer["outcome"]), str(answer["n"])]
             rows.append([question, Cell(word, tone=tone), better, *facts])
-    return Table("Question | Answer | Better by | Outcome | Pairs", rows, ANSWERED, 2)
+    return Table("Question | Answer | Better by | Outcome | n", rows, ANSWERED, 2)
 
 
 def _rows(title: str, part: dict[str, Any]) -> list[Block]:
@@ -122,7 +125,8 @@ def _rows(title: str, part: dict[str, Any]) -> list[Block]:
         p_values = [number(gap.get("p_holm")) for _, gap in measures]
         marks = ["*" if p is not None and p < 0.05 else "" for p in p_values]
         cells = [_mean(measure, "{:.4g}", mark) for (measure, _), mark in zip(measures, marks, strict=True)]
-        chosen = [row.get("chosen", {}).get(axis, DASH) for axis in axes]
+        ends = row.get("at_end", ())
+        chosen = [row.get("chosen", {}).get(axis, DASH) + " (end)" * (axis in ends) for axis in axes]
         lines.append([*row["labels"].values(), *chosen, *cells])
     head = [*rows[0]["labels"], *axes]
     panels = []

@@ -88,7 +88,7 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
                 verb = "by" if parts else f"{VERBS[kind][0]} by"
                 parts.append(f"{effect.label} {verb} {size}{f' ({note})' if note else ''}")
             else:
-                parts.append(f"{effect.label} {VERBS[kind][0]} ({size}{f', {note}' if note else ''})")
+                parts.append(f"{effect.label} {VERBS[kind][0]} ({size}, {note or 'without an interval'})")
         clauses += [listed(parts)] if parts else []
     return ", ".join(clauses)
 

@@ -352,7 +352,7 @@ def _settings(report: Report) -> Table:
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     alike = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
     rows = [[key[0], ", ".join(m), *(key[i + 1] for i in differing)] for key, m in kinds.items()]
-    caption = f"Compared where all but the dtype is equal. Alike everywhere: {'; '.join(alike) or 'nothing'}."
+    caption = f"Alike everywhere: {'; '.join(alike) or 'nothing'}."
     return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
 
 

@@ -155,7 +155,8 @@ def _changes_table(runs: Runs, lines: Sequence[forgetting.Line]) -> Table:
     for line in lines:
         c = line.change
         word, tone = VERDICTS[c.direction] if c else ("not comparable", "quiet")
-        word = "not measured at step 0" if line.start is None else word
+        if line.start is None or (c and number(c.low) is None):
+            word, tone = "not measured at step 0" if line.start is None else "too few documents", "quiet"
         run: Row = [runs.name(line.number)] if runs.several else []
         beside: Row = [change(line.against_first)] if runs.several else []
         losses = [formatted(value, "{:.4f}") for value in (line.start, line.end)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +135,12 @@ def test_a_lost_set_is_a_regression(
     code, said, error = report("stories,news", plain)
     assert code == ExitCode.MISTAKE and "no verdict on news" in error and not said
     assert not (plain / "report.html").exists()
+
+
+def test_a_change_without_an_interval_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", np.full(1, 100))
+    run = make_run(tmp_path / "run")
+    measured(run, "short", {0: 3.0, 40: 2.0})
+    page = shown(run)
+    assert page.table("Set", "Verdict")[0]["Verdict"] == "too few documents"
+    assert "without an interval" in page.answer
