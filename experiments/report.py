@@ -89,8 +89,9 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
     sentences = []
     for f in verdicts.values():
         interval = f"interval {_interval(f)}, " if _interval(f) else ""
-        size = f"{_meaning(f['outcome'])} better by {formatted(f['effect'], '{:.4f}')}"
-        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({interval}n {f['n']}).")
+        size = f"{formatted(f['effect'], '{:+.4f}')} in {_meaning(f['outcome'])}"
+        facts = f"{interval}above zero is better, n {f['n']}"
+        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
     return sentences or ["No question was asked."]
 
 
