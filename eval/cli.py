@@ -69,13 +69,14 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
-    report.add_argument("--out", type=Path, help="where to write (the first results directory)")
+    out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
+    report.add_argument("--out", metavar="PATH", help=out_help)
     several: dict[str, Any] = {"action": "append", "default": []}
     report.add_argument("--run", metavar="NAME=DIR", help="a model's training run", **several)
     report.add_argument("--seeds", metavar="LABEL=NAME,NAME", help="aggregate models", **several)
     report.add_argument("--baseline", metavar="NAME", help=BASELINE_HELP, **several)
     report.add_argument("--title", default="")
-    report.add_argument("--notice", default="", help="a sentence shown at the top")
+    report.add_argument("--notice", default="", help="a sentence shown at the end")
 
     exporting.add_arguments(commands)
 
@@ -178,14 +179,14 @@ def _watch(args: argparse.Namespace) -> int:
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
     from eval.compare import gate
     from eval.report.gather import gather
-    from eval.report.write import write
+    from eval.report.page import FILES, document
     from eval.watch import Watch
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
         evaluated = watch.once()
         if evaluated and not args.no_report:
-            write(gather([out], {}), out)
+            document(gather([out], {})).write(f"{out}/", FILES)
         if args.once or watch.troubled or (args.until_finished and watch.finished()):
             break
         time.sleep(0 if evaluated else args.poll)
@@ -218,20 +219,17 @@ def _judging(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
     from eval.report.gather import gather
-    from eval.report.write import write
+    from eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
-    target = args.out or args.results[0]
-    write(report, target)
-    judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
-    say(
-        f"report of {counted(len(report.models), 'model')} on {counted(len(report.tasks), 'task')}{judged}: "
-        f"{target / 'report.html'}"
-    )
-    if report.other_baselines:
-        say(f"changes are against {report.baseline} (--baseline NAME for another: {report.other_baselines})")
+    page = document(report)
+    if (written := page.write(args.out or f"{args.results[0]}/", FILES)) is not None:
+        judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
+        models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+        say(f"report of {models} on {tasks}{judged}: {written}")
+        say(page.answer[0])
     for remark in report.remarks:
         print(on_one_line(remark), file=sys.stderr)
     return ExitCode.DONE

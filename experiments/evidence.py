@@ -19,14 +19,12 @@ from typing import Any
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
-from common.files import write_text
 from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import load_section
-from experiments import READERS
+from experiments import READERS, report
 from experiments.design import RESULTS, fill, interpreted, words
 from experiments.parts import Answer, Evidence, Part
-from experiments.report import effect, html
 from pipeline.stop import die_with_parent
 
 REPORT = "report.html"
@@ -113,12 +111,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(evidence: Evidence, jobs: int) -> int:
     results = gather(evidence, jobs)
-    evidence.out.mkdir(parents=True, exist_ok=True)
-    write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
-    write_text(evidence.out / REPORT, html(evidence, results))
-    for verdict in results["verdicts"].values():
-        _, better, interval, pairs = effect(verdict)
-        print(f"{verdict['question']} {verdict['answer']} ({better} {interval}, n {pairs})")
+    page = report.evidence(results, {name: (part.title, part.about) for name, part in evidence.parts.items()})
+    page.write(f"{evidence.out}/", (REPORT, RESULTS))
+    for text in page.answer:
+        print(text)
     print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
     return ExitCode.DONE
 

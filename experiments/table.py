@@ -12,8 +12,8 @@ from typing import Any
 from common.errors import UserError
 from common.files import finite, write_text
 from common.provenance import code_version
-from common.text import markdown as plain
 from experiments.design import RESULTS, Experiment, Run
+from experiments.report import sweep
 from experiments.statistics import at_an_end, difference, estimate, holm, verdict
 from experiments.work import Work
 
@@ -124,56 +124,9 @@ def _lacking(experiment: Experiment, rows: list[dict[str, Any]]) -> dict[str, li
     return {name: runs for name, runs in lacking.items() if runs}
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Return the table as Markdown."""
-    rows = results["rows"]
-    axes = list(rows[0]["labels"])
-    chosen = list(rows[0].get("chosen", {}))
-    names = list(dict.fromkeys(name for row in rows for name in row["measures"]))
-    lines = [
-        "| " + " | ".join(map(plain, (*axes, *chosen, *names))) + " |",
-        "|" + "---|" * len((*axes, *chosen, *names)),
-    ]
-    for row in rows:
-        cells = [*row["labels"].values(), *chosen_values(row)]
-        cells += [_cell(row, name) for name in names]
-        lines.append("| " + " | ".join(map(plain, cells)) + " |")
-    lines.append("")
-    lines.append("Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05).")
-    if any(row.get("at_end") for row in rows):
-        lines.append(f"{END} chosen at an end of its grid: a better value may lie beyond.")
-    for found in results["verdicts"].values():
-        lines.append("")
-        lines.append(
-            f"**{plain(found['question'])}** {found['answer']}: {plain(found['outcome'])} better by "
-            f"{found['effect']:.4g} "
-            f"[{found['low']:.4g}, {found['high']:.4g}], n {found['n']}."
-        )
-    for name, runs in results["lacking"].items():
-        lines.append("")
-        lines.append(f"No number of {plain(name)}: {', '.join(map(plain, runs))}.")
-    return "\n".join(lines) + "\n"
-
-
-def chosen_values(row: dict[str, Any]) -> list[str]:
-    """Return the values that were chosen for a row, marked where one lies at an end of its grid."""
-    return [f"{value}{END if axis in row['at_end'] else ''}" for axis, value in row.get("chosen", {}).items()]
-
-
-def _cell(row: dict[str, Any], name: str) -> str:
-    measure = row["measures"].get(name)
-    if measure is None:
-        return "-"
-    gap = row.get("differences", {}).get(name)
-    mark = "*" if gap is not None and gap["p_holm"] < 0.05 else ""
-    if math.isnan(measure["low"]):
-        return f"{measure['mean']:.4g}{mark}"
-    return f"{measure['mean']:.4g} ± {measure['high'] - measure['mean']:.2g}{mark}"
-
-
 def write(work: Work) -> Path:
-    """Write results.json and table.md into the experiment's directory; return the path of the latter."""
-    results = gather(work)
-    write_text(work.experiment.out / RESULTS, json.dumps(finite(results), indent=1))
-    write_text(work.experiment.out / TABLE, markdown(results))
+    """Write results.json and table.md into the experiment's directory; return the latter."""
+    results = finite(gather(work))
+    write_text(work.experiment.out / RESULTS, json.dumps(results, indent=1))
+    write_text(work.experiment.out / TABLE, sweep(results).markdown())
     return work.experiment.out / TABLE

@@ -125,14 +125,20 @@ def _parser() -> argparse.ArgumentParser:
         "sampled text. Also while they train.",
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
+    report.add_argument(
+        "--out",
+        metavar="PATH",
+        help="directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout",
+    )
     report.add_argument(
         "--over",
         choices=("step", "tokens"),
         default="step",
         help="what curves go over: steps or supervised tokens",
     )
-    report.add_argument("--json", type=Path, metavar="FILE", help="what was gained and lost, as numbers")
+    report.add_argument(
+        "--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout"
+    )
     report.add_argument(
         "--fail-on-regression",
         metavar="SET[,SET]",
@@ -345,19 +351,26 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from common.report.document import STDOUT, folder_of, save
     from pipeline.report import forgetting
     from pipeline.report.gather import read_runs
-    from pipeline.report.page import write_report
+    from pipeline.report.page import document
 
     runs = read_runs(args.runs)
     asked = args.fail_on_regression
     verdicts = forgetting.regressions(runs, asked.split(",") if asked is not None else [])
-    if args.json:
-        forgetting.write_json(runs, args.json)
-        print(f"written: {args.json}")
-    print(f"written: {write_report(runs, args.out, args.over)}")
-    for _, line in verdicts:
-        print(printable(line))
+    out = args.out or str(runs[0].path)
+    page = document(runs, args.over, folder_of(out).absolute())
+    lines = [line for _, line in verdicts]
+    if args.json == STDOUT:
+        print(page.json(), end="")
+    elif args.json:
+        save(Path(args.json), page.json())
+        lines.insert(0, f"written: {args.json}")
+    if (written := page.write(out)) is not None:
+        lines = [f"written: {written}", page.answer[0], *lines]
+    for line in lines:
+        print(printable(line), file=sys.stderr if STDOUT in (out, args.json) else sys.stdout)
     return ExitCode.REGRESSION if any(lost for lost, _ in verdicts) else ExitCode.DONE
 
 

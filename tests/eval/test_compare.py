@@ -186,8 +186,8 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     assert f"skipped {path}: it differs from the result that the store has sealed" in err
     assert command("report", tmp_path)[0] == 0
     page, markdown = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert ">unreadable</span>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
-    assert [line for line in markdown.splitlines() if "| unreadable |" in line and " b" in line]
+    assert "<b>unreadable</b>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
+    assert [line for line in markdown.splitlines() if "| unreadable |" in line and "| b |" in line]
     sealed.write_text("{")  # what is damaged itself cannot contradict
     assert "trec" in read_models([tmp_path])[1].results
 
@@ -199,7 +199,7 @@ def test_a_model_whose_only_result_is_damaged_keeps_its_row(tmp_path: Path) -> N
     (tmp_path / "models" / "b" / "notes.json").write_text("{}")
     code, out, _ = command("report", tmp_path)
     assert code == 0 and "report of 2 models on 1 task:" in out
-    assert (tmp_path / "report.html").read_text().count(">unreadable</span>") == 1
+    assert (tmp_path / "report.html").read_text().count("<b>unreadable</b>") == 1
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import pytest
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from experiments import report
 from experiments.__main__ import main
 from experiments.design import Run, read_experiment
-from experiments.table import gather, markdown
+from experiments.table import gather
 from experiments.work import Work, _port
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
@@ -81,7 +82,7 @@ def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
     assert gap["mean"] == pytest.approx(-0.55)
     assert gap["p_holm"] == gap["p"]
     assert emo["measures"]["letters"]["mean"] == 5
-    assert "Does EMO help?" in markdown(results)
+    assert "Does EMO help?" in report.sweep(results).markdown()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
@@ -90,7 +91,7 @@ def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, reci
     results = gather(work)
     assert [v["answer"] for v in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
-    assert "No number of validation_nll: emo-1, emo-2." in markdown(results)
+    assert "No number of dev nats: emo-1, emo-2." in report.sweep(results).markdown()
 
 
 def test_each_validation_set_is_a_measure(tmp_path: Path, recipe: Path) -> None:
@@ -304,4 +305,4 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.2"]
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.2 were tried
-    assert "| emo | 0.2† |" in markdown(results) and "end of its grid" in markdown(results)
+    assert "0.2 (end)" in report.sweep(results).markdown()

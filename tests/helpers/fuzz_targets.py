@@ -441,40 +441,25 @@ def make_results(here: Path) -> None:
     (here / "models/metrics.jsonl").write_text(rows(RECORDS))
 
 
-@target("results", make_results, "models/emo/model.json", "models/emo/sst2.json", "models/emo/samples.json")
+@target(
+    "results",
+    make_results,
+    *(f"models/{name}" for name in ("emo/model.json", "emo/sst2.json", "emo/samples.json", "metrics.jsonl")),
+)
 def results(here: Path) -> None:
     from eval.compare import regression, table
-    from eval.report import evidence, summary
-    from eval.report.gather import as_json, gather
+    from eval.report.gather import gather
+    from eval.report.page import document
     from eval.results import pick, read_models
 
-    report = gather([here], {})
-    assert "\x1b" not in store.dump(as_json(report))
-    text = summary.markdown(report)
-    for part in (
-        evidence.samples,
-        evidence.confusions,
-        evidence.worst,
-        evidence.settings,
-        evidence.made_with,
-    ):
-        text += part(report)
-    assert "<script" not in text and "\x1b" not in text
+    page = document(gather([here], {"base": here / "models"}))
+    text = page.html() + page.markdown()
+    assert "<script" not in text and "\x1b" not in text + page.json()
     models = read_models([here], lambda line: None)
     if len(models) > 1:
         text = table(pick(models, "base"), pick(models, "emo"))
         text += regression(pick(models, "base"), pick(models, "emo")).summary
         assert "\x1b" not in text
-
-
-@target("report", make_results, "models/emo/model.json", "models/emo/sst2.json", "models/metrics.jsonl")
-def report(here: Path) -> None:
-    """With its figures, which take a second."""
-    from eval.report import page
-    from eval.report.gather import gather
-
-    text = page.html(gather([here], {"base": here / "models"}))
-    assert "<script" not in text and "\x1b" not in text
 
 
 def make_records(here: Path) -> None:
