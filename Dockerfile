@@ -12,11 +12,21 @@ ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
 # tini, as the first process, passes signals on and collects orphans. g++ and Python's headers: Triton compiles the
-# launcher of each kernel, DeepSpeed its async_io (with libaio), where they run. pdsh and ssh: hosts without a scheduler.
+# launcher of each kernel, DeepSpeed its async_io (with libaio), where they run. pdsh and ssh: hosts without a scheduler. libibverbs1 and
+# the providers: NCCL loads them for InfiniBand and RoCE, and without them falls back to TCP.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates g++ libaio-dev make openssh-client pdsh python3-dev python3-venv tini \
+        ca-certificates g++ ibverbs-providers libaio-dev libibverbs1 make openssh-client pdsh python3-dev \
+        python3-venv tini \
     && rm -rf /var/lib/apt/lists/*
+
+# AWS' Elastic Fabric Adapter: its installer's version (--build-arg EFA=1.43.2) brings libfabric and NCCL's plugin.
+ARG EFA=""
+RUN if [ -n "${EFA}" ]; then set -e; cd /tmp; apt-get update; \
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends curl; \
+        curl -fsS "https://efa-installer.amazonaws.com/aws-efa-installer-${EFA}.tar.gz" | tar xz; \
+        cd aws-efa-installer; ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify; ldconfig; \
+        rm -rf /tmp/aws-efa-installer /var/lib/apt/lists/*; fi
 
 # Everything belongs to root and is only read; what is written goes to the volume /emo/runs and to /tmp.
 RUN useradd --uid 1001 --no-create-home --home-dir /tmp --shell /bin/bash emo \

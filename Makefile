@@ -108,6 +108,9 @@ cluster-test: setup ## two hosts and a Slurm on this machine
 image-test: setup ## the image built without Docker, and run without rights; needs root on Debian
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
+doors-test: setup ## the loss in the oldest TRL that is supported; needs a package index
+	$(BIN)/python -m tests.campaigns.doors $(ARGS)
+
 docs-test: setup ## every command of README.md and docs/, run or checked
 	$(BIN)/python -m tests.campaigns.docs
 

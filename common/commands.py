@@ -15,13 +15,13 @@ from common.text import printable
 
 
 def program(script: str, otherwise: str) -> str:
-    """What a usage line calls this command: `script` where the user gave that, else `otherwise`."""
+    """Return the name for usage lines: `script` where the user called that, else `otherwise`."""
     return script if Path(sys.argv[0]).name == script else otherwise
 
 
-def first_word(what: object) -> None:
-    """Libraries take seconds; what the command is about is said before, on stderr."""
-    print(printable(f"{what}: loading libraries"), file=sys.stderr, flush=True)
+def first_word(subject: object) -> None:
+    """Say on stderr what the command is about, before it loads libraries for seconds."""
+    print(printable(f"{subject}: loading libraries"), file=sys.stderr, flush=True)
 
 
 def offer_completion(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +43,16 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     """
     parser.exit_on_error = False  # the parser's own mistakes come here; its commands' end the program
     try:
-        args, rest = parser.parse_known_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         parser.error(f"{error}{_choice_meant(parser, str(error))}")
-    options = [one for one in rest if one.startswith("-")]
-    if options or (rest and not hasattr(args, "overrides")):
+    options = [argument for argument in unknown if argument.startswith("-")]
+    if options or (unknown and not hasattr(args, "overrides")):
         called = _called(parser, args)
         meant = _hint(options[0].partition("=")[0], called._option_string_actions) if options else ""
-        called.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
-    if rest:
-        args.overrides = [*args.overrides, *rest]
+        called.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    if unknown:
+        args.overrides = [*args.overrides, *unknown]
     return args
 
 
@@ -67,13 +67,15 @@ def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
 
 def _choice_meant(parser: argparse.ArgumentParser, message: str) -> str:
     """A hint for `argument command: invalid choice: 'prepar' (choose from ...)`."""
-    given = re.search(r"^argument ([^:]*): invalid choice: '(.*?)'", message)
-    if given is None:
+    match = re.search(r"^argument ([^:]*): invalid choice: '(.*?)'", message)
+    if match is None:
         return ""
-    found = (action.choices or () for action in parser._actions if given[1] in (action.dest, action.metavar))
-    return _hint(given[2], next(found, ()))
+    choices = (
+        action.choices or () for action in parser._actions if match[1] in (action.dest, action.metavar)
+    )
+    return _hint(match[2], next(choices, ()))
 
 
-def _hint(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given[:200], list(known), n=1)
+def _hint(word: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word[:200], list(choices), n=1)
     return f"; did you mean {near[0]}?" if near else ""

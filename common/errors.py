@@ -87,12 +87,12 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     return printable(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
-def nearest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return a hint at the known name that was probably meant, or at all of them.
 
     elsewhere: what other programs call something, and what it is called here. Case does not matter.
     """
-    names = {str(key).lower(): str(key) for key in known}
+    names = {str(key).lower(): str(key) for key in options}
     if not names:
         return "there are none"
     meanings = {**elsewhere, **names}

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a command's end means to the script that called it."""
+    """The meaning of a command's end to the script that called it."""
 
     DONE = 0
     FAILURE = 1  # a crash, a lost rank, a full disk: the same command resumes from what is complete
@@ -14,3 +14,4 @@ class ExitCode(IntEnum):
     REGRESSION = 3  # a model is worse than the one that it was compared with, or than before it was trained
     STOPPED = 75  # sysexits' EX_TEMPFAIL: nothing is wrong; the same command resumes
     INTERRUPTED = 130  # Ctrl-C, as shells say it (128 + SIGINT), where nothing is saved first: likewise
+    UNREAD = 141  # nobody reads the output any more, as in `... | head` (128 + SIGPIPE); said to nobody

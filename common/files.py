@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
 import hashlib
 import json
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.errors import UserError, one_line
+from common.lease import now_there, signed, signer_ended
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
+ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
 TICK = 0.05  # seconds; file systems count time in steps that are shorter
 
 
@@ -43,7 +43,7 @@ MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 
 
 def may_pass(error: OSError) -> bool | None:
-    """Whether the same command may succeed at another time; None where the error alone does not tell."""
+    """Return whether the same command may succeed later; None where the error alone does not tell."""
     if isinstance(error, DiskFullError) or error.errno in PASSING:
         return True
     return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
@@ -53,36 +53,18 @@ def may_pass(error: OSError) -> bool | None:
 def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` that becomes `path` when the block ends without an error.
 
-    It is locked while its writer lives, so that `remove_abandoned` can tell. Raises DiskFullError when the
-    disk is full; nothing stays behind then.
+    Its name tells its writer, so that `remove_abandoned` knows whether that lives. Raises DiskFullError when
+    the disk is full; nothing stays behind then.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{signed()}{PART}")
     try:
-        with full_disk(path), _open_locked(part) as file:
+        with full_disk(path), part.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             publish(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _open_locked(part: Path) -> IO[bytes]:
-    """A new file that this process holds the lock of, still under its name.
-
-    Without locks in the file system nobody can tell that its writer died, and nobody removes it then.
-    """
-    while True:
-        file = part.open("w+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in LOCKLESS:
-                file.close()
-                raise
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # another job took it for abandoned before it was locked
 
 
 @contextlib.contextmanager
@@ -112,9 +94,9 @@ def write_text(path: Path, text: str) -> None:
 def finite(value: Any) -> Any:
     """The value with None where a number in it is NaN or infinite, which JSON cannot say."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -123,7 +105,7 @@ def write_once(path: Path, text: str) -> bool:
     if path.exists():
         return False
     try:
-        with part_file(path, lambda part, place: os.link(part, place)) as file:
+        with part_file(path, lambda part, target: os.link(part, target)) as file:
             file.write(text.encode())
     except FileExistsError:
         return False
@@ -131,47 +113,17 @@ def write_once(path: Path, text: str) -> bool:
 
 
 def remove_abandoned(directory: Path) -> int:
-    """Delete parts whose writers died; those of living writers are locked. Returns how many."""
+    """Delete parts whose writers died, and return how many: those of this machine, and old ones of others."""
     removed = 0
     for part in directory.glob(f".*{PART}"):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
-            removed += 1
+        with contextlib.suppress(OSError):
+            ended = signer_ended(part.name.removesuffix(PART).rpartition(".")[2])
+            if ended is None:
+                ended = now_there(directory) - part.stat().st_mtime > ABANDONED
+            if ended:
+                part.unlink()
+                removed += 1
     return removed
-
-
-@contextlib.contextmanager
-def locked(path: Path, waiting: Callable[[], None], shared: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`; calls `waiting`, which may raise, once if another process holds it.
-
-    Shared holders exclude only those who are not. The system releases the lock when its holder dies.
-    """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, kind)
-        yield
-
-
-@contextlib.contextmanager
-def try_locked(path: Path) -> Iterator[bool]:
-    """Like `locked`, but False at once where another process holds the lock, or the directory is gone."""
-    try:
-        file = path.open("ab")
-    except FileNotFoundError:
-        yield False
-        return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = True
-        except BlockingIOError:
-            mine = False
-        yield mine
 
 
 def claim(directory: Path, marker: str, note: str, setting: str) -> None:
@@ -202,18 +154,18 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
         raise UserError(f"{where} cannot be written: {reason}; set another {setting}") from None
 
 
-def foreign(directory: Path, made: Sequence[str]) -> Iterator[Path]:
-    """Files and links below `directory` that match none of the patterns `made`, such as `train/*.arrow`."""
+def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yield files and links below `directory` that match none of the patterns, such as `train/*.arrow`."""
     for path in _files(directory):
-        if not _matches(path.relative_to(directory), made):
+        if not _matches(path.relative_to(directory), patterns):
             yield path
 
 
-def remove_made(directory: Path, made: Sequence[str]) -> None:
-    """Delete the files that match one of the patterns `made`, and directories that this leaves empty."""
+def remove_made(directory: Path, patterns: Sequence[str]) -> None:
+    """Delete the files that match one of the patterns, and directories that this leaves empty."""
     parents = set()
     for path in list(_files(directory)):
-        if _matches(path.relative_to(directory), made):
+        if _matches(path.relative_to(directory), patterns):
             path.unlink(missing_ok=True)
             parents |= {p for p in path.parents if directory in p.parents}
     for parent in sorted(parents, reverse=True):
@@ -229,7 +181,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _matches(path: Path, patterns: Iterable[str]) -> bool:
-    """Whether a relative path matches a pattern part by part; a star stays within its part."""
+    """Return whether a relative path matches a pattern part by part; a star stays within its part."""
     for pattern in patterns:
         parts = pattern.split("/")
         if len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts)):
@@ -242,8 +194,8 @@ Signature = tuple[int, ...]  # changes whenever a file's content may have change
 
 def signature(path: Path) -> Signature:
     """Size, times and inode of a file. No program can set the time of change, so an edit always shows."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def sha256(path: Path) -> str:
@@ -264,25 +216,25 @@ class Hashes:
         self._new: dict[str, tuple[Signature, str]] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             tree = json.loads(memory.read_text(encoding="utf-8"))
-            self._known = {name: (tuple(seen), str(digest)) for name, (seen, digest) in tree.items()}
+            self._known = {name: (tuple(times), str(digest)) for name, (times, digest) in tree.items()}
 
     def sha256(self, path: Path) -> str:
         """Hash of a file, from memory if the file was not touched since."""
-        seen = signature(path)
+        current = signature(path)
         name = str(path.absolute())
-        known = self._new.get(name) or self._known.get(name)
-        if known is not None and known[0] == seen:
-            return known[1]
+        entry = self._new.get(name) or self._known.get(name)
+        if entry is not None and entry[0] == current:
+            return entry[1]
         digest = sha256(path)
-        self.remember(path, seen, digest)
+        self.remember(path, current, digest)
         return digest
 
-    def remember(self, path: Path, seen: Signature, digest: str) -> None:
-        """Note the hash of what the file held when it had the signature `seen`."""
-        self._new[str(path.absolute())] = seen, digest
+    def remember(self, path: Path, times: Signature, digest: str) -> None:
+        """Note the hash of what the file held when it had the signature `times`."""
+        self._new[str(path.absolute())] = times, digest
 
     def new(self) -> dict[str, tuple[Signature, str]]:
-        """What was learned since the memory was read."""
+        """Return the hashes learned since the memory was read."""
         return dict(self._new)
 
     def save(self, others: Iterable[dict[str, tuple[Signature, str]]] = ()) -> None:
@@ -290,14 +242,14 @@ class Hashes:
 
         Files so young that a change would not show in their times, or changed meanwhile, are left out.
         """
-        learned = {name: entry for one in (self._new, *others) for name, entry in one.items()}
+        learned = {name: entry for entries in (self._new, *others) for name, entry in entries.items()}
         if not learned:
             return
         time.sleep(TICK)
         now = time.time_ns() - int(TICK * 1e9)
-        for name, (seen, digest) in learned.items():
+        for name, (current, digest) in learned.items():
             with contextlib.suppress(OSError):
-                if signature(Path(name)) == seen and max(seen[1:3]) <= now:
-                    self._known[name] = seen, digest
+                if signature(Path(name)) == current and max(current[1:3]) <= now:
+                    self._known[name] = current, digest
         with contextlib.suppress(OSError):
             write_text(self.memory, json.dumps(self._known, indent=1, sort_keys=True) + "\n")

@@ -1,16 +1,18 @@
 """The right to do a piece of work, among processes that share a file system, on one machine or many.
 
-    NAME.000002     a lease file: who holds NAME; the highest number counts
+    NAME.000002     a lease: the process that holds NAME; the highest number counts
 
-To take a lease is to create the file with the next number, which O_EXCL lets exactly one process do. No locks
-of the file system are needed, which not all shared ones have. A holder renews its file's time; one that has
-stopped doing so for `seconds`, or whose process is gone from this machine, is superseded by the next number.
+To take a lease is to create the file with the next number, which O_EXCL lets exactly one process do: neither
+locks of the file system nor exchanges of names are needed, which not all shared ones have. A holder renews
+its file's time; one that has not done so for the lease's time, or whose process is gone from this machine, is
+superseded by the next number. Released leases leave their file, so that numbers never come again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import socket
@@ -23,9 +25,11 @@ from typing import Any, NamedTuple
 
 from common.untrusted import read_json
 
+SECONDS = 60.0  # after which a lease that is not renewed has ended
 BEATS = 4  # renewals per lease time
 WRITING_SECONDS = 5.0  # a lease file whose content does not appear within this is of a dead process
 LEASE_BYTES = 4096  # of a lease file at most
+POLL = 0.5  # seconds between looks at a lease that is waited for, at most
 
 
 class Holder(NamedTuple):
@@ -37,11 +41,16 @@ class Holder(NamedTuple):
     here: bool  # on this machine
     renewed: float  # time of the last renewal, by the file system's clock
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
 
 class Lease:
     """One process's hold, or attempt to take hold, of `name` in `directory`."""
 
-    def __init__(self, directory: Path, name: str, seconds: float, every: float | None = None) -> None:
+    def __init__(
+        self, directory: Path, name: str, seconds: float = SECONDS, every: float | None = None
+    ) -> None:
         """seconds: after which a lease that is not renewed has ended. every: seconds between renewals."""
         self.directory, self.name, self.seconds = directory, name, seconds
         self.every = every or seconds / BEATS
@@ -50,7 +59,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, renewed: Callable[[], None] | None = None) -> bool:
-        """Take the lease unless somebody alive holds it; does not wait.
+        """Take the lease unless somebody alive holds it; return whether it was taken, without waiting.
 
         A thread then renews it, and calls `renewed` each time.
         """
@@ -65,7 +74,7 @@ class Lease:
         except FileExistsError:
             return False
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_myself(), file)
+            json.dump(_this_process(), file)
         if self._newest() != path:  # this process slept while others took, gave back and cleared the number
             path.unlink(missing_ok=True)
             return False
@@ -77,19 +86,13 @@ class Lease:
         return True
 
     def held(self) -> bool:
-        """Whether no other process has superseded this one."""
+        """Return whether no other process has superseded this one."""
         return self.path is not None and self._newest() in (self.path, None)
 
     def holder(self) -> Holder | None:
-        """Who holds the lease, or None when that cannot be read."""
+        """Return who holds the lease, or None when that cannot be read."""
         newest = self._newest()
-        try:
-            found = read_json(newest, LEASE_BYTES)  # type: ignore[arg-type]
-            host = found["machine"].partition(":")[0]
-            here = found["machine"] == _myself()["machine"]
-            return Holder(host, int(found["pid"]), float(found["time"]), here, newest.stat().st_mtime)  # type: ignore[union-attr]
-        except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
-            return None
+        return None if newest is None else _holder(newest)
 
     def release(self) -> None:
         """Give the lease back; only this holder's file is touched."""
@@ -98,13 +101,14 @@ class Lease:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(OSError):
-            self.path.write_text(json.dumps({"released": True}), encoding="utf-8")
+        with contextlib.suppress(OSError), self.path.open("r+", encoding="utf-8") as file:
+            file.truncate(0)
+            json.dump({"released": True}, file)
         self.path = None
 
     def _newest(self) -> Path | None:
-        found = self.directory.glob(f"{glob.escape(self.name)}.[0-9]*")
-        return max((path for path in found if path.suffix[1:].isdecimal()), default=None, key=_number)
+        paths = self.directory.glob(f"{glob.escape(self.name)}.[0-9]*")
+        return max((path for path in paths if path.suffix[1:].isdecimal()), default=None, key=_number)
 
     def _beat(self, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
@@ -116,22 +120,103 @@ class Lease:
 
 @contextlib.contextmanager
 def held(lease: Lease) -> Iterator[bool]:
-    """`with held(lease) as mine:`: mine says whether it was free."""
-    mine = lease.acquire()
+    """Hold a lease for a block, `with held(lease) as free:`, where it is free."""
+    free = lease.acquire()
     try:
-        yield mine
+        yield free
     finally:
-        if mine:
-            lease.release()
+        lease.release()
+
+
+@contextlib.contextmanager
+def waited(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
+    """Hold a lease for a block, waiting for it; `waiting` gets the holder's name, once, if there is one."""
+    pause = POLL / 32
+    while not lease.acquire():
+        if waiting is not None:
+            waiting(str(lease.holder() or "a process that has just begun"))
+            waiting = None
+        time.sleep(pause)
+        pause = min(2 * pause, POLL)
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+@contextlib.contextmanager
+def joined(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
+    """Be among those that use what `directory` stands for, which any number may; see `users`.
+
+    Whoever wants it alone, and whoever joins, has a common lease meanwhile.
+    """
+    lease = Lease(directory, f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", seconds)
+    lease.acquire()
+    path = lease.path
+    try:
+        yield
+    finally:
+        lease.release()
+        if path is not None:  # nobody waits for its name
+            path.unlink(missing_ok=True)
+
+
+def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
+    """Return those who joined and still live; the files of others are removed."""
+    living = []
+    for path in sorted(directory.glob("*.[0-9]*")):
+        if not _alive(path, seconds):
+            path.unlink(missing_ok=True)
+        elif (holder := _holder(path)) is not None:
+            living.append(holder)
+        else:
+            living.append(Holder("a host", 0, time.time(), False, time.time()))  # it is being written
+    return living
+
+
+def signed() -> str:
+    """Return this process's mark for the names of its files, which `signer_ended` reads."""
+    mine = _this_process()
+    return f"{_digest(mine['machine'])}-{mine['pid']}-{mine['started']:.0f}"
+
+
+def signer_ended(mark: str) -> bool | None:
+    """Return whether the process that made a mark has ended; None where that cannot be known here."""
+    machine, _, process = mark.partition("-")
+    pid, _, started = process.partition("-")
+    if machine != _digest(_this_process()["machine"]) or not pid.isdecimal():
+        return None
+    now = _started(int(pid))
+    return now is None or f"{now:.0f}" != started
+
+
+def _digest(machine: str) -> str:
+    return hashlib.sha256(machine.encode()).hexdigest()[:8]
 
 
 def _number(path: Path) -> int:
-    """The number of a lease file."""
+    """Return the number of a lease file."""
     return int(path.suffix[1:])
 
 
+def _holder(path: Path) -> Holder | None:
+    """Return the holder that a lease file names, or None when that cannot be read."""
+    try:
+        tree = read_json(path, LEASE_BYTES)
+        machine = tree["machine"]
+        return Holder(
+            machine.partition(":")[0],
+            int(tree["pid"]),
+            float(tree["time"]),
+            machine == _this_process()["machine"],
+            path.stat().st_mtime,
+        )
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
+        return None
+
+
 def _alive(path: Path, seconds: float) -> bool:
-    """Whether the holder named in a lease file still works on it."""
+    """Return whether the holder named in a lease file still works on it."""
     owner: Any = None
     try:
         age = now_there(path.parent) - path.stat().st_mtime
@@ -145,14 +230,14 @@ def _alive(path: Path, seconds: float) -> bool:
         return age < WRITING_SECONDS  # just created: the owner's name follows
     if owner.get("released"):
         return False
-    if owner.get("machine") != _myself()["machine"]:
+    if owner.get("machine") != _this_process()["machine"]:
         return True
     pid = owner.get("pid")
     return isinstance(pid, int) and _started(pid) == owner.get("started")
 
 
 def now_there(directory: Path) -> float:
-    """The file system's clock, which may differ from this machine's."""
+    """Return the time of the file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -161,20 +246,20 @@ def now_there(directory: Path) -> float:
         probe.unlink()
 
 
-def _myself() -> dict[str, Any]:
-    """This process, recognisable from another one on the same machine."""
+def _this_process() -> dict[str, Any]:
+    """Return what tells this process from another one on the same machine."""
     namespace = Path("/proc/self/ns/pid")
     machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
     return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid()), "time": time.time()}
 
 
 def _started(pid: int) -> float | None:
-    """What tells a process from an earlier one of the same number; None when there is none but a zombie."""
-    import psutil
-
+    """Return what tells a process from an earlier one of the same number; None when it is gone."""
     with contextlib.suppress(OSError):  # Linux: ticks since boot, where psutil's time moves with the clock
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else float(fields[19])
+    import psutil
+
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -18,12 +20,16 @@ def outcome(work: Callable[[], int], alone: bool = True) -> int:
     alone: False where another process of this host says the errors that all of them meet.
     """
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if alone:
             print(f"error: {error}", file=sys.stderr)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_unread():
+            return ExitCode.UNREAD
         passing = may_pass(error) is not False
         print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
         return ExitCode.FAILURE if passing else ExitCode.MISTAKE
@@ -31,3 +37,16 @@ def outcome(work: Callable[[], int], alone: bool = True) -> int:
         if alone:
             print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def is_unread() -> bool:
+    """Return whether the reader of the output has gone, as in `... | head`; the rest then goes nowhere."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is no file of the system
+        return False
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone

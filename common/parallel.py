@@ -93,25 +93,25 @@ class Workers:
         return result
 
     def _start(self) -> tuple[Connection, multiprocessing.process.BaseProcess]:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there, *self._make), daemon=True)
-        self._started.append((here, process))
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(child_end, *self._make), daemon=True)
+        self._started.append((parent_end, process))
         process.start()
-        there.close()
-        return here, process
+        child_end.close()
+        return parent_end, process
 
 
 @contextlib.contextmanager
 def _same_modules() -> Iterator[None]:
-    """What is started within imports from where this process does.
+    """Let what is started within import from where this process does.
 
     The server of workers is started by `python -c`, which would look in the working directory first: there
     may lie a common.py or data_prep.py of the user's.
     """
-    path = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
-    there = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
-    before = {name: os.environ.get(name) for name in there}
-    os.environ.update(there)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    settings = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:

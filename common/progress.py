@@ -16,10 +16,10 @@ EVERY = 30.0  # seconds between lines
 class Advance:
     """Told how much is done; says it."""
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None], bar: Progress | None) -> None:
-        self._what, self._total, self._say, self._bar = what, total, say, bar
+    def __init__(self, label: str, total: int, say: Callable[[str], None], bar: Progress | None) -> None:
+        self._what, self._total, self._say, self._bar = label, total, say, bar
         self._began = self._said = time.monotonic()
-        self._task = bar.add_task(what, total=total or None) if bar is not None else None
+        self._task = bar.add_task(label, total=total or None) if bar is not None else None
 
     def __call__(self, done: int) -> None:
         """`done` bytes of the total."""
@@ -33,20 +33,20 @@ class Advance:
 
 
 @contextmanager
-def progress(what: str, total: int, say: Callable[[str], None]) -> Iterator[Advance]:
+def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Advance]:
     """Show work on `total` bytes (0: unknown) while the block runs: `with progress(...) as at: at(done)`."""
     if not sys.stderr.isatty():
-        yield Advance(what, total, say, None)
+        yield Advance(label, total, say, None)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield Advance(what, total, say, bar)
+        yield Advance(label, total, say, bar)
 
 
-def progress_line(what: str, done: int, total: int, seconds: float) -> str:
+def progress_line(label: str, done: int, total: int, seconds: float) -> str:
     """One line: bytes, rate, and the time that is left where the total is known."""
     rate = done / max(seconds, 1e-9)
-    line = f"{what}: {amount(done)}"
+    line = f"{label}: {amount(done)}"
     if total:
         line += f" of {amount(total)} ({done / total:.0%})"
     line += f", {amount(int(rate))}/s"

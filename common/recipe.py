@@ -64,9 +64,9 @@ class Section(BaseModel):
                 continue
             value = tree.get(key)
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            found = next((one for one in (value, *inner) if isinstance(one, bool)), None)
-            if found is not None:
-                raise ValueError(f"{key} must hold numbers, not {str(found).lower()}")
+            boolean = next((item for item in (value, *inner) if isinstance(item, bool)), None)
+            if boolean is not None:
+                raise ValueError(f"{key} must hold numbers, not {str(boolean).lower()}")
         return tree
 
 
@@ -82,7 +82,7 @@ def mark(name: str, default: Any = ..., **limits: Any) -> Any:
 
 
 def mark_of(cls: type[Section], key: str) -> str | None:
-    """What the field `key` of a section says about itself."""
+    """Return the mark of a section's field, None where it has none."""
     extra = cls.model_fields[key].json_schema_extra
     return str(extra[_MARK]) if isinstance(extra, dict) and _MARK in extra else None
 
@@ -92,43 +92,43 @@ def marked(cls: type[Section], name: str) -> set[str]:
 
     A marked section covers all that it holds. Sections in lists are not searched.
     """
-    found: set[str] = set()
+    keys: set[str] = set()
     for key, field in cls.model_fields.items():
         listed = any(get_origin(part) is list for part in _parts(field.annotation))
         section = None if listed else _section(field.annotation)
         if mark_of(cls, key) == name:
-            found.add(key)
+            keys.add(key)
         elif section is not None:
-            found |= {f"{key}.{inner}" for inner in marked(section, name)}
-    return found
+            keys |= {f"{key}.{inner}" for inner in marked(section, name)}
+    return keys
 
 
 def load_section(
     cls: type[SectionT],
     path: Path,
     overrides: Sequence[str],
-    what: str = "recipe",
+    noun: str = "recipe",
     readers: Mapping[str, str] = MappingProxyType({}),
 ) -> SectionT:
     """A YAML file with overrides as `cls`: for files that are not recipes but are written like them.
 
-    readers: by a key of other kinds of such files, the command that reads them. For `what` see EXAMPLES.
+    readers: by a key of other kinds of such files, the command that reads them. `noun` is one of EXAMPLES.
     """
     keys = tuple(cls.model_fields)
     others = {key: command for key, command in readers.items() if key not in keys}
-    return parse_section(cls, read_recipe(path, overrides, keys, what, others), "")
+    return parse_section(cls, read_recipe(path, overrides, keys, noun, others), "")
 
 
 def read_recipe(
     path: Path,
     overrides: Sequence[str],
     keys: Sequence[str] = KEYS,
-    what: str = "recipe",
+    noun: str = "recipe",
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too); `keys`: its sections.
 
-    what: how messages call the file, one of EXAMPLES. others: by a key of other files, who reads them.
+    noun: what messages call the file, one of EXAMPLES. others: by a key of other files, who reads them.
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
@@ -137,53 +137,53 @@ def read_recipe(
     unknown, recipes extend each other in a circle or one outside their folder and this program, or an
     override has no `=`.
     """
-    tree = _read_tree(shipped(path), (), what)
+    tree = _read_tree(shipped(path), (), noun)
     for override in overrides:
         apply_override(tree, override)
     for reader in (others[key] for key in tree if key in others):
-        raise UserError(f"{what} {path} is not for this command; give it to {reader}")
+        raise UserError(f"{noun} {path} is not for this command; give it to {reader}")
     for key in tree:
         if key not in keys:
             hint = nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})
-            raise UserError(f"{what} {path}: unknown key {key}; {hint}")
+            raise UserError(f"{noun} {path}: unknown key {key}; {hint}")
     return tree
 
 
-def _read_tree(path: Path, before: tuple[Path, ...], what: str) -> dict[str, Any]:
+def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any]:
     """The tree of a recipe laid on those that it extends; `before`: the recipes that led here."""
     if path.resolve() in before:
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}")
     try:
-        tree = _load_yaml(_text(path, what))
+        tree = _load_yaml(_text(path, noun))
     except ValueError as error:
-        raise UserError(f"{what} {path} cannot be read: {one_line(error)}") from None
+        raise UserError(f"{noun} {path} cannot be read: {one_line(error)}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{what} {path} must be a mapping of sections")
+        raise UserError(f"{noun} {path} must be a mapping of sections")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise UserError(f"{what} {path}: extends must be the name of one file, not {shown(base)}")
+        raise UserError(f"{noun} {path}: extends must be the name of one file, not {shown(base)}")
     within = (path.resolve().parent, REPOSITORY)
     if not any((path.parent / base).resolve().is_relative_to(folder) for folder in within):
         raise UserError(
-            f"{what} {path} extends {base}, which is neither in its folder nor part of this program; copy "
+            f"{noun} {path} extends {base}, which is neither in its folder nor part of this program; copy "
             "it there"
         )
-    return _merge(_read_tree(path.parent / base, (*before, path.resolve()), what), tree)
+    return _merge(_read_tree(path.parent / base, (*before, path.resolve()), noun), tree)
 
 
-def _text(path: Path, what: str) -> str:
+def _text(path: Path, noun: str) -> str:
     """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
     try:
         if not path.exists():
-            raise UserError(f"{what} {path} does not exist; {_file_meant(path, EXAMPLES[what])}")
+            raise UserError(f"{noun} {path} does not exist; {_file_meant(path, EXAMPLES[noun])}")
         if not path.is_file():
-            raise UserError(f"{what} {path} is not a file")
+            raise UserError(f"{noun} {path} is not a file")
         return _decoded(read_bytes(path, FILE_BYTES))
     except OSError as error:
-        raise UserError(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{noun} {path} cannot be read: {error.strerror}") from None
 
 
 def _file_meant(path: Path, folder: str) -> str:
@@ -237,8 +237,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for parent in parents:
         child = node.get(parent)
         if child is not None and not isinstance(child, dict):
-            what = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
-            raise UserError(f"override {shown(override)}: {parent} is {what}")
+            noun = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
+            raise UserError(f"override {shown(override)}: {parent} is {noun}")
         node[parent] = dict(child or {})
         node = node[parent]
     try:
@@ -255,15 +255,15 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         first = error.errors()[0]
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         if first["type"] == "extra_forbidden":
-            known = _known_keys(cls, first["loc"][:-1])
+            keys = _known_keys(cls, first["loc"][:-1])
             elsewhere = OTHER_NAMES if path.split(".")[0] in KEYS else {}
-            hint = nearest(str(first["loc"][-1]), known, elsewhere)
+            hint = nearest(str(first["loc"][-1]), keys, elsewhere)
             raise UserError(f"unknown key {path}; {hint}") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
             message = "must be a section of key: value lines"
-        given = "" if isinstance(first["input"], dict) else f" (given: {shown(first['input'])})"
-        raise UserError(f"{path or cls.__name__}: {message}{given}") from None
+        detail = "" if isinstance(first["input"], dict) else f" (given: {shown(first['input'])})"
+        raise UserError(f"{path or cls.__name__}: {message}{detail}") from None
     for path, value in _leaves(section, where):
         if isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{path}: {shown(value)} is far too large")
@@ -309,8 +309,8 @@ def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
 
 def _section(annotation: Any) -> type[Section] | None:
     """The section that a field holds, alone, optional or in a list."""
-    found = (part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, Section))
-    return next(found, None)
+    sections = (part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, Section))
+    return next(sections, None)
 
 
 def _parts(annotation: Any) -> Iterator[Any]:

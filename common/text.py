@@ -47,8 +47,8 @@ def markdown(text: str) -> str:
 
 def counted(count: float, noun: str) -> str:
     """`1 epoch`, `2.5 epochs`, `1,000 steps`: a number with its noun, whose plural ends in s."""
-    shown = f"{count:,}" if isinstance(count, int) else f"{count:g}"
-    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}s"
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def without_secrets(text: str) -> str:

@@ -80,7 +80,7 @@ def check_unpacked(path: Path) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name names something in its directory and nothing above or below it."""
+    """Return whether a name is of something in its directory, not above or below it."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
         return False
     return len(name.encode("utf-8", "replace")) <= LONGEST_NAME
@@ -98,5 +98,5 @@ def links_outside(directory: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         for name in sorted([*names, *files]):
             path = Path(folder) / name
-            if path.is_symlink() and not any(path.resolve().is_relative_to(one) for one in roots):
+            if path.is_symlink() and not any(path.resolve().is_relative_to(allowed) for allowed in roots):
                 yield directory / path.relative_to(root)

@@ -1,8 +1,9 @@
 """Loading a causal language model strictly: what its files hold is what it has, and nothing else is.
 
-Somebody else may have made the files. Code among them is not run, and there is no switch for it; pickles
-(`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them leads to a
-file elsewhere.
+transformers is shown no file of a directory but those of `opened_files`, so that list is what a result's key
+covers. Somebody else may have made the files. Code among them is not run, and there is no switch for it;
+pickles (`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them
+leads to a file elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import logging
 import pickle
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +21,15 @@ from common.errors import UserError, one_line
 from common.untrusted import JSON_BYTES, is_plain_name, links_outside, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
+CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there counts
 MOST_LAYERS = 10_000
 # What transformers reads of a directory besides, and the bytes that it may have at most.
 SETTINGS = dict.fromkeys(
     (
-        "config.json",
-        "generation_config.json",
-        "adapter_config.json",
+        CONFIG,
+        GENERATION,
+        ADAPTER,
         "tokenizer_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
@@ -44,6 +48,11 @@ class Loaded(NamedTuple):
     mismatched: list[str]  # tensors that a file holds in another shape
     unexpected: list[str]  # tensors that this kind of model has not
     fault: str | None  # what else; the sentence begins with a verb: "holds ..."
+
+    @property
+    def faulty(self) -> bool:
+        """Return whether anything is wrong with the files."""
+        return bool(self.missing or self.mismatched or self.unexpected or self.fault)
 
 
 def load_config(source: str | Path, revision: str | None = None) -> Any:
@@ -68,21 +77,83 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
     return config
 
 
-def load_causal_lm(source: str | Path, revision: str | None = None, **options: Any) -> Loaded:
-    """The model in a directory or of the hub; `options` go to `from_pretrained`.
+def opened_files(directory: Path) -> list[Path]:
+    """Return the files of a local checkpoint that decide what `load_causal_lm` gives.
 
-    transformers fills in what is missing and only warns: the callers refuse instead. Raises UserError for
-    what `check_directory` refuses and for a model that needs code of its own, and whatever transformers makes
-    of files that it cannot read.
+    These are its configurations, its weights and the adapter among them, if there is one. Raises UserError
+    when weights are missing.
     """
+    paths = [directory / name for name in (CONFIG, GENERATION) if (directory / name).is_file()]
+    for name in FILES:
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            weights = [directory / name]
+        elif index.is_file():
+            weights = [
+                directory / shard for shard in sorted(set(shard_names(index, read_json(index)).values()))
+            ]
+            paths.append(index)
+        else:
+            continue
+        break
+    else:
+        raise UserError(f"{directory} has no weights ({' or '.join(FILES)}, or its index)", code="no-weights")
+    if (directory / ADAPTER).is_file():
+        adapters = [directory / name for name in ADAPTER_FILES if (directory / name).is_file()]
+        if not adapters:
+            raise UserError(
+                f"{directory} has {ADAPTER} but no {' or '.join(ADAPTER_FILES)}; complete or remove it",
+                code="no-weights",
+            )
+        weights += adapters[:1]
+        paths.append(directory / ADAPTER)
+    missing = next((path for path in weights if not path.is_file()), None)
+    if missing is not None:
+        raise UserError(f"{missing} is missing; the checkpoint is not whole", code="no-weights")
+    return paths + weights
+
+
+@contextlib.contextmanager
+def shown(files: Iterable[Path]) -> Iterator[Path]:
+    """Yield a directory that shows a library these files, and none that it might find beside them."""
+    with tempfile.TemporaryDirectory(prefix="emo-model-") as directory:
+        for file in files:
+            (Path(directory) / file.name).symlink_to(file.resolve())
+        yield Path(directory)
+
+
+def load_causal_lm(source: str | Path, revision: str | None = None, **options: Any) -> Loaded:
+    """Return the model in a directory or of the hub; `options` go to `from_pretrained`.
+
+    transformers fills in what is missing and only warns: the callers refuse instead. An adapter in the
+    directory is applied to the weights beside it, which must be whole without it. Raises UserError for what
+    `check_directory` refuses and for a model that needs code of its own, and whatever transformers makes of
+    files that it cannot read.
+    """
+    check_directory(source)
+    if not Path(source).is_dir():
+        return _load(source, source, revision, **options)
+    load_config(source)  # refuses what needs code of its own
+    files = opened_files(Path(source))
+    adapter = [file for file in files if file.name in (ADAPTER, *ADAPTER_FILES)]
+    with shown(file for file in files if file not in adapter) as base:
+        loaded = _load(base, source, None, **options)
+    loaded.model.config._name_or_path = str(source)
+    if adapter and not loaded.faulty:
+        with shown(adapter) as directory:
+            return _with_adapter(loaded.model, directory, source)
+    return loaded
+
+
+def _load(directory: str | Path, source: str | Path, revision: str | None, **options: Any) -> Loaded:
+    """Return the model in a directory or of the hub, which messages call `source`."""
     from transformers import AutoModelForCausalLM
 
-    check_directory(source)
     load: Any = AutoModelForCausalLM.from_pretrained
     options |= {"ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
         with _without_report(), without_code(source):
-            model, report = load(source, revision=revision, output_loading_info=True, **options)
+            model, report = load(directory, revision=revision, output_loading_info=True, **options)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         what = named[1] if named else one_line(error, 80)
@@ -90,15 +161,34 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
             f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; "
             "use safetensors"
         ) from None
+    loaded = _loaded(model, report)
+    if not loaded.faulty:
+        loaded = loaded._replace(fault=_silent_fault(model, _files(directory, revision)))
+    return loaded
+
+
+def _with_adapter(model: Any, directory: Path, source: str | Path) -> Loaded:
+    """Return a model with the adapter in a directory, for which tensors of either are missing or too many."""
+    try:
+        with _without_report():
+            report = model.load_adapter(str(directory), adapter_kwargs={"local_files_only": True})
+    except (ImportError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{source}: its adapter cannot be applied ({one_line(error, 160)}); merge it into the "
+            f"weights, or remove {ADAPTER}",
+            code="adapter",
+        ) from None
+    return _loaded(model, report.to_dict())
+
+
+def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
+    """Return a model with what transformers reports of its files."""
     missing, mismatched, unexpected = (
         sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
         for kind in ("missing", "mismatched", "unexpected")
     )
     unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
-    fault = None
-    if not (missing or mismatched or unexpected):
-        fault = _silent_fault(model, _files(source, revision))
-    return Loaded(model, missing, mismatched, unexpected, fault)
+    return Loaded(model, missing, mismatched, unexpected, None)
 
 
 def check_directory(source: str | Path) -> None:
@@ -163,12 +253,14 @@ def _without_report() -> Iterator[None]:
         message = record.getMessage()
         return "CONVERSION" in message or not ("LOAD REPORT" in message or "tied weights" in message)
 
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(keep)
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
+    for logger in loggers:
+        logger.addFilter(keep)
     try:
         yield
     finally:
-        logger.removeFilter(keep)
+        for logger in loggers:
+            logger.removeFilter(keep)
 
 
 def _silent_fault(model: Any, files: list[Path]) -> str | None:

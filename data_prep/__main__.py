@@ -22,6 +22,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
+    if argv is None and sys.getfilesystemencoding() != "utf-8":
+        # Recipes name files in UTF-8, whatever the locale, and the manifest is the same on every machine.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
@@ -51,7 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     inspect.add_argument("--samples", type=int, default=3, help="rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="which rows")
-    verify = commands.add_parser("verify", help="compute everything again and compare")
+    verify = commands.add_parser(
+        "verify",
+        help="check a prepared directory: hashes, counts and every row; text of a sample encoded again",
+        description="Checks what is in the directory: hashes of all shards, counts and sums, settings, the "
+        "tokenizer, every row as training reads it; and of each shard a few whole documents, whose text must "
+        "get the ids that they have. The sources are not read: prepare compares their hashes in every job.",
+    )
     verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     sniff = commands.add_parser("sniff", help="what a file is taken for, examples, and a recipe to paste")
     sniff.add_argument("files", help="a file, pattern or address, as in data.sources.0.files")

@@ -35,6 +35,7 @@ TRAIN, VALIDATION = "train", "validation"  # the training data, and a validation
 DEFAULT_DOMAIN = "default"  # of sources that name none
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a domain or a validation set
 MOST_TOKENS = 1 << 20  # in a row
+DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of files that sources may name
 COLUMNS = {  # parts of a row whose columns can be named
     "text": ("text",),
     "instruct": (
@@ -150,8 +151,9 @@ class DataConfig(Section):
     max_chars: int = Field(10_000_000, gt=0)
     """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold;
-    `none` keeps all, and what is trained on may then be held out too."""
+    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold, in
+    instructions that of the user's words and of the responses both; `none` keeps all, and what is trained on
+    may then be held out too."""
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)
@@ -266,6 +268,12 @@ def _check_columns(source: Source, kind: str) -> None:
 
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     """The `data` section of a recipe."""
+    if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
+        raise UserError(
+            f"{path} is data, not a recipe, which names data in its data.sources; "
+            f"python -m data_prep sniff {path} writes one to begin with",
+            code="data-not-recipe",
+        )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")

@@ -1,15 +1,14 @@
 """Does the training text contain test rows of the evaluation tasks? An n-gram overlap report.
 
-A gram is n consecutive words, letters and digits only, lower case; a test row of fewer words (but at least
-SHORTEST) is one gram of its own length. Grams are compared by a 64-bit rolling hash that numpy computes for
-many texts at once, so that the check costs little beside tokenising.
+A gram is n consecutive words, letters and digits only, as grams.py counts them in any script; a test row of
+fewer words (but at least SHORTEST) has grams of as many whole words as it has. Grams are compared by 64-bit
+hashes that numpy computes for many texts at once, so that the check costs little beside tokenising.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +16,13 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import write_atomically
+from data_prep.grams import WORD, split
 from data_prep.inputs import read_text
 
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows
 EXAMPLES = 5  # shown per task
 SIEVE_BITS = 22
-POWERS = 1 << 20  # letters of a usual piece at most
-
-_rng = np.random.default_rng(20240501)
-_VALUES = _rng.integers(1, 2**63, 512, np.uint64)  # of a byte inside a word, and of one that begins it
-_MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that it has an inverse modulo 2**64
-_LOWER = np.arange(256, dtype=np.uint8)
-_LOWER[ord("A") : ord("Z") + 1] += 32
-_WORD = np.zeros(256, bool)  # ASCII letters and digits, and every byte of other letters
-_WORD[[*b"abcdefghijklmnopqrstuvwxyz0123456789"]] = True
-_WORD[128:] = True
 
 
 class Grams(NamedTuple):
@@ -46,68 +36,20 @@ class Grams(NamedTuple):
     text: np.ndarray  # str [rows]
 
 
-class Words(NamedTuple):
-    """A text's words, ready for the hashes of its grams."""
-
-    text: np.ndarray  # int64 [words]: which text each word is from
-    starts: np.ndarray  # int64 [words + 1]: first letter of each word, and the number of letters
-    prefix: np.ndarray  # uint64 [letters + 1]: hash of all letters before
-    inverses: np.ndarray  # uint64 [letters + 1]: powers of the inverse multiplier
-
-    def grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all n consecutive words of one text, uint64, and the text of each."""
-        begin, end = self.starts[:-n], self.starts[n:]
-        hashes = (self.prefix[end] - self.prefix[begin]) * self.inverses[begin]
-        text = self.text[: len(begin)]
-        inside = text == self.text[n - 1 :]
-        return hashes[inside], text[inside]
-
-
-def words(texts: Sequence[str]) -> Words:
-    """Split and hash texts."""
-    encoded = [text.encode("utf-8", "replace") for text in texts]
-    data = _LOWER[np.frombuffer(b" ".join(encoded), np.uint8)]
-    ends = np.cumsum([len(text) + 1 for text in encoded])
-    letters = np.flatnonzero(_WORD[data])
-    first = np.diff(letters, prepend=-2) > 1
-    chars = data[letters] + first * np.uint16(256)
-    powers, inverses = _powers(len(letters) + 1)
-    prefix = np.zeros(len(letters) + 1, np.uint64)
-    np.cumsum(_VALUES[chars] * powers[:-1], out=prefix[1:])
-    text = np.searchsorted(ends, letters[first], side="right")
-    return Words(text, np.append(np.flatnonzero(first), len(letters)), prefix, inverses)
-
-
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Powers of the multiplier and of its inverse modulo 2**64, uint64 [count] each."""
-    powers, inverses = _power_tables(max(1 << count.bit_length(), POWERS))
-    return powers[:count], inverses[:count]
-
-
-@lru_cache(maxsize=1)
-def _power_tables(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tables of `size` powers; the last one is kept, since most pieces are alike."""
-    bases = np.array([_MULTIPLIER, pow(_MULTIPLIER, -1, 2**64)], np.uint64)
-    first, second = (
-        np.cumprod(np.concatenate([[np.uint64(1)], np.full(size, base)]), dtype=np.uint64) for base in bases
-    )
-    return first, second
-
-
 def collect(directory: Path, n: int) -> Grams:
     """Grams of <directory>/<task>/test.jsonl of every task. Raises UserError when there are none."""
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
         raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
     rows = [(file.parent.name, *row) for file in files for row in _test_rows(file)]
-    split = words([text for _, _, text in rows])
-    size = np.minimum(np.bincount(split.text, minlength=len(rows)), n)  # words in each row's grams
+    words = split([text for _, _, text in rows])
+    size = np.minimum(words.totals(len(rows)) // WORD, n)  # words in each row's grams
     lengths = np.unique(size[size >= SHORTEST])
     if not len(lengths):
         raise UserError(f"no test row in {directory} has {SHORTEST} words")
     found = []
     for length in lengths.tolist():
-        hashes, row = split.grams(length)
+        hashes, row = words.grams(length)
         found.append((hashes[size[row] == length], row[size[row] == length]))
     hashes, owners = (np.concatenate(column) for column in zip(*found, strict=True))
     distinct, gram = np.unique(hashes, return_inverse=True)
@@ -153,8 +95,8 @@ class Finder:
 
     def overlap(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
         """Numbers of the grams that the texts contain, int64, distinct; and how many texts contain one."""
-        split = words(texts)
-        grams = [split.grams(n) for n in self.grams.lengths.tolist()]
+        words = split(texts)
+        grams = [words.grams(n) for n in self.grams.lengths.tolist()]
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
         likely = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
         hashes, text = hashes[likely], text[likely]

@@ -6,6 +6,7 @@ flat, so that little travels between processes. It imports no transformers, so i
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from common.parallel import Workers
 from data_prep.config import TRAIN, DataConfig
 from data_prep.contamination import Finder, load
 from data_prep.inputs import AGAIN, Input, TextInput
+from data_prep.reencode import Sampled, sample
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from data_prep.scan.assignment import Assignment, Part
 from data_prep.selection import deal, in_turn
@@ -56,6 +58,7 @@ class Encoded(NamedTuple):
     ids: np.ndarray  # uint16 or uint32
     lengths: np.ndarray  # int64 [sequences]
     spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
+    sources: np.ndarray  # uint64 [sequences]: a hash of the tokens of the row that each is of
     documents: int  # rows that went in
     counts: Counter[str]  # what was cut or dropped, by reason
     overlap: np.ndarray  # int64: grams of test rows that the rows contain
@@ -103,7 +106,8 @@ class RowEncoder:
             for text in texts
         ]
         lengths = np.array([self._count(ids) for ids in found], np.int64)
-        return Encoded(self._array(b"".join(found)), lengths, [], len(texts), Counter(), NONE, 0)
+        sources = _hashes(found)
+        return Encoded(self._array(b"".join(found)), lengths, [], sources, len(texts), Counter(), NONE, 0)
 
     def _given(self, text: TokenIds, name: str) -> bytes:
         size = self.settings.tokenizer.vocab_size
@@ -117,10 +121,14 @@ class RowEncoder:
     def conversations(self, conversations: list[Conversation | Chat]) -> Encoded:
         """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
-        sequences = [one for example in self._examples(conversations, counts) for one in example]
+        examples = self._examples(conversations, counts)
+        sequences = [sequence for example in examples for sequence in example]
+        whole = _hashes([b"".join(ids.tobytes() for ids, _ in example) for example in examples])
+        sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [s for _, s in sequences], len(conversations), counts, NONE, 0)
+        spans = [spans for _, spans in sequences]
+        return Encoded(flat, lengths, spans, sources, len(conversations), counts, NONE, 0)
 
     def _examples(self, rows: list[Conversation | Chat], counts: Counter[str]) -> list[Sequences]:
         """The sequences of each conversation or chat, which are all one or the other.
@@ -131,18 +139,20 @@ class RowEncoder:
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
             return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
-        examples = [render(row, self.settings.template) for row in rows if isinstance(row, Conversation)]
+        talks = [row for row in rows if isinstance(row, Conversation)]
+        examples = [render(talk, self.settings.template) for talk in talks]
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
         found = []
-        for example in examples:
+        for talk, example in zip(talks, examples, strict=True):
             ids, spans = bytearray(self.bos), []
-            for _ in example:
+            for number in range(len(example)):
                 ids += next(prompts)
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
-                spans.append((begin, self._count(ids)))
+                if number not in talk.unsupervised:
+                    spans.append((begin, self._count(ids)))
             found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
         return found
 
@@ -182,6 +192,12 @@ class RowEncoder:
         return fitted
 
 
+def _hashes(rows: list[bytes]) -> np.ndarray:
+    """Return a hash of each row's tokens, uint64: parts and copies of a row are known by it."""
+    digests = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
+    return np.frombuffer(digests, "<u8")
+
+
 def _rows(part: Part, copies: np.ndarray) -> list[Row]:
     if checksum(part.payload) != part.check:
         raise UserError(f"{part.name} changed after it was scanned; {AGAIN}")
@@ -213,16 +229,16 @@ class PartStream:
     def __init__(self, plan: Assignment, inputs: list[Input], planned: list[int]) -> None:
         self.plan, self.inputs, self.planned = plan, inputs, planned
         self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
-        # Shards and domains of the parts that were taken and have not come back.
-        self._order: deque[tuple[int, str]] = deque()
-        self._next: tuple[int, str, Encoded] | None = None
+        # Shards, domains and some rows of the parts that were taken and have not come back.
+        self._order: deque[tuple[int, str, list[Sampled]]] = deque()
+        self._next: tuple[int, str, list[Sampled], Encoded] | None = None
 
     def parts(self, at: Callable[[int], None]) -> Iterator[Part]:
         """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
         done, row = 0, _row_size(self.plan)
         for planned in self.planned:
-            for part in self.plan.parts(self.inputs, planned):
-                self._order.append((planned, part.domain))
+            for number, part in enumerate(self.plan.parts(self.inputs, planned)):
+                self._order.append((planned, part.domain, sample(part, number)))
                 yield part
                 done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
                 at(done)
@@ -234,8 +250,8 @@ class PartStream:
         sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
         return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
 
-    def of(self, planned: int) -> Iterator[tuple[str, Encoded]]:
-        """What is next in the stream, as long as it belongs to the shard, with its domain."""
+    def of(self, planned: int) -> Iterator[tuple[str, list[Sampled], Encoded]]:
+        """Yield what is next in the stream, as long as it belongs to the shard: domain, some rows, ids."""
         while True:
             if self._next is None:
                 one = next(self.encoded, None)
@@ -244,8 +260,8 @@ class PartStream:
                 self._next = *self._order.popleft(), one
             if self._next[0] != planned:
                 return
-            (_, domain, one), self._next = self._next, None
-            yield domain, one
+            (_, domain, rows, encoded), self._next = self._next, None
+            yield domain, rows, encoded
 
 
 def _row_size(plan: Assignment) -> int:
@@ -364,15 +380,15 @@ def _limited(
     kept = len(tokens)
     ascending = np.argsort(order[:kept])
     rows, amount = order[:kept][ascending], (tokens * copies[:kept])[ascending]
-    dealt = deal(amount, config.shards)
+    dealt = np.minimum(deal(amount, config.shards), config.shards - 1)  # rows without tokens may come last
     shard, times = np.array(assignment.shard), np.array(assignment.copies)
     shard[order] = -1
     shard[rows] = np.where(copies[:kept][ascending] > 0, dealt, -1)
     times[order] = 0
     times[rows] = copies[:kept][ascending]
     count = int(domains.max()) + 1
-    place = (dealt * count + domains[assignment.inputs_of(rows)])[amount > 0]  # others are dealt beyond
-    whole = np.bincount(place, amount[amount > 0], config.shards * count).astype(np.int64)
+    place = dealt * count + domains[assignment.inputs_of(rows)]
+    whole = np.bincount(place, amount, config.shards * count).astype(np.int64)
     blocks = (whole // config.block).reshape(config.shards, count).sum(axis=1)
     left_out = order[times[order] == 0]
     return assignment.restricted(shard, times, left_out, config.shards), blocks

@@ -10,9 +10,10 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Protocol
+from typing import IO, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from common.errors import UserError, one_line
+from common.files import signature
 from data_prep.config import Source
 from data_prep.rows import Payload, RowSpec, cuts, raw_rows
 
@@ -28,6 +29,7 @@ MARKS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+UTF8_MARK = b"\xef\xbb\xbf"
 AGAIN = "run prepare with --force to start over"
 
 
@@ -43,6 +45,15 @@ class Piece(NamedTuple):
 
     place: Place
     payload: Payload | None
+
+
+class Reader(NamedTuple):
+    """An input that was read in order up to some place, so that reading can go on there."""
+
+    input: Input
+    stream: Any  # of a text its bytes, of a table an iterator of its rows
+    end: int  # the place that comes next
+    last: tuple[Place, Payload] | None  # the piece before, which two shards may share
 
 
 class File(Protocol):
@@ -63,10 +74,17 @@ class Input:
 
     split = 0  # number of the split that its rows are for, among DataConfig.splits
     cuttable = False  # whether a stretch of it can be read without what is before
+    # The last one that was read in part: shards take rows in order, so the next goes on where it ended.
+    # Of all inputs one, since each would be an open file.
+    _paused: ClassVar[Reader | None] = None
 
-    def __init__(self, source: Source, name: str, spec: RowSpec, size: int = 0) -> None:
+    def __init__(
+        self, source: Source, name: str, spec: RowSpec, size: int = 0, path: File | None = None
+    ) -> None:
         self.source, self.name, self.spec = source, name, spec
         self.size = size  # bytes as they are stored; 0: unknown
+        self.path = path  # of its file, or the directory of a saved data set
+        self._state = state(path)  # before anything is read
 
     def position(self) -> int:
         """How many of the stored bytes `pieces` has read."""
@@ -77,24 +95,78 @@ class Input:
         raise NotImplementedError
 
     def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-        """All pieces, in order; of a `cuttable` input, those of the rows that begin in a stretch of bytes."""
+        """Yield all pieces, in order; of a `cuttable` input, those of the rows that begin in a stretch.
+
+        Raises UserError at the end if the file is not the same any more.
+        """
+        yield from self._pieces(begin, end)
+        self._require_same()
+
+    def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         raise NotImplementedError
 
     def read(self, places: Iterable[Place]) -> Iterator[Payload]:
-        """The payloads at some places, which come in order."""
+        """Yield the payloads at some places, which come in order.
+
+        What was read of an input last is gone on with, by the next call too, so that a file which cannot be
+        entered in the middle is read once however many shards take rows of it.
+        """
+        reader, Input._paused = Input._paused, None
+        if reader is not None and reader.input is not self:
+            _close(reader.stream)
+            reader = None
+        for place in places:
+            if reader is not None and reader.last is not None and reader.last[0] == place:
+                yield reader.last[1]
+                continue
+            if reader is None or place.start < reader.end or self._jumps(reader.end, place.start):
+                if reader is not None:
+                    _close(reader.stream)
+                reader = Reader(self, *self._opened(place.start), None)
+            payload = self._taken(reader.stream, place, place.start - reader.end)
+            reader = Reader(self, reader.stream, place.start + place.length, (place, payload))
+            yield payload
+        Input._paused = reader
+
+    def _opened(self, start: int) -> tuple[Any, int]:
+        """Return a stream that is at `start`, or before it, and where it is."""
+        raise NotImplementedError
+
+    def _jumps(self, end: int, start: int) -> bool:
+        """Return whether opening at `start` is cheaper than reading on from `end`."""
+        return False
+
+    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
+        """Return the payload at a place, `before` bytes or rows ahead of where the stream is."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """What pins the content: name, and hash or revision."""
-        raise NotImplementedError
+        """Return what pins the content that was read: name, and hash or revision.
+
+        Raises UserError if the file is not the same as when the input was made.
+        """
+        found = {"name": self.name} | self._pinned()
+        self._require_same()
+        return found
+
+    def _pinned(self) -> dict[str, Any]:
+        assert self.path is not None
+        return file_identity(self.path, self.name)
+
+    def _require_same(self) -> None:
+        if state(self.path, again=True) != self._state:
+            raise UserError(
+                f"{self.name} changed while it was read; run the same again when nothing writes to it",
+                code="source-changed",
+            )
 
 
 class TextInput(Input):
     """A .txt or .jsonl file, plain or packed."""
 
     def __init__(self, source: Source, name: str, spec: RowSpec, path: File, size: int) -> None:
-        super().__init__(source, name, spec, size)
-        self.path = path
+        super().__init__(source, name, spec, size, path)
+        self.path: File = path
         self._raw: IO[bytes] | None = None
 
     def probe(self) -> None:
@@ -110,7 +182,7 @@ class TextInput(Input):
         plain = isinstance(self.path, Path) and self.path.suffix not in PACKED
         return plain and self.spec.format != "document"
 
-    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
+    def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         self._raw = open_raw(self.path)
         with self._raw, unpacked_stream(self._raw, self.path) as stream:
             last = None if end is None else self._row_from(stream, end)
@@ -123,8 +195,15 @@ class TextInput(Input):
             if not begin:
                 first = next(unpacked, b"")
                 refuse_other_encodings(first, self.name)
+                if not self.spec.lines and self.spec.format != "document":
+                    _refuse_old_line_ends(first, self.name)
                 unpacked = chain([first], unpacked)
-            yield from _cut(unpacked, self.spec, 4 * self.spec.max_chars, start)
+            for piece in _cut(unpacked, self.spec, 4 * self.spec.max_chars, start):
+                yield (
+                    piece
+                    if piece.payload is None
+                    else Piece(piece.place, _unmarked(piece.payload, piece.place))
+                )
 
     def _row_from(self, stream: Any, at: int) -> int:
         """The first place after byte `at` where a row may begin, and there the stream then is.
@@ -143,25 +222,18 @@ class TextInput(Input):
         stream.seek(at)
         return at
 
-    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
-        with open_text(self.path) as stream:
-            at = 0
-            for place in places:
-                yield self._read(stream, place.start - at, place.length)
-                at = place.start + place.length
+    def _opened(self, start: int) -> tuple[Any, int]:
+        return open_text(self.path), 0
 
-    def _read(self, stream: Any, before: int, length: int) -> bytes:
+    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
         try:
             skip(stream, before)
-            payload: bytes = stream.read(length)
+            payload: bytes = stream.read(place.length)
         except OSError as error:
             raise _damaged(self.name, error) from None
-        if len(payload) != length:
+        if len(payload) != place.length:
             raise UserError(f"{self.name} is shorter than when it was scanned; {AGAIN}")
-        return payload
-
-    def identity(self) -> dict[str, Any]:
-        return file_identity(self.path, self.name)
+        return _unmarked(payload, place)
 
 
 class TableInput(Input):
@@ -173,12 +245,19 @@ class TableInput(Input):
         name: str,
         spec: RowSpec,
         rows: Callable[[int], Iterator[Any]],  # rows from a number on
-        pinned: Callable[[], dict[str, Any]],
+        pinned: Callable[[], dict[str, Any]] | None = None,
         size: int = 0,
         position: Callable[[], int] = lambda: 0,
+        path: File | None = None,
+        jumps: Callable[[int, int], bool] = lambda end, start: False,
     ) -> None:
-        super().__init__(source, name, spec, size)
-        self._rows, self._pinned, self._position = rows, pinned, position
+        """`pinned`: what identifies the content of what is no file.
+
+        `jumps`: whether it is cheaper to ask for the rows from the second number on than to pass over those
+        from the first.
+        """
+        super().__init__(source, name, spec, size, path)
+        self._rows, self._position, self._cheaper, self._identity = rows, position, jumps, pinned
 
     def position(self) -> int:
         return self._position()
@@ -186,26 +265,26 @@ class TableInput(Input):
     def probe(self) -> None:
         self._rows(0)
 
-    def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
+    def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         start = 0
         for block in self._blocks():
             yield Piece(Place(start, len(block)), self._payload(block))
             start += len(block)
 
-    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
-        rows: Iterator[Any] = iter(())
-        at = -1
-        for place in places:
-            if place.start != at:
-                rows = self._rows(place.start)
-            block = list(islice(rows, place.length))
-            if len(block) != place.length:
-                raise UserError(f"{self.name} has fewer rows than when it was scanned; {AGAIN}")
-            at = place.start + place.length
-            yield self._payload(block)
+    def _pinned(self) -> dict[str, Any]:
+        return super()._pinned() if self._identity is None else self._identity()
 
-    def identity(self) -> dict[str, Any]:
-        return {"name": self.name} | self._pinned()
+    def _jumps(self, end: int, start: int) -> bool:
+        return self._cheaper(end, start)
+
+    def _opened(self, start: int) -> tuple[Any, int]:
+        return self._rows(start), start
+
+    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
+        block = list(islice(stream, before, before + place.length))
+        if len(block) != place.length:
+            raise UserError(f"{self.name} has fewer rows than when it was scanned; {AGAIN}")
+        return self._payload(block)
 
     def _blocks(self) -> Iterator[list[Any]]:
         """Blocks of rows; in WikiText, whose rows are lines, they end where a document ends."""
@@ -272,6 +351,36 @@ def refuse_other_encodings(beginning: bytes, name: str) -> None:
     encoding = next((name for mark, name in MARKS.items() if beginning.startswith(mark)), None)
     if encoding is not None:
         raise UserError(f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8")
+
+
+def _refuse_old_line_ends(beginning: bytes, name: str) -> None:
+    """Raise UserError for a text without line feeds whose lines end in carriage returns."""
+    if b"\n" not in beginning and b"\r" in beginning.rstrip(b"\r"):
+        raise UserError(f"{name} ends its lines with CR alone; convert it: tr '\\r' '\\n'", code="line-ends")
+
+
+def _unmarked(payload: Payload, place: Place) -> Payload:
+    """Return the payload of a text without the byte order mark that its file may begin with."""
+    if isinstance(payload, bytes) and place.start == 0:
+        return payload.removeprefix(UTF8_MARK)
+    return payload
+
+
+def _close(stream: Any) -> None:
+    """Close a stream, or an iterator of rows that can be."""
+    if hasattr(stream, "close"):
+        stream.close()
+
+
+def state(path: Any, again: bool = False) -> list[Any]:
+    """Return what changes when a file does, or one of a directory; nothing where it is not there.
+
+    Of a file at an address it is what its server said when it was listed, unless it shall be asked `again`.
+    """
+    if isinstance(path, Path):
+        files = sorted(path.rglob("*")) if path.is_dir() else []
+        return [signature(file) for file in (path, *files) if file.exists()]
+    return [] if path is None else path.state(again)
 
 
 def unreadable(path: File | str, error: OSError) -> UserError:

@@ -119,7 +119,7 @@ def shown(value: object) -> str:
 
 
 def _sources(data: TokenDataset) -> Table:
-    table = Table("source", "format", "weight", "rows", "used here", "rejected", title="sources")
+    table = Table("source", "format", "weight", "rows", "used here", "rejected", "not read", title="sources")
     for source in data.manifest.sources:
         try:
             rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
@@ -128,6 +128,7 @@ def _sources(data: TokenDataset) -> Table:
                 f"{source['rows']:,}",
                 f"{source[data.manifest.split]:,}",
                 shown(", ".join(rejected) or "none"),
+                shown(", ".join(source["columns_not_read"][:12]) or "none"),
             )
         except (KeyError, TypeError, AttributeError, ValueError):
             raise UserError(f"{data.directory} says no more what a source gave; {AGAIN}") from None

@@ -18,6 +18,7 @@ class PackedRows(NamedTuple):
     lengths: np.ndarray  # int64 [rows]: tokens of each row
     segments: np.ndarray  # int64: segment lengths of all rows
     segment_counts: np.ndarray  # int64 [rows]
+    sources: np.ndarray  # uint64: which document each segment is of, all rows
     spans: np.ndarray  # int64: start, end of supervised tokens in the row, all rows; empty for text
     span_counts: np.ndarray  # int64 [rows]: numbers in spans, twice the spans
     valid: np.ndarray  # int64 [rows]: supervised targets after the shift
@@ -35,16 +36,18 @@ class BlockPacker:
         self.block, self.domain = block, domain
         self._ids = np.zeros(0, np.uint16)
         self._lengths = np.zeros(0, np.int64)
+        self._sources = np.zeros(0, np.uint64)
 
     @property
     def remainder(self) -> int:
         """Tokens that wait for the rest of their block."""
         return len(self._ids)
 
-    def add(self, ids: np.ndarray, lengths: np.ndarray) -> PackedRows:
-        """Append documents (flat ids and their lengths); returns the rows that became full."""
+    def add(self, ids: np.ndarray, lengths: np.ndarray, sources: np.ndarray) -> PackedRows:
+        """Append documents (flat ids, their lengths and hashes); return the rows that became full."""
         ids = np.concatenate([self._ids.astype(ids.dtype), ids])
-        lengths = np.concatenate([self._lengths, lengths])
+        sources = np.concatenate([self._sources, sources[lengths > 0]])
+        lengths = np.concatenate([self._lengths, lengths[lengths > 0]])
         full = len(ids) // self.block
         used = full * self.block
         ends = np.cumsum(lengths)
@@ -52,14 +55,15 @@ class BlockPacker:
         segments = np.diff(cuts, prepend=0)
         counts = np.bincount((cuts - 1) // self.block, minlength=full) if full else cuts
         self._ids = ids[used:].copy()  # a view would keep all of them, for each domain
-        rest = np.diff(np.concatenate([[used], ends[ends > used]]))
-        self._lengths = rest[rest > 0]
+        self._lengths = np.diff(ends[ends > used], prepend=used)
+        self._sources = sources[ends > used]
         none = np.zeros(0, np.int64)
         return PackedRows(
             ids[:used],
             np.full(full, self.block),
             segments,
             counts,
+            sources[np.searchsorted(ends, cuts)],
             none,
             np.zeros(full, np.int64),
             self.block - counts,
@@ -98,13 +102,14 @@ def packed_rows(
     starts: np.ndarray,
     lengths: np.ndarray,
     spans: list[np.ndarray],
+    sources: np.ndarray,
     block: int,
     domain: int = 0,
 ) -> Iterator[PackedRows]:
     """Examples of one domain into rows, one `PackedRows` of a single row at a time.
 
     ids: flat tokens (may be a memory map); starts, lengths: int64 [n] places of the examples in it;
-    spans: for each example int64 [k, 2], supervised tokens relative to its start.
+    spans: for each example int64 [k, 2], supervised tokens relative to its start; sources: uint64 [n].
     """
     for members in first_fit_decreasing(lengths, block):
         sizes = lengths[members]
@@ -118,6 +123,7 @@ def packed_rows(
             sizes.sum(keepdims=True),
             sizes,
             np.array([len(members)]),
+            sources[members],
             flat,
             np.array([len(flat)]),
             np.array([valid]),

@@ -5,7 +5,7 @@ First all jobs read the sources and one of them decides (see scan/planning.py), 
     tokenizer/          saved, or trained
     grams.npz           of the tasks' test rows, if data.contamination is set
     settings.json       all that decides the content; later jobs must have the same
-    plan.npz            which rows each shard takes; written last
+    plan.parquet            which rows each shard takes; written last
 Then every job makes, if it is not there or not as it was made:
     train/, validation/ its shards, each with a note that it is whole; validation-NAME/ of a set with a name
     manifest.json       of each split whose shards are all whole; whichever job finishes last
@@ -23,19 +23,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from common.errors import UserError
 from common.files import (
     Hashes,
     claim,
     foreign,
     full_disk,
-    locked,
     remove_made,
     signature,
-    try_locked,
     write_once,
     write_text,
 )
+from common.lease import Lease, joined, users, waited
 from common.parallel import Workers
 from common.progress import progress
 from common.text import counted
@@ -47,6 +48,7 @@ from data_prep.encode import (
     encoding,
 )
 from data_prep.inputs import Input
+from data_prep.reencode import PlainEncoder, ShardCheck
 from data_prep.scan.assignment import Assignment
 from data_prep.scan.planning import Planning, clear, encode_settings, set_up
 from data_prep.shards import (
@@ -66,8 +68,7 @@ from data_prep.verify import (
 from data_prep.write import (
     GRAMS,
     HASHES,
-    IN_USE,
-    LOCK,
+    JOBS,
     MARKER,
     NEW,
     NOTE,
@@ -75,6 +76,7 @@ from data_prep.write import (
     OF_SPLIT,
     OVERLAP,
     PLAN,
+    PLANNING,
     SETTINGS,
     TOKENIZER,
     UNFINISHED,
@@ -106,7 +108,7 @@ def prepare(
                 _begin(config, force, workers, say)
             else:
                 clear(config)  # what a job that died had still to clear
-            held.enter_context(locked(config.dir / IN_USE, lambda: None, shared=True))
+            held.enter_context(joined(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             planning = Planning(config, say)
             planning.scan(shard[0] / shard[1], workers)
@@ -115,14 +117,14 @@ def prepare(
         plan = load_plan(config)
         hashes = Hashes(config.dir / HASHES)
         inputs = check_inputs(config, plan, hashes)
-        check_tokenizer(config, plan)
+        tokenizer = check_tokenizer(config, plan)
         todo = [] if finish else missing_shards(config, hashes, shard, say)
         if not todo and all(_as_expected(config, plan, split) for split in config.splits):
             say(f"{config.dir} is already prepared; nothing to do")
         else:
             if not todo and not finish:
                 say(f"all shards of job {shard[0]}/{shard[1]} are there")
-            _shards(config, plan, inputs, todo, workers, hashes, say)
+            _shards(config, plan, inputs, tokenizer, todo, workers, hashes, say)
             _finish(config, plan, finish, say)
         hashes.save()
     say(_outcome(config, plan))
@@ -130,7 +132,10 @@ def prepare(
 
 def _alone(config: DataConfig, say: Say) -> AbstractContextManager[None]:
     """While no other job sets up or decides."""
-    return locked(config.dir / LOCK, lambda: say("another job is planning; waiting for it"))
+    return waited(
+        Lease(config.dir / PLANNING, "plan"),
+        lambda holder: say(f"another job is planning ({holder}); waiting for it"),
+    )
 
 
 def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
@@ -139,33 +144,32 @@ def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
     Under `force` it is also made, before another job can begin: what is there is cleared when all is made and
     nothing can fail any more.
     """
-    with try_locked(config.dir / IN_USE) as unused:
-        if not unused:
-            if force or not (config.dir / NEW / SETTINGS).is_file():
-                raise UserError(
-                    f"another job is working in {config.dir}; wait for it, or set another data.dir"
-                )
-            check_settings(config, config.dir / NEW)
-            return
-        if not force and (config.dir / SETTINGS).is_file():
-            check_settings(config)
-        splits = _splits_there(config)
-        if not force and any((config.dir / split / MANIFEST).is_file() for split in splits):
+    others = users(config.dir / JOBS)
+    if others:
+        if force or not (config.dir / NEW / SETTINGS).is_file():
             raise UserError(
-                f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force"
+                f"another job ({others[0]}) is working in {config.dir}; wait for it, or set another data.dir",
+                code="in-use",
             )
-        known = (*OF_ALL, *_of_splits(config, *OF_SPLIT), *UNFINISHED, MARKER, LOCK, IN_USE)
-        other = next(foreign(config.dir, known), None)
-        if other is not None:
-            raise UserError(f"{other} was not made by prepare; move it away, or set another data.dir")
-        set_up(config, force, say)
-        if force:
-            try:
-                planning = Planning(config, say)
-                planning.scan(0, workers, alone=True)
-                _put_in_place(config, planning, workers)
-            finally:
-                clear(config)
+        check_settings(config, config.dir / NEW)
+        return
+    if not force and (config.dir / SETTINGS).is_file():
+        check_settings(config)
+    splits = _splits_there(config)
+    if not force and any((config.dir / split / MANIFEST).is_file() for split in splits):
+        raise UserError(f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force")
+    known = (*OF_ALL, *_of_splits(config, *OF_SPLIT), *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
+    other = next(foreign(config.dir, known), None)
+    if other is not None:
+        raise UserError(f"{other} was not made by prepare; move it away, or set another data.dir")
+    set_up(config, force, say)
+    if force:
+        try:
+            planning = Planning(config, say)
+            planning.scan(0, workers, alone=True)
+            _put_in_place(config, planning, workers)
+        finally:
+            clear(config)
 
 
 def _decide(config: DataConfig, planning: Planning, workers: int, say: Say) -> None:
@@ -209,6 +213,7 @@ def _shards(
     config: DataConfig,
     plan: Assignment,
     inputs: list[Input] | str,
+    tokenizer: Tokenizer,
     todo: list[Missing],
     workers: int,
     hashes: Hashes,
@@ -221,6 +226,7 @@ def _shards(
         raise UserError(f"{counted(len(todo), 'shard')} must be made again, but {inputs}")
     how = encode_settings(config, plan, config.dir)
     dtype = token_dtype(how.tokenizer.vocab_size)
+    plain = PlainEncoder(tokenizer, how.tokenizer)
     workers = min(workers, len(plan.pieces))
     stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
     with Workers(workers, encoding, how) as pool, progress("tokenising", stream.size(), say) as at:
@@ -229,7 +235,8 @@ def _shards(
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, one, planned in todo:
             quota = quotas[planned] if planned < len(quotas) else None
-            info = write_shard(directory, one, config, dtype, stream.of(planned), quota)
+            check = ShardCheck(plain, config.template, config.block, config.overlong, how.chat)
+            info = write_shard(directory, one, config, dtype, stream.of(planned), check, quota)
             tokens += info.tokens
             path = directory / info.file
             hashes.remember(path, signature(path), info.sha256)

@@ -5,6 +5,8 @@ A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.fro
 
     input_ids        list<uint16 or uint32>   tokens, at most `block`
     segment_lengths  list<uint32>             documents or examples in the row; they sum to its tokens
+    sources          list<uint64>             of each segment, the document or example that it is a part of,
+                                              as a hash of all its tokens
     loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised tokens
     valid            uint32                   supervised targets after the shift
     domain           uint16                   which of the manifest's `domains` all segments of the row are of
@@ -30,7 +32,7 @@ from common.recipe import LARGEST, Section
 from common.untrusted import read_bytes
 from data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-FORMAT = 3  # raised whenever the same configuration would give other bytes
+FORMAT = 4  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
@@ -116,6 +118,7 @@ def schema(kind: str, dtype: np.dtype) -> pa.Schema:
     """Arrow schema of a shard."""
     uint32 = pa.list_(pa.uint32())
     columns = [("input_ids", pa.list_(pa.from_numpy_dtype(dtype))), ("segment_lengths", uint32)]
+    columns.append(("sources", pa.list_(pa.uint64())))
     if kind == "instruct":
         columns.append(("loss_spans", uint32))
     return pa.schema([*columns, ("valid", pa.uint32()), ("domain", pa.uint16())])
@@ -184,7 +187,8 @@ class Shard:
         if not any(stream.schema.equals(schema(kind, np.dtype(one))) for one in (np.uint16, np.uint32)):
             raise ValueError(f"its columns are not those of a shard of kind {kind}")
         batches = [_checked(batch, len(self._map)) for batch in stream]
-        names = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
+        self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
+        names = [*self._read, "sources"]
         self.columns = {name: [_ragged(batch.column(name)) for batch in batches] for name in names}
         valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
@@ -193,14 +197,15 @@ class Shard:
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
     def row(self, row: int) -> list[np.ndarray]:
-        """Columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        """Return columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        return [self.cell(name, row) for name in self._read]
+
+    def cell(self, column: str, row: int) -> np.ndarray:
+        """Return what a list column holds in a row."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
-        at = row - self._starts[batch]
-        cells = []
-        for ragged in self.columns.values():
-            offsets, values = ragged[batch]
-            cells.append(values[offsets[at] : offsets[at + 1]])
-        return cells
+        offsets, values = self.columns[column][batch]
+        first = row - self._starts[batch]
+        return values[offsets[first] : offsets[first + 1]]
 
     def token_offsets(self) -> np.ndarray:
         """Where each row's tokens begin among the shard's, and where the last ends, int64 [rows + 1]."""
@@ -302,6 +307,14 @@ class TokenDataset:
     def tokens_of(self, row: int) -> int:
         """Tokens in a row, padding not counted."""
         return len(self._row(row)[0])
+
+    def sources_of(self, row: int) -> np.ndarray:
+        """Return the document or example that each segment of a row is a part of, uint64.
+
+        What continues in another row, and what is used several times, is the same there.
+        """
+        shard, place = self.place(row)
+        return self._shards[shard].cell("sources", place)
 
     def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
         """The first of `rows` that cannot be what was prepared, and why; None when all can be."""

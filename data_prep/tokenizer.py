@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,10 @@ FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published o
 MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# In a tokenizer_config.json: BOS is named, but begins no text. What add_bos_token: false becomes, which
+# transformers leaves out of what it saves.
+NO_BOS = {"begin_with_bos": False}
+LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
 PROBES = (  # a converted tokenizer must give the ids of the original for these
     *(
         "",
@@ -72,8 +77,6 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
     place = _local(path, revision)
     backend, names = _sound(place)
-    if getattr(backend.model, "dropout", None):
-        backend.model.dropout = None  # it would give a text other ids every time
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
@@ -99,11 +102,13 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Identity by content: vocabulary, merges, text rules, special tokens; 64 hex digits.
+    """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens.
 
-    What only decides which special tokens a caller gets added (the post-processor) is left out.
+    What changes no id of a text is left out: how ids become text again, which special tokens a caller gets
+    added (the post-processor), and how a file writes what is not set.
     """
-    return _fingerprint(tokenizer.backend_tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    bos = None if tokenizer.init_kwargs.items() >= NO_BOS.items() else tokenizer.bos_token_id
+    return _fingerprint(tokenizer.backend_tokenizer, bos, tokenizer.eos_token_id)
 
 
 class TokenizerFacts(NamedTuple):
@@ -116,12 +121,19 @@ class TokenizerFacts(NamedTuple):
 
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
-    """Facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return _facts(*_sound(place))
+    """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
+    return read_tokenizer(place)[1]
 
 
-def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
+def read_tokenizer(place: Path) -> tuple[Tokenizer, TokenizerFacts]:
+    """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
+    backend, names = _sound(place)
+    return backend, _facts(backend, names)
+
+
+def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
     bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
+    bos = None if names.items() >= NO_BOS.items() else bos
     size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
     return TokenizerFacts(size, bos, eos, _fingerprint(backend, bos, eos))
 
@@ -144,20 +156,26 @@ def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
 
 def _fingerprint(backend: Tokenizer, bos: int | None, eos: int | None) -> str:
     tree = json.loads(backend.to_str())
-    for volatile in ("post_processor", "truncation", "padding", "version"):
-        tree.pop(volatile, None)
-    text = json.dumps(tree | {"specials": [bos, eos]}, sort_keys=True, ensure_ascii=False)
+    added = [
+        {"content": token["content"], "id": token["id"]} if token["special"] else token
+        for token in tree["added_tokens"]
+    ]
+    tree["model"] = {key: value for key, value in tree["model"].items() if value not in (None, "")}
+    rules = [tree[part] for part in ("model", "normalizer", "pre_tokenizer")]
+    text = json.dumps([rules, added, bos, eos], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Train a sentencepiece BPE model of LLaMA's kind (bytes as fallback, digits apart) into `path`.
 
-    Deterministic: one thread, no sampling. Raises UserError when the text cannot fill the vocabulary.
+    Deterministic: one thread, no sampling. Raises UserError when the text cannot fill the vocabulary, or has
+    more characters than it takes.
     """
     import sentencepiece
 
-    sentences = (line for text in texts for line in text.splitlines() if line.strip())
+    lines = (line for text in texts for line in text.splitlines() if line.strip())
+    sentences = (piece for line in lines for piece in _pieces(line))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as sink:
         try:
@@ -177,10 +195,23 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             )
         except RuntimeError as error:
             path.unlink(missing_ok=True)
+            few = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+            least = f"data.train_tokenizer={few[1]} or more" if few else "a smaller data.train_tokenizer"
             raise UserError(
-                f"no tokenizer of {vocab_size} pieces can be trained on this text ({one_line(error)}); "
-                "set a smaller data.train_tokenizer"
+                f"no tokenizer of {vocab_size} pieces can be trained on this text: "
+                + ("its characters alone take more" if few else one_line(error))
+                + f"; set {least}",
+                code="vocabulary-too-small" if few else "vocabulary-too-large",
             ) from None
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """Yield a line in pieces of at most LINE characters, cut at spaces where there are any."""
+    while len(line) > LINE:
+        end = line.rfind(" ", 1, LINE)
+        yield line[: end if end > 0 else LINE]
+        line = line[end + 1 if end > 0 else LINE :]
+    yield line
 
 
 def chat_template(place: Path) -> str | None:
@@ -202,10 +233,17 @@ def _local(path: str | Path, revision: str | None) -> Path:
     return Path(path) if Path(path).exists() else _download(str(path), revision)
 
 
-def _sound(place: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """`_read`, whose errors become one UserError."""
+def _sound(place: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return what `_read` does, as data are encoded by it; its errors become one UserError."""
     try:
-        return _read(place)
+        backend, names = _read(place)
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None  # it would give a text other ids every time
+        if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
+            backend.token_to_id(names.get("bos_token", ""))
+        ]:
+            backend.post_processor = None
+        return backend, names
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
@@ -236,7 +274,7 @@ def _beside(path: Path) -> str:
     return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
-def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+def _read(place: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The backend and the names of the special tokens, from a directory or a .model file."""
     if place.is_file():
         return _from_sentencepiece(place)
@@ -245,28 +283,35 @@ def _read(place: Path) -> tuple[Tokenizer, dict[str, str]]:
         tree = parse_json(content)
         _check_ids([*_ids(tree["model"]["vocab"]), *(one["id"] for one in tree.get("added_tokens") or ())])
         backend = Tokenizer.from_str(content)
-        names = special_names(place)
+        names = configured(place)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
             names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
         return backend, names
     if (place / "tokenizer.model").is_file():
         backend, names = _from_sentencepiece(place / "tokenizer.model")
-        return backend, names | special_names(place)
+        return backend, names | configured(place)
     if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
         backend, names = _from_byte_bpe(place)
-        return backend, names | special_names(place)
+        return backend, names | configured(place)
     raise UserError(
         f"tokenizer {place} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
     )
 
 
 def special_names(place: Path) -> dict[str, str]:
-    """Special tokens that a directory's own configuration names."""
-    names: dict[str, str] = {}
+    """Return the special tokens that a directory's own configuration names."""
+    return {name: token for name, token in configured(place).items() if name in SPECIALS}
+
+
+def configured(place: Path) -> dict[str, Any]:
+    """Return the special tokens that a directory's own configuration names, and NO_BOS where it says so."""
+    names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (place / file).is_file():
             continue
         tree: dict[str, Any] = read_json(place / file)
+        if tree.get("add_bos_token") is False or tree.items() >= NO_BOS.items():
+            names |= NO_BOS
         for name in SPECIALS:
             value = tree.get(name)
             value = value.get("content") if isinstance(value, dict) else value

@@ -1,7 +1,8 @@
 """Is a prepared directory what was made, and made from what the sources are now?
 
 Before every job `prepare` checks what is cheap: settings, names, sizes, and hashes of files that were touched
-since they were last hashed. `verify` computes everything again and believes nothing.
+since they were last hashed. `verify` believes nothing of what is in the directory: it computes hashes, counts
+and sums again, reads every row as training would, and encodes the text of a sample. It reads no sources.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from common.errors import FailureError, UserError, one_line
 from common.files import Hashes, remove_abandoned, sha256
+from common.text import counted
 from common.untrusted import read_json
 from data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
 from data_prep.inputs import AGAIN, Input
+from data_prep.reencode import PlainEncoder, written_again
 from data_prep.scan.assignment import Assignment
 from data_prep.shards import (
     FORMAT,
@@ -38,7 +42,7 @@ from data_prep.shards import (
 )
 from data_prep.sources import open_inputs
 from data_prep.templates.chat import read_template
-from data_prep.tokenizer import TokenizerFacts, tokenizer_facts
+from data_prep.tokenizer import TokenizerFacts, read_tokenizer
 from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
 
 ROWS = 256  # rows looked at together
@@ -135,24 +139,28 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
     return inputs if gone is None else f"{gone} is gone since {config.dir} was prepared"
 
 
-def check_tokenizer(config: DataConfig, plan: Assignment) -> None:
-    """The saved tokenizer, and a local one that it was made from, are those that were planned with."""
+def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
+    """Return the saved tokenizer.
+
+    Raises UserError unless it, and a local one that it was made from, are those that were planned with.
+    """
     planned = TokenizerFacts(**plan.summary["tokenizer"])
     places = [config.dir / TOKENIZER]
     if config.tokenizer is not None and (config.root / config.tokenizer).exists():
-        places.append(config.root / config.tokenizer)
+        places.insert(0, config.root / config.tokenizer)
     for place in places:
         try:
-            same = tokenizer_facts(place) == planned and (
-                not config.by_chat_template or _same_template(place, plan)
-            )
+            backend, facts = read_tokenizer(place)
+            same = facts == planned and (not config.by_chat_template or _same_template(place, plan))
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
         if not same:
             raise UserError(
                 f"{place} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
-                f"{AGAIN}"
+                f"{AGAIN}",
+                code="tokenizer-changed",
             )
+    return backend
 
 
 def _same_template(place: Path, plan: Assignment) -> bool:
@@ -215,14 +223,39 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
         except UserError as error:
             faults.append(str(error))
             continue
-        own = [*_shard_faults(place, manifest), *_total_faults(place, manifest)]
-        own += [*_origin_faults(place, manifest), *_tokenizer_faults(place, manifest)]
-        if not own:
-            own += _row_faults(place)
-        faults += own
-        if not own:
-            right.append(f"{place}: {manifest.rows:,} rows in {len(manifest.shards)} shards, all as written")
+        wrong = [*_shard_faults(place, manifest), *_total_faults(place, manifest)]
+        wrong += _origin_faults(place, manifest)
+        try:
+            if not (place.parent / TOKENIZER).is_dir():
+                raise UserError(f"{place.parent / TOKENIZER} is missing", code="no-tokenizer")
+            tokenizer = read_tokenizer(place.parent / TOKENIZER)
+            wrong += _tokenizer_faults(place, manifest, tokenizer[1])
+        except UserError as error:
+            wrong.append(str(error))
+        again = 0
+        if not wrong:
+            wrong += _row_faults(place)
+            again, misencoded = _encoded_again(place, manifest, PlainEncoder(*tokenizer))
+            wrong += misencoded
+        faults += wrong
+        if not wrong:
+            counts = f"{manifest.rows:,} rows in {len(manifest.shards)} shards, all as written"
+            what = counted(again, "document" if manifest.kind == "text" else "example")
+            right.append(f"{place}: {counts}; encoded again and the same: {what if again else 'none'}")
     return right, faults
+
+
+def _encoded_again(place: Path, manifest: Manifest, plain: PlainEncoder) -> tuple[int, list[str]]:
+    """Return how many documents of a data set were encoded again, and the shards where one got other ids."""
+    total, faults = 0, []
+    for info in manifest.shards:
+        same = list(written_again(Shard(place / info.file, manifest.kind), manifest, plain))
+        total += len(same)
+        if not all(same):
+            faults.append(
+                f"{place / info.file} has ids that {place.parent / TOKENIZER} does not give for their text"
+            )
+    return total, faults
 
 
 def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
@@ -257,8 +290,8 @@ def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
 def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
     """Columns agree with each other, with the block and with the vocabulary."""
     counted = dict.fromkeys(("rows", "tokens", "segments"), 0)
-    for (id_offsets, ids), (segment_offsets, segments) in zip(
-        shard.columns["input_ids"], shard.columns["segment_lengths"], strict=True
+    for (id_offsets, ids), (segment_offsets, segments), (source_offsets, _) in zip(
+        *(shard.columns[name] for name in ("input_ids", "segment_lengths", "sources")), strict=True
     ):
         lengths = np.diff(id_offsets)
         if len(ids) and int(ids.max()) >= manifest.vocab_size:
@@ -270,6 +303,8 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         sums = np.add.reduceat(segments, segment_offsets[:-1]) if len(segments) else lengths[:0]
         if not np.array_equal(sums, lengths) or (segments == 0).any():
             yield f"{path} has segments that do not add up to their rows"
+        if not np.array_equal(source_offsets, segment_offsets):
+            yield f"{path} has segments without a source"
         counted["rows"] += len(lengths)
         counted["tokens"] += len(ids)
         counted["segments"] += len(segments)
@@ -363,22 +398,14 @@ def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{file} says other {name} than {place.parent / PLAN}"
 
 
-def _tokenizer_faults(place: Path, manifest: Manifest) -> Iterator[str]:
+def _tokenizer_faults(place: Path, manifest: Manifest, facts: TokenizerFacts) -> Iterator[str]:
     """The tokenizer beside the data set is the one that made it."""
     saved = place.parent / TOKENIZER
-    if not saved.is_dir():
-        yield f"{saved} is missing"
-        return
-    try:
-        found = tokenizer_facts(saved)
-    except Exception as error:  # a broken file; `tokenizers` raises plain Exception
-        yield f"{saved} cannot be read: {one_line(error)}"
-        return
-    if found.fingerprint != manifest.tokenizer_fingerprint:
+    if facts.fingerprint != manifest.tokenizer_fingerprint:
         yield f"{saved} is not the tokenizer that made {place}"
     for name in ("vocab_size", "bos_id", "eos_id"):
-        if getattr(found, name) != getattr(manifest, name):
-            yield f"{place / MANIFEST} says {name} {getattr(manifest, name)}, {saved} {getattr(found, name)}"
+        if getattr(facts, name) != getattr(manifest, name):
+            yield f"{place / MANIFEST} says {name} {getattr(manifest, name)}, {saved} {getattr(facts, name)}"
 
 
 def _row_faults(place: Path) -> Iterator[str]:

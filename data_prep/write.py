@@ -22,6 +22,7 @@ from common.text import counted
 from data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, PackedRows, packed_rows
+from data_prep.reencode import Sampled, ShardCheck
 from data_prep.scores import ABOUT, BEGUN, HASH, SCORES
 from data_prep.shards import (
     FORMAT,
@@ -35,15 +36,15 @@ from data_prep.shards import (
 )
 from data_prep.tokenizer import FILES, TokenizerFacts
 
-MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.npz", "grams.npz"
+MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
 NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
-LOCK, IN_USE = ".lock", ".in-use"  # held by the job that sets up or decides; by every job as long as it runs
+PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
 NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", f".*{PART}"))
-PARTS = tuple(f"[0-9]*.{of}" for of in ("rows", "pieces", "near", "json", "lock"))
-UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, f".*{PART}")))
+SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", "spill/*", f".*{PART}"))
+PARTS = tuple(f"[0-9]*.{of}" for of in ("pieces", "near", "inputs", "lease.[0-9]*"))
+UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, ".clock.*", f".*{PART}")))
 OF_SPLIT = (
     "shard-[0-9]*-of-[0-9]*.arrow",
     "shard-[0-9]*-of-[0-9]*.json",
@@ -52,7 +53,8 @@ OF_SPLIT = (
     f".*{PART}",
     *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
 )
-OF_ALL = (*SHARED, HASHES, f".*{PART}")
+EARLIER = ("plan.npz", ".lock", ".in-use")  # what versions before this one made
+OF_ALL = (*SHARED, *EARLIER, HASHES, f".*{PART}")
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # of each domain, while rows are written
@@ -122,6 +124,7 @@ class ShardWriter:
         columns = [
             _lists(rows.ids.astype(self._dtype), rows.lengths),
             _lists(rows.segments.astype(np.uint32), rows.segment_counts),
+            _lists(rows.sources, rows.segment_counts),
         ]
         if self._kind == "instruct":
             columns.append(_lists(rows.spans.astype(np.uint32), rows.span_counts))
@@ -154,13 +157,15 @@ def write_shard(
     index: int,
     config: DataConfig,
     dtype: np.dtype,
-    encoded: Iterable[tuple[str, Encoded]],
+    encoded: Iterable[tuple[str, list[Sampled], Encoded]],
+    check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
     """Pack encoded sequences, of one domain each, into shard `index` of a split and put it in place, then
     its note.
 
-    quota: for text, tokens at most, in whole blocks.
+    It is put in place only if `check` finds the rows in it that come with the sequences. quota: for text,
+    tokens at most, in whole blocks. Returns the note.
     """
     name = shard_name(index, config.shards)
     domains = config.domains_of(directory.name)
@@ -172,7 +177,8 @@ def write_shard(
 
     def counted() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for domain, one in encoded:
+        for domain, rows, one in encoded:
+            check.add(numbers[domain], one.ids, one.lengths, rows)
             documents[domain] += one.documents
             counts.update(one.counts)
             overlap.update(one.overlap.tolist())
@@ -186,6 +192,8 @@ def write_shard(
         else:
             _bins(writer, counted(), config.block, dtype, directory)
         info = writer.finish(directory / name, documents, counts)
+        file.flush()
+        check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
         found = {"documents": overlapping, "grams": sorted(overlap)}
         write_text(overlap_path(directory, index, config.shards), json.dumps(found) + "\n")
@@ -329,7 +337,8 @@ def _blocks(
     packers: dict[int, BlockPacker] = {}
     left = None if quota is None else quota // block
     for domain, one in encoded:
-        rows = packers.setdefault(domain, BlockPacker(block, domain)).add(one.ids, one.lengths)
+        packer = packers.setdefault(domain, BlockPacker(block, domain))
+        rows = packer.add(one.ids, one.lengths, one.sources)
         if left is not None and len(rows.lengths) > left:
             counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
             rows = _cut(rows, left)[0]
@@ -351,6 +360,7 @@ def _bins(
     lengths: list[int] = []
     domains: list[int] = []
     spans: list[np.ndarray] = []
+    sources = [np.zeros(0, np.uint64)]
     total = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, one in encoded:
@@ -358,9 +368,11 @@ def _bins(
             lengths += one.lengths.tolist()
             domains += [domain] * len(one.lengths)
             spans += one.spans
+            sources.append(one.sources)
             total += len(one.ids)
         spool.flush()
         size, domain_of = np.array(lengths, np.int64), np.array(domains, np.uint16)
+        source_of = np.concatenate(sources)
         starts = np.cumsum(size) - size
         if not len(size):
             return
@@ -368,7 +380,7 @@ def _bins(
         for domain in np.unique(domain_of).tolist():
             own = np.flatnonzero(domain_of == domain)
             chosen = [spans[i] for i in own.tolist()]
-            for rows in packed_rows(ids, starts[own], size[own], chosen, block, domain):
+            for rows in packed_rows(ids, starts[own], size[own], chosen, source_of[own], block, domain):
                 writer.add(rows)
         del ids
 
@@ -395,6 +407,6 @@ def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:
     """The first `count` rows, and those after them."""
     ragged = (rows.lengths, rows.segment_counts, rows.span_counts)
     tokens, segments, spans = (int(numbers[:count].sum()) for numbers in ragged)
-    ends = (tokens, count, segments, count, spans, count, count, count)
+    ends = (tokens, count, segments, count, segments, spans, count, count, count)
     pairs = list(zip(rows, ends, strict=True))
     return PackedRows(*(c[:end] for c, end in pairs)), PackedRows(*(c[end:] for c, end in pairs))

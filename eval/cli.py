@@ -1,19 +1,17 @@
 """python -m eval run | watch | report | compare | export | generate | quality | answer | judge
 
 Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
-mistake that stays until something is changed; 3 a regression (--fail-on-regression); 75 a trouble that may
-pass, run the same command again to resume; 130 interrupted (Ctrl-C), likewise.
+mistake that stays until something is changed, also --fail-on-regression without all results; 3 a regression
+(--fail-on-regression); 75 a trouble that may pass, run the same command again to resume; 130 interrupted
+(Ctrl-C), likewise; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from common.commands import first_word, offer_completion, parse_arguments, progr
 from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.files import may_pass
+from common.outcome import is_unread
 from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
@@ -29,10 +28,10 @@ from eval.icl.settings import INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
 from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
-from eval.store import StoreConflictError
+from eval.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
@@ -70,13 +69,14 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
     report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
-    report.add_argument("--out", type=Path, help="where to write (the first results directory)")
+    out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
+    report.add_argument("--out", metavar="PATH", help=out_help)
     several: dict[str, Any] = {"action": "append", "default": []}
     report.add_argument("--run", metavar="NAME=DIR", help="a model's training run", **several)
     report.add_argument("--seeds", metavar="LABEL=NAME,NAME", help="aggregate models", **several)
     report.add_argument("--baseline", metavar="NAME", help=BASELINE_HELP, **several)
     report.add_argument("--title", default="")
-    report.add_argument("--notice", default="", help="a sentence shown at the top")
+    report.add_argument("--notice", default="", help="a sentence shown at the end")
 
     exporting.add_arguments(commands)
 
@@ -119,9 +119,15 @@ def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
     add("--max-drop", type=float, help="points that the mean may fall at most")
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _check_drop(args: argparse.Namespace) -> None:
     if args.max_drop is not None and not args.max_drop >= 0:
         raise UserError("--max-drop must be a number of points, not below 0")
+    if args.max_drop is not None and args.fail_on_regression is None:
+        raise UserError("--max-drop goes with --fail-on-regression, which decides the exit code")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    _check_drop(args)
     return Settings(
         data=args.data,
         retriever=args.retriever,
@@ -141,12 +147,15 @@ def _run(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     if args.fail_on_regression:
-        from eval.compare import regression
+        from eval.compare import gate, regression
         from eval.results import pick, read_models
 
         pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
-    with _libraries(f"{model.name}: {counted(len(tasks), 'task')}"):
-        from eval.icl.job import run_all
+        if args.fail_on_regression == model.name:
+            raise UserError(f"--fail-on-regression {model.name} is the model itself; name another one")
+    say(f"{model.name}: {counted(len(tasks), 'task')}")
+    from eval.icl.job import run_all
+
     results = run_all(model, tasks, settings, args.out, say)
     mean = sum(r["accuracy"] for r in results) / len(results)
     over = counted(len(results), "task")
@@ -155,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         models = read_models([args.out])
         verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
         say(verdict.summary)
-        return ExitCode.REGRESSION if verdict.regressions else ExitCode.DONE
+        return gate([verdict])
     return ExitCode.DONE
 
 
@@ -167,31 +176,34 @@ def _watch(args: argparse.Namespace) -> int:
         raise UserError(f"run directory {args.run_dir} does not exist")
     out = args.out or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
-    with _libraries(f"{args.run_dir}: {counted(len(tasks), 'task')}"):
-        from eval.report.gather import gather
-        from eval.report.write import write
-        from eval.watch import Watch
+    say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
+    from eval.compare import gate
+    from eval.report.gather import gather
+    from eval.report.page import FILES, document
+    from eval.watch import Watch
+
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
         evaluated = watch.once()
         if evaluated and not args.no_report:
-            write(gather([out], {}), out)
+            document(gather([out], {})).write(f"{out}/", FILES)
         if args.once or watch.troubled or (args.until_finished and watch.finished()):
             break
         time.sleep(0 if evaluated else args.poll)
-    worse = watch.regressions(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
-    for sentence in worse:
-        say(sentence)
+    verdicts = watch.verdicts(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
+    for verdict in verdicts:
+        if verdict.regressions:
+            say(verdict.summary)
     say(watch.summary())
-    if worse:
-        return ExitCode.REGRESSION
+    if code := gate(verdicts):
+        return code
     failed = watch.failed or watch.unexported
     return ExitCode.STOPPED if watch.troubled else ExitCode.FAILURE if failed else ExitCode.DONE
 
 
 def _generation(args: argparse.Namespace) -> int:
-    with _libraries(args.command):
-        return generation.run(args, say)
+    say(f"{args.command}: loading libraries")
+    return generation.run(args, say)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -199,49 +211,25 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _judging(args: argparse.Namespace) -> int:
-    with _libraries(args.command) if judging.loads_a_model(args) else contextlib.nullcontext():
-        return judging.run(args, say)
-
-
-@contextlib.contextmanager
-def _libraries(what: str) -> Iterator[None]:
-    """Says that libraries are loaded, which takes seconds, and keeps them quiet: commands report progress."""
-    say(f"{what}: loading libraries")
-    quiet_libraries()
-    yield
-
-
-def quiet_libraries() -> None:
-    """No bars and notices of transformers, datasets and sentence-transformers; our warnings remain."""
-    import datasets
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
-        transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    for noisy in ("sentence_transformers", "huggingface_hub", "urllib3", "httpx"):  # retries, above all
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    if judging.loads_a_model(args):
+        say(f"{args.command}: loading libraries")
+    return judging.run(args, say)
 
 
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
     from eval.report.gather import gather
-    from eval.report.write import write
+    from eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
-    target = args.out or args.results[0]
-    write(report, target)
-    judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
-    say(
-        f"report of {counted(len(report.models), 'model')} on {counted(len(report.tasks), 'task')}{judged}: "
-        f"{target / 'report.html'}"
-    )
-    if report.other_baselines:
-        say(f"changes are against {report.baseline} (--baseline NAME for another: {report.other_baselines})")
+    page = document(report)
+    if (written := page.write(args.out or f"{args.results[0]}/", FILES)) is not None:
+        judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
+        models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+        say(f"report of {models} on {tasks}{judged}: {written}")
+        say(page.answer[0])
     for remark in report.remarks:
         print(on_one_line(remark), file=sys.stderr)
     return ExitCode.DONE
@@ -249,21 +237,17 @@ def _report(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     first_word("compare")
-    from eval.compare import regression, table
+    from eval.compare import gate, regression, table
     from eval.results import pick, read_models
 
+    _check_drop(args)
     models = read_models(args.results)
     a, b = pick(models, args.a), pick(models, args.b)
-    gate, only = args.fail_on_regression is not None, tuple((args.fail_on_regression or "").split(","))
-    only = only if only != ("",) else ()
+    only = tuple(args.fail_on_regression.split(",")) if args.fail_on_regression else ()
     print(table(a, b, only))
     verdict = regression(a, b, args.max_drop, only)
     print(on_one_line(verdict.summary))
-    if gate and verdict.missing and not verdict.regressions:
-        raise UserError(
-            f"no verdict without {', '.join(verdict.missing)}; evaluate both models on the same tasks"
-        )
-    return ExitCode.REGRESSION if gate and verdict.regressions else ExitCode.DONE
+    return ExitCode.DONE if args.fail_on_regression is None else gate([verdict])
 
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
@@ -292,18 +276,21 @@ def main() -> int:
     args = parse_arguments(commands_and_options, None)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    quiet_libraries()
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
     commands |= {"generate": _generation, "quality": _generation, "answer": _judging, "judge": _judging}
     commands["export"] = _export
     try:
-        return commands[args.command](args)
+        code = commands[args.command](args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _end("interrupted; run the same command again to resume", ExitCode.INTERRUPTED)
     except UserError as error:
         return _end(f"error: {error}", ExitCode.MISTAKE)
-    except StoreConflictError as error:
-        return _end(f"error: {error}; another computation came to another result", ExitCode.FAILURE)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_unread():
+            return ExitCode.UNREAD
         if may_pass(error) is False:
             return _end(f"error: {one_line(error)}", ExitCode.MISTAKE)
         return _end(

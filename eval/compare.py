@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError, nearest
+from common.exit_codes import ExitCode
 from common.text import on_one_line
 from eval import stats
 from eval.icl.tasks import PAPER_ORDER
@@ -142,7 +143,23 @@ class Verdict:
 
     regressions: list[str]  # one sentence each
     summary: str
-    missing: list[str] = field(default_factory=list)  # tasks that only one of the two has a usable result of
+    missing: list[str] = field(default_factory=list)  # tasks without a usable result of both
+
+
+def gate(verdicts: Sequence[Verdict]) -> int:
+    """Return the exit code of --fail-on-regression, which depends on stored results alone.
+
+    Raises UserError when nothing is worse but results are missing: an absent result is no good one.
+    """
+    if any(verdict.regressions for verdict in verdicts):
+        return ExitCode.REGRESSION
+    missing = [task for verdict in verdicts for task in verdict.missing]
+    if missing:
+        raise UserError(
+            f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks",
+            code="no-verdict",
+        )
+    return ExitCode.DONE
 
 
 def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence[str] = ()) -> Verdict:
@@ -151,8 +168,8 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
     max_drop: the mean may also not fall by more points than this. only: tasks that count alone; mean and
     correction are over them. UserError when they cannot be compared.
     """
-    if a is b:
-        return Verdict([], f"{b.name} is its own baseline; no regression")
+    if a.name == b.name:
+        raise UserError(f"{b.name} is its own baseline; name another model", code="own-baseline")
     found = compare_alike(a, b, only)
     assert found.mean is not None
     reasons = [
@@ -167,7 +184,7 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
         reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
     count = f"{len(found.tasks)} task{'' if len(found.tasks) == 1 else 's'}"
-    asked = set(only) or {*a.results, *b.results}
+    asked = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
     missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(asked - {*m.results})]
     said = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
     if missing:

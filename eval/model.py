@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, one_line
-from common.weights import Loaded, check_directory, load_causal_lm
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
+from common.files import Signature, signature
+from common.untrusted import read_json
+from common.weights import ADAPTER, GENERATION, Loaded, check_directory, load_causal_lm, opened_files
+from common.weights import CONFIG as CONFIG_JSON
+from data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
+from data_prep.tokenizer import FILES as TOKENIZER_FILES
 from eval import store
 from eval.icl.scores import NotFiniteError
 from pipeline.run_dir import CONFIG, EXPORT, EXPORT_INFO, HF, checkpoints, read_export_info, step_of
@@ -22,16 +26,18 @@ from pipeline.run_dir import CONFIG, EXPORT, EXPORT_INFO, HF, checkpoints, read_
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
+LOADS = 3  # attempts at files that are touched, but not changed, while they are read
+TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
+PROBED = 4096  # pieces of the vocabulary in each text that it encodes
 NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
 
 
 class EvaluatedModel:
     """A Hugging Face model directory (an export of `pipeline`, or any other) or hub id.
 
-    dtype: of the computation; `auto` is the checkpoint's own.
+    dtype: of the computation; for `auto` the one that the configuration names, if it names one.
     """
 
     def __init__(self, path: str, name: str | None = None, dtype: str = "auto") -> None:
@@ -45,30 +51,77 @@ class EvaluatedModel:
         self.path = _local_directory(path)
         self.given = path
         self.name = name or default_name(Path(path))
-        self.dtype = dtype
-        if not (self.path / "config.json").is_file():
+        if not (self.path / CONFIG_JSON).is_file():
             export = self.path / EXPORT
-            hint = f"; give the run's export, {export}" if (export / "config.json").is_file() else ""
+            hint = f"; give the run's export, {export}" if (export / CONFIG_JSON).is_file() else ""
             raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
         check_directory(self.path)
-        if not _weight_files(self.path):
-            raise UserError(f"{self.path} has no weights ({', '.join(WEIGHTS[:2])})")
+        opened_files(self.path)  # refuses a directory without weights
+        self.dtype = _stored_dtype(self.path) if dtype == "auto" else dtype
 
     @cached_property
     def digest(self) -> str:
-        """Identity of weights and configuration, by content."""
-        files = [*_weight_files(self.path), self.path / "config.json"]
-        files += self.path.glob("*.index.json")
-        return store.digest_files(self.path, files)
+        """Identity of weights, adapter and configuration: the content of all that loading opens."""
+        return self._files_digest()
+
+    @cached_property
+    def generation_digest(self) -> str:
+        """Identity of the generation settings, which decide sampled text only."""
+        return store.digest_files(self.path, self._generation_files())
+
+    def _files_digest(self) -> str:
+        files = opened_files(self.path)
+        return store.digest_files(self.path, [path for path in files if path.name != GENERATION])
+
+    def _generation_files(self) -> list[Path]:
+        return [path for path in opened_files(self.path) if path.name == GENERATION]
+
+    @property
+    def has_adapter(self) -> bool:
+        """Return whether an adapter is applied to the weights."""
+        return (self.path / ADAPTER).is_file()
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.path)
+        """The tokenizer, which adds BOS and EOS where its configuration says so.
+
+        Raises UserError when it is not the one that `tokenizer_digest` stands for.
+        """
+        tokenizer = _with_bos_and_eos(load_tokenizer(self.path), self.path)
+        if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
+            raise self._changed("tokenizer")
+        return tokenizer
 
     @cached_property
     def tokenizer_digest(self) -> str:
-        """Content of the tokenizer, and what it adds around a text."""
-        return store.digest([tokenizer_fingerprint(self.tokenizer), self.tokenizer("a").input_ids])
+        """Identity of the tokenizer by content: `tokenizer_content`, remembered for these very files."""
+
+        def compute() -> str:
+            content = tokenizer_content(self.tokenizer)
+            if self._tokenizer_files() != before:
+                raise self._changed("tokenizer")
+            return content
+
+        before = self._tokenizer_files()
+        return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, before[0]]), compute)
+
+    def _tokenizer_files(self) -> tuple[str, list[Signature]]:
+        files = self._of_tokenizer()
+        return store.digest_files(self.path, files), [signature(path) for path in files]
+
+    def _of_tokenizer(self) -> list[Path]:
+        names = [*TOKENIZER_FILES, CHAT_TEMPLATE]
+        return [self.path / name for name in names if (self.path / name).is_file()]
+
+    def files(self) -> list[Path]:
+        """Return all files of the model that the identities above cover."""
+        return [*opened_files(self.path), *self._of_tokenizer()]
+
+    def _changed(self, what: str) -> UserError:
+        return UserError(
+            f"{self.given}: its {what} changed while it was evaluated; nothing is stored, run it again",
+            code="changed",
+        )
 
     def fresh_tokenizer(self) -> Any:
         """A copy, for callers that change its padding."""
@@ -78,18 +131,26 @@ class EvaluatedModel:
     def model(self) -> Any:
         """The model in evaluation mode, on this process's GPU if there is one.
 
-        Raises UserError unless the files hold exactly the weights of a causal language model, all of them
-        finite, and the tokenizer belongs to it.
+        Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
+        language model, all of them finite, and the tokenizer belongs to it.
         """
-        try:
-            loaded = load_causal_lm(self.path, dtype=self.dtype)
-        except UserError:
-            raise
-        except Exception as error:  # whatever a damaged or foreign file makes of transformers
-            if type(error).__name__ == "OutOfMemoryError":
+        for _ in range(LOADS):
+            expected = self.digest, self.generation_digest
+            before = self._signatures()
+            try:
+                loaded = load_causal_lm(self.path, dtype=self.dtype)
+            except UserError:
                 raise
-            reason = one_line(error, 200)
-            raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
+            except Exception as error:  # whatever a damaged or foreign file makes of transformers
+                if type(error).__name__ == "OutOfMemoryError":
+                    raise
+                reason = one_line(error, 200)
+                raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
+            self.require_unchanged(expected)
+            if self._signatures() == before:  # else they were touched, and may have been others in between
+                break
+        else:
+            raise self._changed("files")
         self._require_all_weights(loaded)
         model = loaded.model
         self._require_finite(model)
@@ -97,6 +158,19 @@ class EvaluatedModel:
         model = model.to(device()).eval()
         self._require_causal(model)
         return model
+
+    def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
+        """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
+        expected = expected or (self.digest, self.generation_digest)
+        try:
+            found = self._files_digest(), store.digest_files(self.path, self._generation_files())
+        except (OSError, UserError):
+            raise self._changed("files") from None
+        if found != expected:
+            raise self._changed("files")
+
+    def _signatures(self) -> list[Signature]:
+        return [signature(path) for path in opened_files(self.path)]
 
     @cached_property
     def scorer(self) -> Any:
@@ -201,24 +275,71 @@ def clean_name(text: str) -> str:
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
 
 
-def _weight_files(path: Path) -> list[Path]:
-    files = [p for p in sorted(path.iterdir()) if p.suffix in WEIGHTS and p.is_file()]
-    safe = [p for p in files if p.suffix == ".safetensors"]
-    return safe or [p for p in files if p.name.startswith("pytorch_model")]
+def _stored_dtype(path: Path) -> str:
+    """Return the dtype that a model's configuration names; `auto` where transformers looks at the weights."""
+    config = read_json(path / CONFIG_JSON)
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in DTYPES else "auto"
+
+
+def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
+    """Return the tokenizer, made to add what `add_bos_token` and `add_eos_token` of its directory say."""
+    config = path / "tokenizer_config.json"
+    settings = read_json(config) if config.is_file() else {}
+    ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
+    adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
+    asked = {name: settings.get(f"add_{name}_token") for name in adds}
+    for name, flag in asked.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise UserError(
+                f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer"
+            )
+        if flag and getattr(tokenizer, f"{name}_token_id") is None:
+            raise UserError(
+                f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer"
+            )
+    flags = {name: adds[name] if flag is None else flag for name, flag in asked.items()}
+    if flags != adds:
+        tokenizer.add_bos_token = flags["bos"]
+        tokenizer.add_eos_token = flags["eos"]
+    return tokenizer
+
+
+def tokenizer_content(tokenizer: Any) -> str:
+    """Return the identity of what a tokenizer does, the same for every form of its files.
+
+    It is a digest of the vocabulary, the special tokens and the ids of texts in which all pieces stand side
+    by side, out of order: they show merges, text rules, and what is added around a text.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    pieces = [tokenizer.convert_tokens_to_string([piece]) for piece, _ in vocabulary]
+    texts = ["", "a", " a", "\n\na  b", *PROBES]
+    step = 7919 if len(pieces) % 7919 else 7907  # a prime that does not divide their number: all come
+    order = [pieces[i * step % len(pieces)] for i in range(len(pieces))]
+    texts += ["".join(order[i : i + PROBED]) for i in range(0, len(order), PROBED)]
+    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
+    return store.digest([vocabulary, sorted(tokenizer.all_special_ids), named, tokenizer(texts).input_ids])
 
 
 def _local_directory(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    if path.count("/") != 1 or path.startswith((".", "/")) or _of_unfinished_run(Path(path)):
-        raise UserError(f"model directory {path} does not exist{_of_unfinished_run(Path(path))}")
+    if not Path(path).is_dir() and (reason := _of_unfinished_run(Path(path))):
+        raise UserError(f"model directory {path} does not exist{reason}")
+    return hub_snapshot(path)
+
+
+def hub_snapshot(name: str) -> Path:
+    """Return the directory of a model that is given by its path or by its id on the hub."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(f"model directory {name} does not exist")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
+        return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(
-            f"{path} is neither a directory nor a model that the hub gives ({type(error).__name__})"
+            f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
 
 

@@ -239,11 +239,17 @@ def only_answer(result: dict[str, Any]) -> str | None:
 
 
 def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
-    """Describe the model under its name. Views of other weights under the same name are removed."""
+    """Describe the model under its name, which stands for one model in one dtype.
+
+    Views of other weights, or in another dtype, under the same name are removed.
+    """
     directory = out / MODELS / model.name
     described = store.read_json(directory / MODEL)
-    if isinstance(described, dict) and described.get("weights") != model.digest:
-        say(f"{model.name}: other weights than in the last run; its earlier results are no longer shown")
+    before = (described["weights"], described["dtype"]) if Description.fits(described) else None
+    if before is not None and before != (model.digest, model.dtype):
+        alike = before[0] == model.digest
+        what = f"{model.dtype} instead of {before[1]}" if alike else "other weights than in the last run"
+        say(f"{model.name}: {what}; its earlier results are no longer shown")
         for path in (p for p in directory.glob("*.json") if p.is_file()):
             if path.name == SAMPLES or View.fits(store.read_json(path)):
                 path.unlink(missing_ok=True)

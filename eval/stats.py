@@ -2,7 +2,8 @@
 
 An accuracy gets Wilson's interval, the difference of two models on the same rows that of Bonett and Price
 (2012). Both are closed forms that keep their level with few rows and at 0 and 100 %, where resampling the
-rows would give an interval of no width.
+rows would give an interval of no width. What lies between bounds, such as a judge's scores with their half
+points, gets Wilson's for as many rows as have its variance; what has no bounds Student's over clusters.
 
 A task scored as the unweighted mean over groups (MMLU over subjects) is treated as that many rows asked
 without groups as have the same variance. Its variance is the sum of the groups' own. A group of one row
@@ -50,6 +51,60 @@ def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     mean = float(np.mean(values))
     half = float(stats.t.ppf((1 + level) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
     return Interval(mean - half, mean + half)
+
+
+def bounded_mean(
+    values: Sequence[float], clusters: Sequence[str], low: float = 0.0, high: float = 1.0
+) -> tuple[float, Interval]:
+    """Return the mean of values [n] from `low` to `high`, n > 0, with its 95 % interval.
+
+    Values of one cluster [n] stay together. The interval is Wilson's for as many rows as have the variance of
+    the mean, which is shrunk by one cluster to that of one row per cluster: of few values, or of
+    values that are all alike, it would say little.
+    """
+    scaled = (np.asarray(values, float) - low) / (high - low)
+    _, place = np.unique(np.asarray(clusters), return_inverse=True)
+    mean, sizes = float(scaled.mean()), np.bincount(place)
+    count = len(sizes)
+    single = mean * (1 - mean) / count
+    spread = single
+    if count > 1:
+        moved = np.bincount(place, weights=scaled) - sizes * mean
+        spread = float((moved**2).sum()) / len(scaled) ** 2 * count / (count - 1)
+    variance = (count * spread + single) / (count + 1)
+    found = _wilson(mean, mean * (1 - mean) / variance if variance > 0 else count)
+    width = high - low
+    return low + width * mean, Interval(low + width * found.low, low + width * found.high)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, or a ratio of sums, and by how much each cluster moves it: to first order, summing to zero."""
+
+    value: float
+    parts: np.ndarray  # [clusters]
+
+    def __sub__(self, other: Estimate) -> Estimate:
+        """The difference of two models on the same clusters."""
+        return Estimate(self.value - other.value, self.parts - other.parts)
+
+    def interval(self) -> Interval | None:
+        """Student's 95 % interval over clusters; None for a single one."""
+        count = len(self.parts)
+        if count < 2:
+            return None
+        error = math.sqrt(float((self.parts**2).sum()) * count / (count - 1))
+        half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+        return Interval(self.value - half, self.value + half)
+
+
+def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Sequence[int]) -> Estimate:
+    """Return the sum of `values` by the sum of `weights` [n] (None: their mean), clusters in sorted order."""
+    _, place = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(place, weights=np.asarray(values, float))
+    sizes = np.bincount(place, weights=None if weights is None else np.asarray(weights, float))
+    value = float(sums.sum() / sizes.sum()) if sizes.any() else math.nan
+    return Estimate(value, (sums - value * sizes) / max(float(sizes.sum()), 1e-300))
 
 
 def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Accuracy:

@@ -3,12 +3,12 @@
     <root>/<key>/identity.json        what the key is a digest of
     <root>/<key>/chunks/00003.json    records of a range of rows
     <root>/<key>/leases/NAME.000002   who is computing NAME; the highest number counts
-    <root>/<key>/result.json          written last, never changed
+    <root>/<key>/result.json          written last: what the chunks come to
 
-Everything is published by linking a finished temporary file under its final name, which fails when the
-name exists: the same content is a no-op, another content an error. What is computed is sealed with the digest
-of its content; a file that does not match its seal was damaged from outside and is computed again. No state
-lives outside the files, so a job killed anywhere is simply run again. The file system must have atomic O_EXCL
+A chunk is published by linking a finished temporary file under its final name, which fails when the name
+exists: of two computations the first counts. What is computed is sealed with the digest of its content; a
+file that does not match its seal was damaged from outside and is computed again. No state lives outside the
+files, so a job killed anywhere is simply run again. The file system must have atomic O_EXCL
 creation and links (local ones and NFS do).
 """
 
@@ -19,24 +19,22 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import untrusted
 from common.errors import UserError
-from common.files import sha256, write_once, write_text
+from common.files import sha256, signature, write_once, write_text
 from common.lease import Lease, held
 
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
 POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
 STORED_BYTES = 256 << 20  # of a file at most: the demonstrations of a million rows take 80 MB
+YOUNG_SECONDS = 2.0  # so long a file's times may not tell one content from the next
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
-
-
-class StoreConflictError(Exception):
-    """Two computations of one key gave different results."""
 
 
 def cache_directory() -> Path:
@@ -56,19 +54,6 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
 
 
-def publish(path: Path, text: str) -> bool:
-    """Make `text` the content of `path`; False when it already was.
-
-    Raises StoreConflictError when `path` exists with another content.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if write_once(path, text):
-        return True
-    if path.read_text(encoding="utf-8") != text:
-        raise StoreConflictError(f"{path} exists with another content")
-    return False
-
-
 def seal(value: Any) -> str:
     """`value` as text, with the digest that `unsealed` checks."""
     stored = json.loads(json.dumps(value))  # as a reader will see it: keys are text, tuples are lists
@@ -81,14 +66,6 @@ def unsealed(path: Path) -> Any | None:
     if not isinstance(found, dict) or "value" not in found:
         return None
     return found["value"] if digest(found["value"]) == found.get("digest") else None
-
-
-def publish_sealed(path: Path, value: Any) -> bool:
-    """`publish` a sealed value; a damaged file in its place is replaced."""
-    if path.is_file() and unsealed(path) is None:
-        replace(path, seal(value))
-        return True
-    return publish(path, seal(value))
 
 
 def read_json(path: Path) -> Any | None:
@@ -124,6 +101,15 @@ def replace(path: Path, text: str) -> None:
     write_text(path, text)
 
 
+def said_of(before: Any, after: Any, ignored: Sequence[str] = ()) -> str:
+    """Return a sentence on what a view showed otherwise before; empty when nothing was, or there was none."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return ""
+    names = [key for key in sorted(before.keys() | after.keys()) if key not in ignored]
+    other = [key for key in names if before.get(key) != after.get(key)]
+    return f"replaces what was there with other {', '.join(other)}; --name keeps both" if other else ""
+
+
 class Entry:
     """Everything under one key. say: told about damaged files."""
 
@@ -141,9 +127,9 @@ class Entry:
         return self._read(self.path / RESULT)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Publish the result; chunks stay as the per-row records."""
-        publish_sealed(self.path / "identity.json", self.identity)
-        publish_sealed(self.path / RESULT, result)
+        """Publish what the chunks come to, which stay as the per-row records."""
+        replace(self.path / "identity.json", seal(self.identity))
+        replace(self.path / RESULT, seal(result))
 
     def chunk(self, index: int) -> list[dict[str, Any]] | None:
         """The records of a chunk, if it is done and undamaged."""
@@ -157,13 +143,16 @@ class Entry:
                 self._whole.add(index)
         return index in self._whole
 
-    def finish_chunk(self, index: int, records: list[dict[str, Any]]) -> bool:
-        """Publish a chunk; False when another worker was first with the same records."""
-        path, found = self._chunk_path(index), self.chunk(index)
-        if found is not None and [r["row"] for r in found] != [r["row"] for r in records]:
-            replace(path, seal(records))  # whole, but of other rows
-            return True
-        return publish_sealed(path, records)
+    def is_whole(self, rows: int, chunk: int) -> bool:
+        """Return whether all chunks of so many rows are done."""
+        return all(self.has_chunk(i, part) for i, part in enumerate(ranges(rows, chunk)))
+
+    def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
+        """Publish a chunk unless it is done: the first counts, as other machines round differently."""
+        path, text = self._chunk_path(index), seal(records)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (self.has_chunk(index, rows) or write_once(path, text) or self.has_chunk(index, rows)):
+            replace(path, text)  # what is there is damaged, or of other rows
 
     def _chunk_path(self, index: int) -> Path:
         return self.path / "chunks" / f"{index:05d}.json"
@@ -188,16 +177,15 @@ def complete(
     """Records of all `rows` under a key, in order: the chunks that nobody else is at, until all are there.
 
     compute: records of some rows, each with its number as `row`. advance: told how many rows were found done.
-    The first copy of a chunk counts: another kind of machine may round a text differently.
     """
-    chunks = [range(i, min(i + chunk, rows)) for i in range(0, rows, chunk)]
+    chunks = ranges(rows, chunk)
     advance(sum(len(c) for i, c in enumerate(chunks) if entry.has_chunk(i, c)))
     while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
         worked = False
         for i in pending:
             with held(entry.lease(f"chunk-{i:05d}")) as mine:
                 if mine and not entry.has_chunk(i, chunks[i]):
-                    _finish_first(entry, i, chunks[i], compute(chunks[i]))
+                    entry.finish_chunk(i, chunks[i], compute(chunks[i]))
                     worked = True
                 elif entry.has_chunk(i, chunks[i]):
                     advance(len(chunks[i]))
@@ -206,12 +194,9 @@ def complete(
     return [record for i in range(len(chunks)) for record in entry.chunk(i) or []]
 
 
-def _finish_first(entry: Entry, index: int, rows: range, records: list[dict[str, Any]]) -> None:
-    try:
-        entry.finish_chunk(index, records)
-    except StoreConflictError:
-        if not entry.has_chunk(index, rows):
-            raise
+def ranges(rows: int, chunk: int) -> list[range]:
+    """Return the rows of every chunk."""
+    return [range(i, min(i + chunk, rows)) for i in range(0, rows, chunk)]
 
 
 def lease(directory: Path, name: str) -> Lease:
@@ -223,18 +208,25 @@ def lease(directory: Path, name: str) -> Lease:
 
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
-    """Digest of names and contents. A file's own digest is remembered by path, size, times and inode."""
+    """Return a digest of names and contents of files, each hashed once for its signature."""
     lines = []
     for path in sorted(files):
-        stat = path.stat()
-        identity = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        remembered = cache_directory() / "digests" / digest(identity)[:32]
-        try:
-            content = remembered.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            content = ""
-        if not re.fullmatch("[0-9a-f]{64}", content):
-            content = sha256(path)
-            replace(remembered, content)
+        seen = signature(path)
+        key = digest([str(path.resolve()), *seen])
+        fresh = time.time_ns() - max(seen[1:3]) < 1e9 * YOUNG_SECONDS  # a change might not show in its times
+        content = sha256(path) if fresh else remembered("digests", key, partial(sha256, path))
         lines.append([path.relative_to(root).as_posix(), content])
     return digest(lines)
+
+
+def remembered(kind: str, key: str, compute: Callable[[], str]) -> str:
+    """Return the digest that `compute` gives, from the cache where an earlier call has left it."""
+    path = cache_directory() / kind / key[:32]
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        content = ""
+    if not re.fullmatch("[0-9a-f]{64}", content):
+        content = compute()
+        replace(path, content)
+    return content

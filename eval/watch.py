@@ -18,6 +18,7 @@ one that is not whole and has long stopped changing has failed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import traceback
@@ -30,15 +31,13 @@ from common.errors import UserError, one_line
 from common.lease import held, now_there
 from common.text import counted
 from eval import store, targets
-from eval.compare import regression
+from eval.compare import Verdict, regression
 from eval.export.commands import Export
 from eval.export.hub import CARD
 from eval.export.tracking import BusyError
-from eval.icl.inferencer import VERSION
+from eval.icl.encoder import encoder_path
 from eval.icl.job import run_all
-from eval.icl.openicl_baselines import DENSE, RETRIEVERS
-from eval.icl.retrieve import encoder_path
-from eval.icl.settings import Settings
+from eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
 from eval.icl.task_data import load_data
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
@@ -113,14 +112,21 @@ class Watch:
         parts += [f"{name} waits for the end of the run" for name in sorted(self.deferred)]
         return f"{self.run_dir}: {', '.join(parts)}"
 
-    def regressions(self, baseline: str, max_drop: float | None) -> list[str]:
-        """Verdicts on the models evaluated by this watcher that are worse than `baseline`."""
+    def verdicts(self, baseline: str, max_drop: float | None) -> list[Verdict]:
+        """Return verdicts on all evaluated checkpoints of the run, whoever evaluated them, and when."""
         models = read_models([self.out])
-        first = pick(models, baseline)
-        verdicts = [
-            regression(first, pick(models, name), max_drop) for name in self.evaluated if name != baseline
+        first, evaluated = pick(models, baseline), []
+        for path in sorted((self.state / "done").glob("*.json")):
+            mark = store.read_json(path)
+            if isinstance(mark, dict) and mark.get("state") == "evaluated" and path.stem != baseline:
+                evaluated.append(path.stem)
+        by_name = {model.name: model for model in models}
+        return [
+            regression(first, by_name[name], max_drop)
+            if name in by_name
+            else Verdict([], f"{name}: its results cannot be read", [f"all results ({name})"])
+            for name in evaluated
         ]
-        return [v.summary for v in verdicts if v.regressions]
 
     def _export_all(self) -> None:
         for export in self.exports:
@@ -179,7 +185,8 @@ class Watch:
         settings = asdict(self.settings)
         source, _ = settings.pop("data"), settings.pop("budget")
         tasks = [
-            [t.name, t.version, t.spec.model_dump(mode="json"), _data_facts(source, t)] for t in self.tasks
+            [t.name, t.version, json.dumps(t.spec.model_dump(mode="json")), _data_facts(source, t)]
+            for t in self.tasks  # as text: the order of a task's inputs counts
         ]
         return store.digest([tasks, settings, self.dtype, VERSION])[:16]
 
@@ -235,7 +242,7 @@ class Watch:
                 self._not_whole(target, files, asked, str(error))
         except Exception as error:
             reason = one_line(error)
-            if not isinstance(error, DamagedError | UserError | store.StoreConflictError):
+            if not isinstance(error, DamagedError | UserError):
                 reason = f"{type(error).__name__}: {reason}"
             if _may_pass(error):
                 self.troubled[target.name] = reason

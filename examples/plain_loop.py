@@ -1,19 +1,16 @@
-"""The fused loss in a plain training loop: python examples/plain_loop.py MODEL TEXT [OBJECTIVE]
+"""The fused loss in a plain training loop: python examples/plain_loop.py MODEL TEXT [OBJECTIVE]"""
 
-MODEL is a causal LM's directory or hub id, TEXT a text file. Prints the loss of every step.
-"""
-
-import sys
+import argparse
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from pipeline.hf import fuse_causal_lm
 
 
 def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[float]:
-    """Train on the beginning of a text; the losses."""
+    """Train on the beginning of a text, print the loss of every step, and return the losses."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipeline.hf import fuse_causal_lm
+
     rows, length = 4, 64
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -21,9 +18,12 @@ def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[f
     fuse_causal_lm(model, objective)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = tokenizer(Path(text).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    if len(ids) < rows * length:
+        raise SystemExit(f"{text}: {len(ids)} tokens, but a step takes {rows * length}; give a longer text")
     losses = []
     for step in range(steps):
-        batch = ids[step * rows * length : (step + 1) * rows * length].view(rows, length)
+        start = step * rows * length % (len(ids) - rows * length + 1)
+        batch = ids[start : start + rows * length].view(rows, length)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
@@ -34,4 +34,9 @@ def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[f
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a causal LM's directory or hub id")
+    parser.add_argument("text", help="a text file")
+    parser.add_argument("objective", nargs="?", default="emo")
+    arguments = parser.parse_args()  # before the imports, which take seconds
+    main(arguments.model, arguments.text, arguments.objective)

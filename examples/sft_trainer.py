@@ -1,28 +1,24 @@
-"""TRL's SFTTrainer with the fused loss: python examples/sft_trainer.py MODEL ROWS.jsonl [OBJECTIVE]
+"""TRL's SFTTrainer with the fused loss: python examples/sft_trainer.py MODEL ROWS.jsonl [OBJECTIVE]"""
 
-MODEL is a causal LM's directory or hub id; ROWS has {"prompt": ..., "completion": ...} or a conversation
-per line.
-"""
-
-import sys
-
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
-
-from pipeline.hf import FusedLossMixin
-
-
-class FusedSFTTrainer(FusedLossMixin, SFTTrainer):
-    """An SFTTrainer whose model ends in the fused loss."""
+import argparse
 
 
 def main(path: str, rows: str, objective: str = "emo", out: str = "runs/example") -> list[float]:
-    """Tune on a file of rows; the logged losses."""
+    """Tune on a file of rows and return the logged losses."""
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from pipeline.hf import FusedLossMixin
+
+    class FusedSFTTrainer(FusedLossMixin, SFTTrainer):
+        """An SFTTrainer whose model ends in the fused loss."""
+
     settings = {"max_steps": 5, "per_device_train_batch_size": 1, "logging_steps": 1, "report_to": []}
     trainer = FusedSFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(path),
-        args=SFTConfig(out, **settings),
+        args=SFTConfig(out, bf16=torch.cuda.is_available(), **settings),  # TRL's bf16 wants a GPU
         train_dataset=load_dataset("json", data_files=rows, split="train"),
         processing_class=AutoTokenizer.from_pretrained(path),
         objective=objective,
@@ -32,4 +28,9 @@ def main(path: str, rows: str, objective: str = "emo", out: str = "runs/example"
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a causal LM's directory or hub id")
+    parser.add_argument("rows", help='lines of {"prompt": ..., "completion": ...}, or of conversations')
+    parser.add_argument("objective", nargs="?", default="emo")
+    arguments = parser.parse_args()  # before the imports, which take seconds
+    main(arguments.model, arguments.rows, arguments.objective)

@@ -111,13 +111,14 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
-    from experiments.table import gather, markdown
+    from experiments import report
+    from experiments.table import gather
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
-    results = gather(sweep)
-    table = markdown(results)
-    write_text(experiment.out / RESULTS, json.dumps(finite(results), indent=1))
+    results = finite(gather(sweep))
+    table = report.sweep(results).markdown()
+    write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)
     print(table)
     print(f"{experiment.out / TABLE}; numbers: {experiment.out / RESULTS}")

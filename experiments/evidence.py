@@ -15,22 +15,68 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from common.errors import UserError
+from pydantic import Field, model_validator
+
+from common.errors import UserError, nearest
 from common.exit_codes import ExitCode
-from common.files import write_text
 from common.outcome import outcome
 from common.provenance import code_version
-from common.recipe import load_section
-from experiments import READERS
+from common.recipe import Section, load_section
+from experiments import READERS, report
 from experiments.design import RESULTS, executable, fill, split_command
-from experiments.parts import Evidence
-from experiments.report import effect, html
 from pipeline.stop import die_with_parent
 
 REPORT = "report.html"
 COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
+
+
+class Otherwise(Section):
+    """A part's replacement where the files that it needs are not there."""
+
+    note: str  # for the report
+    before: list[str] = []  # commands, in order
+    file: Path  # instead of the part's
+
+
+class Part(Section):
+    """One study or sweep."""
+
+    title: str
+    about: str  # for the report: what it is, what is measured
+    kind: Literal["study", "sweep"]
+    file: Path
+    needs: list[str] = []  # paths; `{name}` stands for one of `names`
+    otherwise: Otherwise | None = None  # None: it is left out
+    names: dict[str, str] = {}  # of the part's file
+
+
+class Answer(Section):
+    """A question, the part that answers it, and others that the report quotes."""
+
+    text: str
+    by: str  # part
+    question: str  # of that part's file
+    also: list[str] = []  # parts that have the same question
+
+
+class Evidence(Section):
+    """The whole file."""
+
+    out: Path
+    names: dict[str, str] = {}
+    cut: list[str] = []  # what was made smaller or left out so that it fits its time
+    parts: dict[str, Part] = Field(min_length=1)
+    answers: dict[str, Answer] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _parts_exist(self) -> Evidence:
+        for answer in self.answers.values():
+            for part in (answer.by, *answer.also):
+                if part not in self.parts:
+                    raise ValueError(f"{part} is not one of the parts; {nearest(part, self.parts)}")
+        return self
 
 
 def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
@@ -104,12 +150,11 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         evidence = load_section(Evidence, args.file, args.overrides, "experiment", READERS)
         results = gather(evidence, args.jobs)
-        evidence.out.mkdir(parents=True, exist_ok=True)
-        write_text(evidence.out / RESULTS, json.dumps(results, indent=1))
-        write_text(evidence.out / REPORT, html(evidence, results))
-        for verdict in results["verdicts"].values():
-            _, better, interval, pairs = effect(verdict)
-            print(f"{verdict['question']} {verdict['answer']} ({better} {interval}, n {pairs})")
+        titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
+        page = report.evidence(results, titles)
+        page.write(f"{evidence.out}/", (REPORT, RESULTS))
+        for text in page.answer:
+            print(text)
         print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
         return ExitCode.DONE
 

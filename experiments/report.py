@@ -1,15 +1,16 @@
-"""The evidence as one page: the answers first, then every part's figures, and how they were made."""
+"""The answers of a sweep or of the whole evidence as a document, with the numbers of every row."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
-from common.page.figures import INK, MUTED, NARROW, WIDE, colour, marker, plt, shortened, style, svg
-from common.page.parts import Markup, definitions, figure, join, page, row, section, table, tag
-from experiments.parts import Evidence
+from common.report.document import Block, Cell, Document, Items, Row, Section, Table
+from common.report.figure import Dot, Dots, Figure
+from common.report.numbers import DASH, between, formatted
+from common.untrusted import number
 
-WORDS = {"yes": "Yes.", "no": "No.", "undecided": "Undecided."}
+ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
 # What the numbers of a row mean, by name; without one the name itself is shown.
 MEANING = {
     "validation_nll": "dev nats",
@@ -20,11 +21,14 @@ MEANING = {
     "tv": "total variation",
     "tail_mass": "mass where P < 1e-4",
     "entropy": "entropy",
+    "entropy_q": "entropy",
+    "kl_from_tempered_truth": "KL from tempered P",
+    "settled": "settled",
     "oracle_nats": "oracle's nats of its samples",
     "floor_nats": "floor",
-    "temperature": "T of dev",
-    "tempered_js": "JS at it",
-    "baseline_temperature": "T of equal entropy",
+    "temperature": "temperature",
+    "tempered_js": "JS at that temperature",
+    "baseline_temperature": "temperature of equal entropy",
     "gap_js": "JS minus tempered MLE",
     "gap_kl_pq": "KL(P, Q) minus tempered MLE",
     "gap_kl_qp": "KL(Q, P) minus tempered MLE",
@@ -35,180 +39,137 @@ MEANING = {
     "distinct_2": "distinct-2",
     "repetition_4": "repetition-4",
 }
-FIXED = ("temperature", "entropy_q", "kl_pq", "kl_qp", "js", "kl_from_tempered_truth", "settled")
-FIXED_WORDS = ("T of the truth", "entropy", "KL(P, Q)", "KL(Q, P)", "JS", "KL from tempered P", "settled")
 PAIRED = (
-    "Means with 95 % intervals of Student over repetitions, which share their sample and seed; an asterisk: "
-    "differs from the baseline (paired, Holm over the objectives, 0.05). (end): chosen on development data "
-    "at an end of the grid, so that a better value may lie beyond."
+    "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
+    "chosen at an end of its grid, beyond which a better value may lie."
 )
 SETTLED = (
-    "Where training would settle with unlimited data and capacity. T: the temperature at which the truth "
-    "would be as certain; KL from tempered P: what is not explained by that temperature; settled: share of "
-    "truths for which there is such a point."
+    "Where training would settle with unlimited data and capacity. Temperature: at which the truth would be "
+    "as certain; KL from tempered P: what that leaves over; settled: share of truths with such a point."
+)
+ANSWERED = (
+    "Better by: the paired difference that decides; above zero is better. Yes: every interval lies above "
+    "zero. Their level is such that all hold together."
 )
 
 
-def html(evidence: Evidence, results: dict[str, Any]) -> Markup:
-    """The whole page. results: as `evidence.gather` returns them."""
-    parts = [
-        section(
-            evidence.parts[name].title,
-            tag("p", evidence.parts[name].about),
-            tag("p", results["left_out"][name]) if name in results["left_out"] else "",
-            _study(found) if "fixed_points" in found else _sweep(name, found),
-        )
-        for name, found in results["parts"].items()
-    ]
-    missing = [
-        (evidence.parts[name].title, why)
-        for name, why in results["left_out"].items()
-        if name not in results["parts"]
-    ]
-    cut = section("What was cut", tag("ul", *(tag("li", line) for line in evidence.cut)))
-    lost = section("What was left out", definitions(missing) if missing else "")
-    code = results["code"]
-    minutes = str(results["minutes"])
-    made = section(
-        "How it was made", definitions([("code", str(code)), ("minutes of the last start", minutes)])
-    )
-    lead = "Objectives for language models where the truth is known, and where it is not."
-    sections = [section("Answers", _answers(results["verdicts"])), *parts, lost, cut, made]
-    return page("Does the earth mover's distance help?", lead, sections)
+def sweep(results: dict[str, Any]) -> Document:
+    """Return the table of one experiment."""
+    sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows("Rows", results))]
+    return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
-def _answers(verdicts: dict[str, Any]) -> Markup:
-    """The questions with what decides them, and what the other parts say of them."""
-    lines = []
-    for found in verdicts.values():
-        lines.append(
-            row(
-                [
-                    tag("span", found["question"], class_="method"),
-                    tag("b", WORDS[found["answer"]]),
-                    *effect(found),
-                ],
-                text=2,
+def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
+    """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
+    lacking = results["left_out"]
+    parts = []
+    for name, part in results["parts"].items():
+        title, about = titles[name]
+        blocks = _study(part) if "fixed_points" in part else _rows(title, part)
+        parts.append(Section(title, about, lacking.get(name, ""), *blocks))
+    lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
+    sections = [
+        Section("Answers", _answers(results["verdicts"])),
+        *parts,
+        Section("What was left out", Items(lost)),
+        Section("What was cut", Items(results["cut"])),
+    ]
+    code = f"Code {results['code']}, {results['minutes']} min."
+    about = f"Objectives where the truth is known, and where it is not. {code}"
+    rows = []
+    for i, f in enumerate(results["verdicts"].values()):
+        value, low, high = (number(f[key]) for key in ("effect", "low", "high"))
+        if value is not None and low is not None and high is not None:
+            rows.append(Dot(f["question"], i, value, low, high))
+    picture = Figure("Answers", [Dots("Better by", rows, 0.0)], "Right of the dotted line: better.")
+    return Document("The evidence", _sentences(results["verdicts"]), about, sections, picture, data=results)
+
+
+def _sentences(verdicts: dict[str, Any]) -> list[str]:
+    sentences = []
+    for f in verdicts.values():
+        interval = f"interval {_interval(f)}, " if _interval(f) else ""
+        size = f"{formatted(f['effect'], '{:+.4f}')} in {_meaning(f['outcome'])}"
+        facts = f"{interval}above zero is better, n {f['n']}"
+        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
+    return sentences or ["No question was asked."]
+
+
+def _interval(part: dict[str, Any]) -> str:
+    low, high = number(part["low"]), number(part["high"])
+    return "" if low is None or high is None else between(low, high, "{:.4f}")
+
+
+def _meaning(name: str) -> str:
+    return MEANING.get(name, name)
+
+
+def _answers(verdicts: dict[str, Any]) -> Table:
+    rows: list[Row] = []
+    for verdict in verdicts.values():
+        for name, answer in {"": verdict, **verdict.get("also", {})}.items():
+            word, tone = ANSWERS[answer["answer"]]
+            question = f"{verdict['question']} ({name})" if name else verdict["question"]
+            better = Cell(formatted(answer["effect"], "{:.4f}"), _interval(answer))
+            facts = [_meaning(answer["outcome"]), str(answer["n"])]
+            rows.append([question, Cell(word, tone=tone), better, *facts])
+    return Table("Question | Answer | Better by | Outcome | n", rows, ANSWERED, 2)
+
+
+def _rows(title: str, part: dict[str, Any]) -> list[Block]:
+    """Return the rows of a sweep as a table, and its questions' outcomes as a figure."""
+    rows, lines = part["rows"], []
+    names = list(dict.fromkeys(key for row in rows for key in row["measures"]))
+    axes = list(rows[0].get("chosen", {}))
+    for row in rows:
+        measures = [(row["measures"].get(name), row.get("differences", {}).get(name) or {}) for name in names]
+        p_values = [number(gap.get("p_holm")) for _, gap in measures]
+        marks = ["*" if p is not None and p < 0.05 else "" for p in p_values]
+        cells = [_mean(measure, "{:.4g}", mark) for (measure, _), mark in zip(measures, marks, strict=True)]
+        ends = row.get("at_end", ())
+        chosen = [row.get("chosen", {}).get(axis, DASH) + " (end)" * (axis in ends) for axis in axes]
+        lines.append([*row["labels"].values(), *chosen, *cells])
+    head = [*rows[0]["labels"], *axes]
+    panels = []
+    for outcome in dict.fromkeys(v["outcome"] for v in part["verdicts"].values()):
+        dots = []
+        for i, row in enumerate(rows):
+            mean, *limits = (
+                number((row["measures"].get(outcome) or {}).get(key)) for key in ("mean", "low", "high")
             )
-        )
-        for part, other in found["also"].items():
-            lines.append(row([f"also: {part}", WORDS[other["answer"]], *effect(other)], "quiet", text=2))
-    head = ["question", "answer", "outcome", "better by", "95 % interval", "n"]
+            if mean is not None:
+                dots.append(
+                    Dot(
+                        " ".join(row["labels"].values()), i, mean, *(mean if x is None else x for x in limits)
+                    )
+                )
+        panels += [Dots(_meaning(outcome), dots, 0.0 if outcome.startswith("gap") else None)] if dots else []
+    lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in part["lacking"].items()]
+    figure = Figure(f"Outcomes of {title}", panels, "Less is better. Means with 95 % intervals.")
+    return [Table([*head, *map(_meaning, names)], lines, PAIRED, len(head)), figure, Items(lost)]
+
+
+def _mean(measure: dict[str, Any] | None, form: str, mark: str = "") -> Cell:
+    mean, high = (number((measure or {}).get(key)) for key in ("mean", "high"))
+    half = "" if mean is None or high is None else f"± {high - mean:.2g}"
+    return Cell(formatted(mean, form) + mark, half)
+
+
+def _study(part: dict[str, Any]) -> list[Block]:
+    """Return the fixed points, and the fitted learners' outcome in every cell."""
+    points, names = part["fixed_points"], list(part["rows"][0]["contestants"])
+    keys = [key for key in points[0] if key != "contestant"]
+    fixed = [[point["contestant"], *(formatted(point[key], "{:.4f}") for key in keys)] for point in points]
+    outcome = next((verdict["outcome"] for verdict in part["verdicts"].values()), "js")
+    rows: list[Row] = []
+    for row in part["rows"]:
+        sample = f"{row['V']} tokens, share {row['share']:g}, {row['tokens']:,} drawn"
+        rows.append([sample, *(_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)])
     caption = (
-        "Better by: the paired difference that decides from what the objective is compared with; above zero "
-        "is better. Yes: every interval lies above zero; no: at least one lies below; their level is raised "
-        "so that all hold together. As written before the experiments were run, no needed every one below."
+        f"{_meaning(outcome)} between truth and learner, in nats: means with 95 % intervals. Share: how far "
+        "tokens that are plausible together lie close together in the costs' embedding."
     )
-    return table(head, lines, caption, text=2)
-
-
-def effect(found: dict[str, Any]) -> list[str]:
-    """Of a verdict: the outcome, by how much it is better, the interval, and the pairs."""
-    better, *span = ("-" if found[key] is None else f"{found[key]:.4f}" for key in ("effect", "low", "high"))
-    outcome = MEANING.get(found["outcome"], found["outcome"])
-    return [outcome, better, f"[{', '.join(span)}]", str(found["n"])]
-
-
-def _sweep(name: str, found: dict[str, Any]) -> Markup:
-    """The rows of a sweep as tables, and its questions' outcomes as a figure."""
-    rows = found["rows"]
-    names = list(dict.fromkeys(key for one in rows for key in one["measures"]))
-    outcomes = list(dict.fromkeys(v["outcome"] for v in found["verdicts"].values()))
-    head = [*rows[0]["labels"], *rows[0].get("chosen", {})]
-    steps = range(0, len(names), 9)
-    tables = [
-        table(
-            [*head, *(MEANING.get(key, key) for key in names[i : i + 9])],
-            [_row(one, names[i : i + 9]) for one in rows],
-            PAIRED if i == steps[-1] else "",
-            text=len(head),
-        )
-        for i in steps
+    return [
+        Table(["Objective", *map(_meaning, keys)], fixed, SETTLED, label="Where training settles"),
+        Table(["Language and sample", *names], rows, caption, label="Fitted learners"),
     ]
-    lost = [
-        f"No number of {MEANING.get(key, key)}: {', '.join(runs)}." for key, runs in found["lacking"].items()
-    ]
-    return join(_dots(name, rows, outcomes), *tables, *(tag("p", line) for line in lost))
-
-
-def _row(one: dict[str, Any], names: list[str]) -> Markup:
-    ends = one.get("at_end", [])
-    chosen = [f"{value} (end)" if axis in ends else value for axis, value in one.get("chosen", {}).items()]
-    labels = [*one["labels"].values(), *chosen]
-    return row([*labels, *(_cell(one, key) for key in names)], text=len(labels))
-
-
-def _cell(one: dict[str, Any], key: str) -> Markup | str:
-    measure = one["measures"].get(key)
-    if measure is None or measure["mean"] is None:
-        return "-"
-    gap = one.get("differences", {}).get(key)
-    mark = "*" if gap is not None and gap["p_holm"] is not None and gap["p_holm"] < 0.05 else ""
-    shown = f"{measure['mean']:.4g}{mark}"
-    if measure["low"] is None:
-        return shown
-    return join(shown, tag("span", f"± {measure['high'] - measure['mean']:.2g}", class_="ci"))
-
-
-def _dots(name: str, rows: list[dict[str, Any]], outcomes: list[str]) -> Markup:
-    """Each outcome: a dot with its interval for every row."""
-    labels = [" ".join(one["labels"].values()) for one in rows]
-
-    def draw(width: float, columns: int) -> Markup | str:
-        lines = math.ceil(len(outcomes) / columns)
-        with style():
-            drawn, axes = plt.subplots(
-                lines, columns, figsize=(width, lines * (0.6 + 0.3 * len(rows))), squeeze=False, sharey=True
-            )
-            for axis in axes.flat[len(outcomes) :]:
-                axis.set_visible(False)
-            for axis, outcome in zip(axes.flat, outcomes, strict=False):
-                for place, one in enumerate(rows):
-                    measure = one["measures"].get(outcome)
-                    if measure is None or measure["mean"] is None:
-                        continue
-                    if measure["low"] is not None:
-                        axis.plot([measure["low"], measure["high"]], [place, place], color=colour(place))
-                    axis.plot([measure["mean"]], [place], marker(place), color=colour(place))
-                if outcome.startswith("gap"):
-                    axis.axvline(0, color=MUTED, linewidth=0.8)
-                axis.set_title(MEANING.get(outcome, outcome), color=INK)
-                axis.set_yticks(range(len(rows)), [shortened(label, 22) for label in labels])
-                axis.invert_yaxis() if axis is axes.flat[0] else None
-            return svg(drawn, f"{name}-{columns}", f"outcomes of {name}")
-
-    if not outcomes:
-        return Markup()
-    caption = "The outcomes that the questions ask for; less is better. Dots with 95 % intervals."
-    return figure(draw(WIDE, max(1, min(2, len(outcomes)))), draw(NARROW, 1), caption)
-
-
-def _study(found: dict[str, Any]) -> Markup:
-    """Fixed points, and the fitted learners' outcome in every cell."""
-    points = [
-        row([point["contestant"], *(f"{round(point[key], 4) + 0.0:.4f}" for key in FIXED)])
-        for point in found["fixed_points"]
-    ]
-    fixed = table(["objective", *FIXED_WORDS], points, SETTLED)
-    names = list(found["rows"][0]["contestants"])
-    outcome = next(iter(found["verdicts"].values()))["outcome"] if found["verdicts"] else "js"
-    lines = [
-        row(
-            [
-                f"{one['V']} tokens, share {one['share']:g}, {one['tokens']:,} drawn",
-                *(_measure(one["contestants"][label][outcome]) for label in names),
-            ]
-        )
-        for one in found["rows"]
-    ]
-    caption = (
-        f"{MEANING.get(outcome, outcome)} between truth and learner, in nats: means with 95 % intervals. "
-        "Each objective has its own learning rate, chosen on a development sample. Share: how far tokens "
-        "that are plausible together lie close together in the costs' embedding."
-    )
-    return join(fixed, table(["language and sample", *names], lines, caption))
-
-
-def _measure(found: dict[str, Any]) -> Markup:
-    half = found["high"] - found["mean"]
-    return join(f"{found['mean']:.4f}", tag("span", f"± {half:.2g}", class_="ci"))

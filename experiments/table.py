@@ -1,4 +1,4 @@
-"""The table of an experiment: means with intervals, differences from the baseline, verdicts."""
+"""The numbers of an experiment: means with intervals, differences from the baseline, verdicts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.provenance import code_version
-from common.text import markdown as plain
 from experiments.design import Experiment, Labels, Run
 from experiments.statistics import at_an_end, difference, estimate, holm, verdict
 from experiments.sweep import Sweep
-
-END = "\u2020"  # beside a value at an end of the grid that it was chosen from
 
 
 def gather(sweep: Sweep) -> dict[str, Any]:
@@ -85,37 +82,3 @@ def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dic
 def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
     """Return a metric of a row's runs, in their order; NaN where one has no number."""
     return row["values"].get(metric, [math.nan] * len(row["runs"]))
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """Return the table as Markdown."""
-    rows = results["rows"]
-    metrics = list(dict.fromkeys(metric for row in rows for metric in row["measures"]))
-    head = [*rows[0]["labels"], *rows[0].get("chosen", {}), *metrics]
-    lines = ["| " + " | ".join(map(plain, head)) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        labels = [*row["labels"].values()]
-        labels += [f"{v}{END if axis in row['at_end'] else ''}" for axis, v in row.get("chosen", {}).items()]
-        cells = [*labels, *(_cell(row, metric) for metric in metrics)]
-        lines.append("| " + " | ".join(map(plain, cells)) + " |")
-    lines += ["", "Means over repetitions with 95 % intervals; * differs from the baseline (Holm, 0.05)."]
-    if any(row.get("at_end") for row in rows):
-        lines.append(f"{END} chosen at an end of its grid: a better value may lie beyond.")
-    for result in results["verdicts"].values():
-        effect, low, high = (f"{result[key]:.4g}" for key in ("effect", "low", "high"))
-        question, outcome = plain(result["question"]), plain(result["outcome"])
-        by = f"{effect} [{low}, {high}], n {result['n']}"
-        lines += ["", f"**{question}** {result['answer']}: {outcome} better by {by}."]
-    for metric, runs in results["lacking"].items():
-        lines += ["", f"No number of {plain(metric)}: {', '.join(map(plain, runs))}."]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, Any], metric: str) -> str:
-    measure = row["measures"].get(metric)
-    if measure is None:
-        return "-"
-    gap = row.get("differences", {}).get(metric)
-    star = "*" if gap is not None and gap["p_holm"] < 0.05 else ""
-    half = "" if math.isnan(measure["low"]) else f" ± {measure['high'] - measure['mean']:.2g}"
-    return f"{measure['mean']:.4g}{half}{star}"

@@ -5,13 +5,16 @@ verb=${1:-help}
 [ $# -gt 0 ] && shift
 case "$verb" in
     prepare) exec python -m data_prep prepare "$@" ;;
-    continual | instruct) exec "${0%/*}/$verb.sh" "$@" ;;
+    continual | instruct)
+        # What a start does before it writes heartbeats may hang as well.
+        [ -z "$PIPELINE_HEARTBEAT" ] || printf '{"doing": "starting", "since": %s}\n' "$(date +%s)" > "$PIPELINE_HEARTBEAT"
+        exec "${0%/*}/$verb.sh" "$@" ;;
     evaluate) exec python -m eval run "$@" ;;
     watch) exec python -m eval watch "$@" ;;
     plan) exec python -m pipeline plan "$@" ;;
     quickstart) exec python "${0%/*}/quickstart.py" "$@" ;;
     health)
-        # Since when the run does what it is doing: a step, loading, saving. Without a heartbeat nothing trains here.
+        # Since when the run does what it is doing: starting, loading, a step, saving. No file: this trains nothing.
         since=$(sed -n 's/.*"since": \([0-9]*\).*/\1/p' "$PIPELINE_HEARTBEAT" 2>/dev/null)
         [ -n "$since" ] || exit 0
         idle=$(($(date +%s) - since))

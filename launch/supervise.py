@@ -30,7 +30,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import UserError
 from common.exit_codes import ExitCode
+from pipeline.cli import recipe_arguments
+from pipeline.config import load_config
 from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 HERE = Path(__file__).resolve().parent
@@ -49,7 +52,7 @@ class Rank:
         self.report = report
         words = report.read_text(encoding="utf-8").split()
         self.pid = int(words[0]) if words else 0
-        self.code = int(words[1]) if len(words) == 2 else None  # None: it lives, or was killed
+        self.code = int(words[1]) if len(words) > 1 else None  # None: it lives, or was killed
 
     def lives(self) -> bool:
         """Whether it holds the lock on its report."""
@@ -179,6 +182,21 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool
     return ExitCode.FAILURE
 
 
+def mistaken(script: Path, arguments: list[str]) -> int:
+    """Return the exit code for arguments or a recipe that no rank could use, said at once; 0 for good ones.
+
+    Answers --help too, which ends the program.
+    """
+    os.environ.setdefault(CALLED, f"./launch/{script.name}")
+    try:
+        args = recipe_arguments(script.stem, arguments)
+        load_config(args.recipe, args.overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.MISTAKE
+    return ExitCode.DONE
+
+
 def main(argv: list[str]) -> int:
     """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself."""
     script, *arguments = argv
@@ -186,6 +204,8 @@ def main(argv: list[str]) -> int:
     if "--" in arguments:
         at = arguments.index("--")
         options, arguments = arguments[:at], arguments[at + 1 :]
+    if code := mistaken(Path(script), arguments):
+        return code
     reports = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         return Supervisor(options, script, arguments, reports).run()

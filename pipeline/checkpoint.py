@@ -34,13 +34,13 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete complete checkpoints but the newest `keep_last` and those of every `keep_every`-th step.
+def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | None = None) -> None:
+    """Delete complete checkpoints but the newest `keep_last`, those of every `keep_every`-th step, `spared`.
 
     What is left partial or converted goes too.
     """
     for directory in checkpoints(run_dir)[:-keep_last]:
-        if not keep_every or step_of(directory) % keep_every:
+        if directory != spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)

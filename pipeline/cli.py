@@ -19,13 +19,12 @@ from typing import NoReturn
 from common.commands import first_word, offer_completion, parse_arguments, program
 from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import LASTING, may_pass
 from common.outcome import outcome
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration
 from pipeline.report.streams import Chatter, split
-from pipeline.stop import CALLED, REPORTS, RESUME, Watch
+from pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +125,20 @@ def _parser() -> argparse.ArgumentParser:
         "sampled text. Also while they train.",
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument("--out", type=Path, metavar="FILE", help="(report.html in the first RUN_DIR)")
+    report.add_argument(
+        "--out",
+        metavar="PATH",
+        help="directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout",
+    )
     report.add_argument(
         "--over",
         choices=("step", "tokens"),
         default="step",
         help="what curves go over: steps or supervised tokens",
     )
-    report.add_argument("--json", type=Path, metavar="FILE", help="what was gained and lost, as numbers")
+    report.add_argument(
+        "--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout"
+    )
     report.add_argument(
         "--fail-on-regression",
         metavar="SET[,SET]",
@@ -150,7 +155,7 @@ def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
 def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
     """Parse, check, join the other ranks and train."""
     chatter = split()
-    args = _recipe_arguments(kind, argv)
+    args = recipe_arguments(SCRIPTS[kind], argv)
     console = _set_up_logging(args, chatter)
     try:
         return _train(kind, args, watch, console)
@@ -203,15 +208,12 @@ class _OfScript(argparse.ArgumentParser):
         super().error(message)
 
 
-def _command(kind: str) -> str:
-    """What the user has called: a console script, a launch script, or `deepspeed` with one."""
-    script = f"launch/{SCRIPTS[kind]}.sh"
-    return os.environ.get(CALLED) or (f"./{script}" if REPORTS in os.environ else f"deepspeed {script}")
-
-
-def _recipe_arguments(kind: str, argv: list[str] | None) -> argparse.Namespace:
+def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of launch/SCRIPT.sh. Ends the program when they are wrong, or ask for help."""
+    path = f"launch/{script}.sh"
+    called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
     parser = _OfScript(
-        prog=_command(kind),
+        prog=called,
         description="Train a recipe. Run the same command again to resume.",
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
@@ -233,9 +235,15 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     except UserError as error:
         if _is_main() or (_is_first_of_host() and not watch.is_joined):  # hosts differ until then
             print(f"error: {error}", file=sys.stderr, flush=True)
+        if error.code == HARDWARE:
+            watch.blame_node()
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except Exception as error:
-        code, line = _explain(error, watch.advanced)
+        from pipeline.faults import broken_device, explain
+
+        if broken_device(error):
+            watch.blame_node()
+        code, line = explain(error, watch.advanced)
         if line is None:
             traceback.print_exc()
             line = f"{type(error).__name__}: {one_line(error)}"
@@ -245,39 +253,6 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
     print(f"exit code {code}", file=sys.stderr, flush=True)
     watch.ended(code)
     leave(code)  # the other ranks may be waiting for this one in a collective
-
-
-def _explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
-    """Exit code of an error, and the line that it needs instead of a traceback, if one says all.
-
-    advanced: a step was done since the start. Until then only what may pass by itself is worth another start:
-    a compiler that is missing or a GPU that is too small would fail the same way at every one.
-    """
-    from safetensors import SafetensorError
-    from torch import OutOfMemoryError
-    from torch import distributed as dist
-
-    from pipeline.ranks import lost_a_peer
-
-    line = one_line(error)
-    if isinstance(error, LASTING):
-        return ExitCode.MISTAKE, line
-    if isinstance(error, SafetensorError) and "os error" not in line:  # what it calls a failed write
-        return ExitCode.MISTAKE, line
-    if lost_a_peer(error):
-        what = "lost" if dist.is_initialized() else "did not reach"
-        why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
-        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {what} another rank, {why}"
-    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
-    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
-        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
-    if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
-        return ExitCode.MISTAKE, (
-            f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
-            "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
-            "stage or offload; `python -m pipeline plan` says what fits"
-        )
-    return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None
 
 
 def _is_first_of_host() -> bool:
@@ -333,11 +308,12 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
     from pipeline.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
     from pipeline.planning.best import check_target, print_best, write_recipe
     from pipeline.planning.plan import parse_cluster, print_plan
 
     cluster = parse_cluster(args.gpus, args.network)
-    config = load_config(args.recipe, args.overrides)
     if not args.best:
         return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
     if args.write:
@@ -351,19 +327,22 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
+
+    config = load_config(args.recipe, args.overrides)
     from pipeline.planning.preflight import preflight
 
-    return preflight(load_config(args.recipe, args.overrides))
+    return preflight(config)
 
 
 def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
-    from pipeline.planning.score import score
 
     given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     given.append(f"model.revision={args.revision or 'null'}")
     _log_to_stdout(logging.INFO)
     config = load_config(args.recipe, [*args.overrides, *given])
+    from pipeline.planning.score import score
+
     if score(config, args.name, _part(args.part), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
     else:
@@ -372,19 +351,26 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from common.report.document import STDOUT, folder_of, save
     from pipeline.report import forgetting
     from pipeline.report.gather import read_runs
-    from pipeline.report.page import write_report
+    from pipeline.report.page import document
 
     runs = read_runs(args.runs)
     asked = args.fail_on_regression
     verdicts = forgetting.regressions(runs, asked.split(",") if asked is not None else [])
-    if args.json:
-        forgetting.write_json(runs, args.json)
-        print(f"written: {args.json}")
-    print(f"written: {write_report(runs, args.out, args.over)}")
-    for _, line in verdicts:
-        print(printable(line))
+    out = args.out or str(runs[0].path)
+    page = document(runs, args.over, folder_of(out).absolute())
+    lines = [line for _, line in verdicts]
+    if args.json == STDOUT:
+        print(page.json(), end="")
+    elif args.json:
+        save(Path(args.json), page.json())
+        lines.insert(0, f"written: {args.json}")
+    if (written := page.write(out)) is not None:
+        lines = [f"written: {written}", page.answer[0], *lines]
+    for line in lines:
+        print(printable(line), file=sys.stderr if STDOUT in (out, args.json) else sys.stdout)
     return ExitCode.REGRESSION if any(lost for lost, _ in verdicts) else ExitCode.DONE
 
 

@@ -154,7 +154,8 @@ class ObjectiveConfig(Section):
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
     trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs
     1) and `permuted` (the pretrained costs, with tokens exchanged by cost_seed). `numbers` uses the
-    distance of values between tokens that are numbers. Ignored by objectives without costs."""
+    distance of values between tokens that are numbers, on a logarithmic scale above 9. Ignored by objectives
+    without costs."""
     cost_seed: int = 0
     """Seed of `permuted`."""
     cost_cache_mb: float = Field(0.0, ge=0)
@@ -340,8 +341,8 @@ class RunConfig(Section):
     """What is minimised."""
     train: TrainConfig
     """Optimisation, validation, checkpoints and logging."""
-    deepspeed: Path = Path("ds_configs/zero3.json")
-    """DeepSpeed configuration, relative to the repository or the working directory."""
+    deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
+    """DeepSpeed configuration, relative to the repository or the working directory; compared by content."""
 
 
 class Batch(NamedTuple):

@@ -198,8 +198,10 @@ class Engine:
             domain = inputs.pop(DOMAIN, None)
             sums = self.ds(**inputs)
             totals += _detached(sums, domain, len(domains))
-            # DeepSpeed averages over ranks; the loss is a share of a sum over all of them.
-            self.ds.backward(sums.loss * (self.world.ranks / max(1, valid)), scale_wrt_gas=False)
+            # DeepSpeed averages over ranks; the loss is a share of a sum over all of them. One that is not
+            # finite makes its gradient so, too, and then the step is not applied.
+            share = self.world.ranks / max(1, valid) + 0 * sums.loss.detach()
+            self.ds.backward(sums.loss * share, scale_wrt_gas=False)
             self.ds.step()
         return self.share(totals, domains)._replace(applied=self.ds.was_step_applied())
 
@@ -302,12 +304,35 @@ class Snapshots(TorchCheckpointEngine):
         """Nothing yet: a snapshot does not touch the disk."""
 
     def write(self) -> list[Path]:
-        """Write what was copied; the files."""
+        """Write what was copied and return the files.
+
+        Raises DamagedError before anything is written where weights or the optimizer's state are not finite.
+        """
         waiting, self._waiting = self._waiting, []
+        for state, _ in waiting:
+            _check_finite(state)
         for state, path in waiting:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             super().save(state, path)
         return [Path(path) for _, path in waiting]
+
+
+class DamagedError(UserError):
+    """What was to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
+
+
+def _check_finite(state: dict[str, Any]) -> None:
+    """Raise DamagedError for a tensor of a state that is not finite; only a model's buffers may be so."""
+    buffers = set(state.get("buffer_names") or ())
+    for path, leaf in pytree.tree_leaves_with_path(state):
+        keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
+            continue
+        if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:
+            raise DamagedError(
+                f"{'.'.join(keys)[-120:]} holds NaN or infinity; lower train.lr, and look at the last losses",
+                code="not-finite",
+            )
 
 
 def _copy(leaf: Any) -> Any:

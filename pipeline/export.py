@@ -234,7 +234,7 @@ class ShardWriter:
 
 def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
     """A few token ids [1, T] and the trained model's logits [1, T, V], on the host; all ranks must call."""
-    probe = torch.arange(16)[None] % unwrap(engine.model).config.vocab_size
+    probe = torch.arange(16)[None] % unwrap(engine.model).config.get_text_config().vocab_size
     engine.ds.eval()
     with torch.no_grad():
         return probe, engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()

@@ -1,8 +1,9 @@
 """What happens when a loss or gradient is not finite, or the loss jumps.
 
-A step whose gradient is not finite is never applied (DeepSpeed drops it on all ranks at once). It is counted,
-and where its rows come from is written to bad_batches.jsonl, so that it can be looked at and replayed. After
-`train.max_skipped` such steps in a row the run stops: the weights or the data are at fault, not one batch.
+A step whose loss or gradient is not finite is never applied (DeepSpeed drops it on all ranks at once). It is
+counted, and where its rows come from is written to bad_batches.jsonl, so that it can be looked at and
+replayed. After `train.max_skipped` such steps in a row the run stops: the weights or the data are at fault,
+not one batch.
 """
 
 from __future__ import annotations
@@ -37,43 +38,51 @@ class Guard:
         self.skipped = 0  # in this process
         state = state or {}
         self._in_a_row = int(state.get("in_a_row", 0))
-        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=WINDOW)
+        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=WINDOW)  # NLL
+        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=WINDOW)
 
     def state(self) -> dict[str, Any]:
         """What later steps are judged by, so that a resumed run judges alike."""
-        return {"in_a_row": self._in_a_row, "recent": list(self._recent)}
+        return {"in_a_row": self._in_a_row, "recent": list(self._recent), "losses": list(self._losses)}
 
     def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:
         """Judge step `step` (from 1). A line for the user if something is wrong, else None.
 
         `rows()` tells where the rows of the batch come from. Raises UserError when the run must end.
         """
-        nll = sums.nll / max(1, sums.tokens)
-        if not sums.applied or not math.isfinite(nll):
+        loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
+        if not sums.applied or not math.isfinite(loss):
             self.skipped += 1
             self._in_a_row += 1
-            self._record("not finite", step, nll, rows)
+            self._record("not finite", step, loss, nll, rows)
             if self._in_a_row >= self.train.max_skipped:
                 raise UserError(
                     f"{self._in_a_row} steps in a row up to step {step} had no finite gradient and were "
-                    f"skipped; their rows are listed in {self.path}; lower train.lr or look at the rows"
+                    f"skipped; their rows are listed in {self.path}; lower train.lr or look at the rows",
+                    code="not-finite",
                 )
             return f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
         self._in_a_row = 0
-        usual = statistics.median(self._recent) if len(self._recent) >= ENOUGH else math.inf
-        self._recent.append(nll)
-        if self.train.spike_factor and nll > self.train.spike_factor * usual:
-            self._record("spike", step, nll, rows)
-            if self.train.spike_stops:
-                raise UserError(
-                    f"the loss jumped to {nll:.3g} at step {step} (usual: {usual:.3g}); its rows are listed "
-                    f"in {self.path}; lower train.lr, or set train.spike_stops=false to continue"
-                )
-            return f"step {step}: the loss jumped to {nll:.3g} (usual: {usual:.3g})"
-        return None
+        jumped = None
+        for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
+            usual = statistics.median(recent) if len(recent) >= ENOUGH else math.inf
+            if math.isfinite(value):
+                recent.append(value)
+            if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
+                jumped = jumped or f"the {name} jumped to {value:.3g} at step {step} (usual: {usual:.3g})"
+        if jumped is None:
+            return None
+        self._record("spike", step, loss, nll, rows)
+        if self.train.spike_stops:
+            raise UserError(
+                f"{jumped}; its rows are listed in {self.path}; lower train.lr, or set "
+                "train.spike_stops=false to continue",
+                code="spike",
+            )
+        return jumped
 
-    def _record(self, reason: str, step: int, nll: float, rows: Callable[[], list[Any]]) -> None:
+    def _record(self, reason: str, step: int, loss: float, nll: float, rows: Callable[[], list[Any]]) -> None:
         if self.writes:
-            record = {"step": step, "reason": reason, "nll": repr(nll), "rows": rows()}
+            record = {"step": step, "reason": reason, "loss": repr(loss), "nll": repr(nll), "rows": rows()}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -16,7 +16,10 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
 
 `loss_function` makes what Trainer and TRL's SFTTrainer take as `compute_loss_func`. It starts from logits,
 so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
-`label_smoothing_factor` to such a function: give it `label_smoothing`.
+`label_smoothing_factor` to such a function: give it `label_smoothing`. For models whose class is not called
+...ForCausalLM, such as GPT2LMHeadModel, Trainer counts the first token of each row as predicted, and all its
+losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is made corrects it. TRL from 1.8
+to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
     from transformers import Trainer
     from pipeline.hf import loss_function
@@ -67,12 +70,22 @@ Choice = str | Objective  # a name, as in a recipe, or what `get_objective` and 
 
 
 def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
-    """The objective that is meant. Raises UserError for parameters of an objective that has its own."""
+    """Return the objective of that name with `params` bound, or the Objective itself.
+
+    Raises UserError for parameters beside an Objective, which has its own, and for an objective that compares
+    with a teacher.
+    """
     if isinstance(objective, str):
-        return get_objective(objective, **(params or {}))
-    if params:
+        chosen = get_objective(objective, **(params or {}))
+    elif params:
         raise UserError(f"{objective} has its parameters already; leave params out")
-    return objective
+    else:
+        chosen = objective
+    if chosen.dense:
+        raise UserError(
+            f"objective {chosen.name} needs a teacher; give it to a FusedHead yourself", code="needs-teacher"
+        )
+    return chosen
 
 
 def loss_function(
@@ -81,23 +94,30 @@ def loss_function(
     """A `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
     `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value is the sum
-    over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None.
+    over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None. Raises
+    UserError for an objective with a schedule: nobody tells such a function the step.
     """
-    chosen = chosen_objective(objective, params)
+    chosen = chosen_objective(objective, params).fixed()
 
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         sums = logits_loss(logits, shift_left(labels), chosen, cost, **options)
-        return sums.loss / (sums.tokens.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        return sums.loss / _divisor(sums.tokens if num_items_in_batch is None else num_items_in_batch)
 
     return compute_loss
+
+
+def _divisor(tokens: Tensor | int) -> Tensor | int:
+    """Return the number of tokens, or 1 where nothing is to be predicted: the loss is 0 then, not NaN."""
+    return tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
 
 
 class EMOLoss(nn.Module):
     """Mean loss per predicted token, from logits; `objective` may be any but `demd_dense`.
 
     With `shift` (default, as in the released package) labels are aligned with the inputs and position i
-    predicts label i + 1; without it logits[i] predicts labels[i].
+    predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp,
+    set `self.objective = objective.at(step)` before every step.
     """
 
     def __init__(
@@ -109,7 +129,7 @@ class EMOLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.objective = chosen_objective(objective, params)
+        self.objective = chosen_objective(objective, params).fixed()
         self.shift, self.options = shift, options
 
     def forward(
@@ -125,7 +145,7 @@ class EMOLoss(nn.Module):
             cost = CostEmbedding.from_weight(cost)
         target = shift_left(labels) if self.shift else labels
         sums = logits_loss(logits, target, self.objective, cost, **self.options)
-        return sums.loss / sums.tokens.clamp(min=1)
+        return sums.loss / _divisor(sums.tokens)
 
 
 class _MeanLoss(FusedCausalLM):
@@ -151,8 +171,7 @@ class _MeanLoss(FusedCausalLM):
         if shifted is None:
             return super().forward(**inputs)
         sums = self.fused_sums(shifted, inputs, stored)
-        divisor = sums.tokens.clamp(min=1) if tokens is None else tokens
-        return CausalLMOutputWithPast(loss=sums.loss / divisor)
+        return CausalLMOutputWithPast(loss=sums.loss / _divisor(sums.tokens if tokens is None else tokens))
 
 
 def _aligned(ids: Tensor, labels: Tensor) -> bool:
@@ -186,32 +205,28 @@ def fuse_causal_lm(
     Without labels it works as before (generation, scoring). Parameters, their names and the saved files
     stay the same. `cost` defaults to a frozen copy of the model's own head. Logit scale and soft cap
     are taken from the model's configuration, and the result is compared with the model's own logits at once:
-    UserError for a family that treats them otherwise. Under FSDP2 all ranks call it, before or after
-    `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
-    `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+    UserError for a family that treats them otherwise. Where a weight of an objective is a Ramp, give
+    `objective.at(0)`, and call `model.get_output_embeddings().use(objective.at(step))` before every step.
+    Under FSDP2 all ranks call it, before or after `fully_shard`. Under ZeRO-3 the weights can be used only
+    through the engine: call `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
     """
-    if hasattr(model, "get_base_model"):  # PEFT: its wrapper calls the model inside
-        model = model.get_base_model()  # type: ignore[operator]
-    _fuse(model, objective, cost, params, options)
-    weight = model.get_output_embeddings().weight
+    base = _base_of(model)
+    _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
+    weight = base.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:
-        probe_model(model, packed=False, collective=is_distributed(weight))
+        probe_model(base, packed=False, collective=is_distributed(weight))
 
 
-def _fuse(
-    model: PreTrainedModel,
-    objective: Choice,
-    cost: Cost,
-    params: dict[str, Any] | None,
-    options: dict[str, Any],
-) -> None:
-    chosen = chosen_objective(objective, params)
-    if chosen.dense:
-        raise UserError(f"objective {objective} needs a teacher; give it to a FusedHead yourself")
+def _base_of(model: Any) -> Any:
+    """Return the model inside PEFT's wrapper, which calls it, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _fuse(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> None:
     head = model.get_output_embeddings()
-    if cost is None and chosen.needs_cost and isinstance(head, nn.Linear):
+    if cost is None and objective.needs_cost and isinstance(head, nn.Linear):
         cost = CostEmbedding.from_weight(head.weight)
-    fuse_model(model, chosen, cost, forward=_MeanLoss, **options)
+    fuse_model(model, objective, cost, forward=_MeanLoss, **options)
 
 
 class FusedLossMixin:
@@ -219,10 +234,11 @@ class FusedLossMixin:
 
     Keyword arguments beside the Trainer's own: `objective` (a name or an Objective), `objective_params`,
     `cost` (a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head), `loss_options` (z_loss,
-    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured. Evaluation
-    reports the same loss; it builds no logits, so `compute_metrics` is refused, and of what SFTTrainer logs,
-    entropy and mean_token_accuracy are missing. Before the first loss the fused model is compared with its
-    own logits, and a UserError ends training where they differ.
+    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured, and a Ramp
+    follows its steps. Evaluation reports the same loss. No logits are built: `compute_metrics`, another
+    `loss_type` of an SFTConfig and a mixture's router loss are refused, and of what SFTTrainer logs, entropy
+    and mean_token_accuracy are missing. Before the first loss the fused model is compared with its own
+    logits, and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch
@@ -230,7 +246,8 @@ class FusedLossMixin:
     def __init__(
         self,
         model: Any = None,
-        *args: Any,
+        args: Any = None,
+        *rest: Any,
         objective: Choice = "emo",
         objective_params: dict[str, Any] | None = None,
         cost: Cost = None,
@@ -238,32 +255,74 @@ class FusedLossMixin:
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise UserError("FusedLossMixin needs a loaded model as `model`, not a name or model_init")
-        for refused in ("compute_loss_func", "compute_metrics"):
-            if kwargs.get(refused) is not None:
-                raise UserError(f"FusedLossMixin builds no logits: {refused} cannot be used with it")
-        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
-        trainer: Any = self
-        options = dict(loss_options or {})
-        smoothing = trainer.args.label_smoothing_factor
-        if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
             raise UserError(
-                f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
-                f"{options['label_smoothing']:g} in loss_options; give one of them"
+                "FusedLossMixin needs a loaded model as `model`, not a name or model_init", code="needs-model"
             )
-        # after the Trainer's own start, which may wrap the model (peft)
-        self._fused: Any = trainer.model
-        if hasattr(self._fused, "get_base_model"):
-            self._fused = self._fused.get_base_model()
+        for refused in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if kwargs.get(refused) is not None:
+                raise UserError(
+                    f"FusedLossMixin builds no logits: {refused} cannot be used with it", code="needs-logits"
+                )
         self._objective = chosen_objective(objective, objective_params)
-        _fuse(self._fused, self._objective, cost, None, options)
+        options = dict(loss_options or {})
+        if args is not None:
+            self._check_arguments(args, options)
+        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        trainer: Any = self
+        parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+        if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
+            raise UserError(
+                "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU: start "
+                "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
+                code="not-data-parallel",
+            )
+        # after the Trainer's own start, which may wrap the model (PEFT) and replace its forward (TRL)
+        self._fused: Any = _base_of(trainer.model)
+        if getattr(self._fused.config.get_text_config(), "output_router_logits", False):
+            raise UserError(
+                "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 "
+                "in the SFTConfig, or output_router_logits=False in the model's configuration",
+                code="router-loss",
+            )
+        _fuse(self._fused, self._objective, cost, options)
         self._probed = False
-        self.model_accepts_loss_kwargs = True  # what makes the Trainer count the batch's tokens
+        self.model_accepts_loss_kwargs = True  # what makes the Trainer count the batch's tokens,
+        self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts
         if hasattr(self, "_total_train_tokens"):
             warnings.warn(
                 "the fused loss builds no logits: entropy and mean_token_accuracy are not logged",
                 stacklevel=2,
             )
+
+    def _check_arguments(self, args: Any, options: dict[str, Any]) -> None:
+        """Complete the loss's `options` and the training arguments, before the Trainer prepares its data.
+
+        Raises UserError for arguments that ask for another loss.
+        """
+        if (smoothing := args.label_smoothing_factor) and options.setdefault(
+            "label_smoothing", smoothing
+        ) != smoothing:
+            raise UserError(
+                f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
+                f"{options['label_smoothing']:g} in loss_options; give one of them",
+                code="two-smoothings",
+            )
+        # unset, the likelihood, or the same in chunks: what SFTConfig says by default in its versions
+        if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
+            raise UserError(
+                f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}: leave "
+                f"loss_type out and give objective={loss!r} if that is meant",
+                code="two-losses",
+            )
+        if args.use_liger_kernel:
+            liger = args.liger_kernel_config or {}
+            if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
+                raise UserError(
+                    "liger_kernel_config asks for Liger's cross-entropy, but FusedLossMixin minimises "
+                    f"{self._objective}: leave it out; Liger's layers are used all the same",
+                    code="two-losses",
+                )
+            args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
 
     def compute_loss(
         self,
@@ -274,11 +333,26 @@ class FusedLossMixin:
     ) -> Any:
         """Loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
         trainer: Any = self
+        adapter = getattr(trainer.model, "active_peft_config", None)
+        prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
+        if prompt and inputs.get("position_ids") is not None:
+            raise UserError(
+                "a learned prompt stands before whole rows, and PEFT drops the positions that keep packed "
+                "documents apart: train without packing and padding_free",
+                code="prompt-packed",
+            )
         if not self._probed:  # here the weights are where training uses them, whatever wraps the model
-            probe_model(self._fused, model, packed=False, collective=True, device=trainer.args.device)
+            path = None if prompt else model
+            probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
             self._probed = True
         if self._objective.schedule is not None:
             self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            raise UserError(
+                "the rows have no labels, so there is no loss: give each a column `labels`, like input_ids "
+                "with -100 for what is not to be learned",
+                code="no-labels",
+            )
         inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss

@@ -31,8 +31,9 @@ from common.errors import UserError, nearest, one_line
 from common.weights import Loaded, load_causal_lm, load_config
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from pipeline.config import ModelConfig, RampConfig, RunConfig
+from pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
 from pipeline.engine import Engine
+from pipeline.faults import broken_hardware
 from pipeline.loss import (
     CostEmbedding,
     LiveCost,
@@ -48,7 +49,7 @@ from pipeline.loss import (
 from pipeline.loss.documents import by_segments, refusal
 from pipeline.loss.health import TWIN_COST, USUAL_TWINS, twins
 from pipeline.planning.attention import usable_attention, without_segments
-from pipeline.ranks import gather_objects
+from pipeline.ranks import gather_objects, lost_a_peer
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
@@ -81,12 +82,13 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
-    if manifest.vocab_size > config.vocab_size:
+    vocab_size = config.get_text_config().vocab_size
+    if manifest.vocab_size > vocab_size:
         raise UserError(
             f"the prepared data use {manifest.vocab_size} token ids but the model's head has "
-            f"{config.vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
+            f"{vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
         )
-    context = getattr(config, "max_position_embeddings", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and manifest.block > context:
         raise UserError(
             f"blocks of {manifest.block} tokens are longer than the model's context of {context}; "
@@ -117,15 +119,26 @@ class Losses(NamedTuple):
     measure: Cost  # in validation DEMD is reported for every objective, to compare them
 
 
-def training_objective(config: RunConfig) -> Objective:
-    """The objective that a recipe names. Raises UserError for names and parameters that are not known."""
+def objective_parts(config: RunConfig) -> list[Objective]:
+    """Return the objective that a recipe names, or those of its sum.
+
+    Raises UserError for names and parameters that are not known.
+    """
+    chosen: Sequence[PartConfig | ObjectiveConfig] = config.objective.sum or [config.objective]
+    return [get_objective(part.name, **part.params) for part in chosen]
+
+
+def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
+    """Return what a recipe minimises, of its `parts` where they are made already.
+
+    Raises UserError for objectives that a run cannot compute.
+    """
     chosen = config.objective
+    parts = parts or objective_parts(config)
+    objective = parts[0]
     if chosen.sum:
-        objective = weighted_sum(
-            [(get_objective(part.name, **part.params), _weight(part.weight)) for part in chosen.sum]
-        )
-    else:
-        objective = get_objective(chosen.name, **chosen.params)
+        weights = [_weight(part.weight) for part in chosen.sum]
+        objective = weighted_sum(list(zip(parts, weights, strict=True)))
     if objective.dense:
         raise UserError(
             f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
@@ -149,13 +162,12 @@ def _weight(weight: float | RampConfig) -> float | Ramp:
     return weight
 
 
-def load_losses(config: RunConfig, vocab_size: int) -> Losses:
-    """The objective and its cost embedding.
+def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:
+    """Return the objective with its cost embedding.
 
     The embedding is read from the weights before training, also on resume: costs are given a priori (section
     3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
-    objective = training_objective(config)
     kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
     cost: Cost = None
     if kind == "live":
@@ -250,6 +262,8 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
             path, revision, dtype=getattr(torch, config.model.dtype), attn_implementation=attn
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        if broken_hardware(error) or lost_a_peer(error):
+            raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
     _check_complete(path, loaded)
     _check_finite(path, loaded.model)
@@ -300,7 +314,7 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     model.config.use_cache = False
     if config.model.lora is not None:
         # Adapters first: peft looks layers up by class, and the fused head is not a target.
-        peft_model = add_lora(model, config.model)
+        peft_model = add_lora(model, config.model, config.train.seed)
     fuse_model(
         model,
         losses.objective,
@@ -340,10 +354,10 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
 
 
-def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
+def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
     """Wrap the linear layers of the body with low-rank adapters; everything else is frozen.
 
-    Raises UserError for a target that names no layer.
+    `seed` alone decides their first weights. Raises UserError for a target that names no layer.
     """
     import peft
 
@@ -351,20 +365,19 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> nn.Module:
     targets = config.lora.targets
     for target in [targets] if isinstance(targets, str) else targets:
         _check_target(model, target, pattern=isinstance(targets, str))
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.lora.dropout,
+        target_modules=targets,
+    )
     try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                r=config.lora.r,
-                lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-                lora_dropout=config.lora.dropout,
-                target_modules=targets,
-            ),
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
             # DeepSpeed keeps a float32 copy of whatever trains.
-            autocast_adapter_dtype=False,
-        )
+            return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
 

@@ -31,22 +31,6 @@ class World(NamedTuple):
         return self.rank == 0
 
 
-def main_first(world: World) -> contextlib.AbstractContextManager[None]:
-    """Let rank 0 through the block first, then the others."""
-
-    @contextlib.contextmanager
-    def ordered() -> Iterator[None]:
-        if not world.is_main:
-            dist.barrier()
-        try:
-            yield
-        finally:
-            if world.is_main:
-                dist.barrier()
-
-    return ordered()
-
-
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()

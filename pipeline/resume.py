@@ -14,22 +14,22 @@ from common.files import write_text
 from common.recipe import marked, read_written, shown
 from pipeline.config import MixtureConfig, RunConfig, dump_config
 from pipeline.engine import to_universal
-from pipeline.model import Cost
-from pipeline.planning.ds_file import zero_stage
+from pipeline.identity import PARTS, Identity, check_same
 from pipeline.planning.order import Holding
 from pipeline.ranks import World, gather_objects, on_main
 from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem, read_marker, step_of
 
 log = logging.getLogger(__name__)
 
+IDENTITY = "identity"  # in config.yaml: what was read, see identity.py
 MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
 
 
-def compare(config: RunConfig, fingerprint: str) -> None:
-    """Refuse a run directory that another configuration started; fields marked `free` may differ.
+def compare(config: RunConfig, identity: Identity) -> None:
+    """Refuse a run directory that another configuration or other content started.
 
-    fingerprint: of the training data. The mixture may change where `train.mixture_from` says so. Raises
-    UserError naming the first key that was changed, added or removed.
+    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so. Raises UserError
+    naming the first key that was changed, added or removed, or what else is not what it was.
     """
     if not (config.run_dir / CONFIG).is_file():
         if checkpoints(config.run_dir):
@@ -38,10 +38,11 @@ def compare(config: RunConfig, fingerprint: str) -> None:
                 "put it back, or set run_dir to a new directory"
             )
         return
-    theirs, mine = _flatten(_claimed(config.run_dir)), _flatten(_resolved(config, fingerprint))
-    free = marked(RunConfig, "free")
+    claimed = _claimed(config.run_dir)
+    theirs, mine = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
+    free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
     for key in dict.fromkeys((*mine, *theirs)):
-        if mine.get(key) == theirs.get(key) or any(_within(key, f) for f in (*free, MIXTURES)):
+        if mine.get(key) == theirs.get(key) or any(_within(key, section) for section in free):
             continue
         if _within(key, "train.mixture"):
             _check_mixture_may_change(config)
@@ -49,8 +50,10 @@ def compare(config: RunConfig, fingerprint: str) -> None:
         before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (theirs, mine))
         raise UserError(
             f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
-            "directory, or restore the old value"
+            "directory, or restore the old value",
+            code="changed-key",
         )
+    check_same(config.run_dir, claimed.get(IDENTITY) if isinstance(claimed, dict) else None, identity)
 
 
 def _within(key: str, section: str) -> bool:
@@ -136,18 +139,14 @@ def clear_unstarted(config: RunConfig) -> None:
         shutil.rmtree(config.run_dir / INITIAL, ignore_errors=True)
 
 
-def claim(config: RunConfig, fingerprint: str) -> None:
-    """Write config.yaml: from now on the run directory belongs to this configuration."""
-    tree, history = _resolved(config, fingerprint), mixtures(config)
+def claim(config: RunConfig, identity: Identity) -> None:
+    """Write config.yaml: from now on the run directory belongs to this configuration and what it has read."""
+    tree, history = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}, mixtures(config)
     if len(history) > 1:
         held = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
         tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in held]
     text = yaml.safe_dump(tree, sort_keys=False)
     write_text(config.run_dir / CONFIG, text)
-
-
-def _resolved(config: RunConfig, fingerprint: str) -> dict[str, Any]:
-    return {**yaml.safe_load(dump_config(config)), "data_fingerprint": fingerprint}
 
 
 class Saved(NamedTuple):
@@ -157,18 +156,16 @@ class Saved(NamedTuple):
     step: int
     tokens: int  # supervised tokens up to this step
     ranks: int
-    zero_stage: int
     groups: list[int]  # parameters in each of the optimizer's groups
     frozen: int  # of the engine: which weights the adapters belong to
-    cost: str | None  # fingerprint of the cost embedding
+    identity: Identity  # of what was trained with
     progress: dict[str, Any]  # of metrics and guard, between two records
 
 
 STATE_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("step", "tokens", "ranks", "zero_stage", "frozen"), int),
+    **dict.fromkeys(("step", "tokens", "ranks", "frozen"), int),
+    **dict.fromkeys(("identity", "progress"), dict),
     "groups": list,
-    "cost": str | None,
-    "progress": dict,
 }
 
 
@@ -205,15 +202,9 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
     """Where this many ranks can load `saved` from, and whether that is a universal copy.
 
     On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
-    Raises UserError when the ZeRO stage differs, which DeepSpeed's universal format does not bridge, and when
-    it would have to hold Muon's state, of which it knows nothing.
+    Raises UserError when that would have to hold Muon's state, of which DeepSpeed's universal format knows
+    nothing.
     """
-    stage = zero_stage(ds_config)
-    if saved.zero_stage != stage:
-        raise UserError(
-            f"{saved.directory} was saved at ZeRO stage {saved.zero_stage}, not {stage}; "
-            f"set deepspeed=ds_configs/zero{saved.zero_stage}.json, or start a new run_dir from an export"
-        )
     if saved.ranks == world.ranks:
         return saved.directory, False
     if ds_config["optimizer"]["type"] == "Muon":
@@ -252,23 +243,18 @@ def check_frozen(saved: Saved, frozen: int) -> None:
         )
 
 
-def check_cost(saved: Saved | None, cost: Cost) -> str | None:
-    """The fingerprint of the cost embedding, which must be that of the checkpoint; all ranks must call.
-
-    Raises UserError when the base model was replaced under the run, or hosts read different ones.
-    """
-    mine = getattr(cost, "fingerprint", None)
-    everyone = gather_objects(mine)
-    if len(set(everyone)) > 1:
-        raise UserError(
-            "hosts read different cost embeddings; make model.path and objective.cost the same model on all"
-        )
-    if saved is not None and saved.cost != mine:
-        raise UserError(
-            f"{saved.directory} was trained with another cost embedding than the one read now: model.path or "
-            "objective.cost was replaced since; put the old model back, or set run_dir to a new directory"
-        )
-    return mine
+def check_identity(saved: Saved | None, identity: Identity) -> None:
+    """Raise UserError unless all ranks and the checkpoint have read the same; all ranks must call."""
+    first, *others = gather_objects(identity)
+    for other in others:
+        if other != first:
+            part = next(part for part in first if other.get(part) != first[part])
+            raise UserError(
+                f"hosts read different things as {PARTS[part][0]}; give all of them the same files",
+                code=f"hosts-{part}",
+            )
+    if saved is not None:
+        check_same(saved.directory, saved.identity, identity)
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

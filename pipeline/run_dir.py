@@ -1,6 +1,6 @@
 """What a run directory contains, by name, and how it is read. Standard library only: anybody may import it.
 
-config.yaml      the resolved configuration
+config.yaml      the resolved configuration, and the identity of what was read (identity.py)
 data_hashes.json the shards that were found to hold what was prepared
 metrics.jsonl    one line per logged step, and per validation set and measured step
 validation/      the NLL of every document of each validation set, by step (report/validation.py)

@@ -1,7 +1,7 @@
 """Saving while training continues: copy the state, then write, hash and publish it in a thread.
 
 The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
-hashing what was written, and on rank 0 the export, COMPLETE, the final name, pruning and the copy elsewhere.
+hashing what was written, and on rank 0 the export, COMPLETE, the final name and pruning; upload.py copies.
 Ranks talk through a process group of their own, so that all learn when one of them could not write.
 """
 
@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import fsspec
 
 from common.errors import FailureError, UserError, one_line
 from common.files import write_text
@@ -24,12 +23,14 @@ from common.provenance import code_version, library_versions
 from data_prep.config import settings
 from pipeline import checkpoint
 from pipeline.config import RunConfig
-from pipeline.engine import Engine
+from pipeline.engine import DamagedError, Engine
 from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
+from pipeline.identity import Identity
 from pipeline.lock import RunLock
 from pipeline.ranks import PATIENCE, barrier, gather_objects, host_group, lost_a_peer
-from pipeline.run_dir import COMPLETE, HF, STATE, FileFacts, describe, list_files, partial_directory
+from pipeline.run_dir import HF, STATE, FileFacts, describe, list_files, partial_directory
 from pipeline.stop import RESUME
+from pipeline.upload import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +38,15 @@ log = logging.getLogger(__name__)
 class Saver:
     """Writes the checkpoints of a run, one at a time."""
 
-    def __init__(
-        self, engine: Engine, config: RunConfig, lock: RunLock, fingerprint: str, cost: str | None
-    ) -> None:
-        """fingerprint: of the training data. cost: fingerprint of the cost embedding, if there is one."""
-        self.engine, self.config, self.lock = engine, config, lock
-        self.fingerprint, self.cost = fingerprint, cost
+    def __init__(self, engine: Engine, config: RunConfig, lock: RunLock, identity: Identity) -> None:
+        """identity: of what the run has read."""
+        self.engine, self.config, self.lock, self.identity = engine, config, lock, identity
         self._problem: UserError | None = None
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
         self.group = host_group()
+        target = config.train.copy_to
+        self._uploads = Uploads(config.run_dir, target) if target and engine.world.is_main else None
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
@@ -66,12 +66,10 @@ class Saver:
             "step": step,
             "tokens": tokens,
             "ranks": self.engine.world.ranks,
-            "zero_stage": self.engine.stage,
             "groups": self.engine.groups,
             "frozen": self.engine.frozen,
-            "cost": self.cost,
+            "identity": self.identity,
             "progress": progress,
-            "data_fingerprint": self.fingerprint,
         }
         self._step, self._deadline = step, time.monotonic() + 60 * PATIENCE
         self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
@@ -101,6 +99,20 @@ class Saver:
         if problem is not None:
             raise problem
 
+    def finish_copies(self, stopped: Callable[[], bool]) -> None:
+        """Wait for copies as long as bytes move and no rank is asked to stop; all ranks must call."""
+        uploads, wait = self._uploads, 0.1
+        while True:
+            moves = uploads is not None and uploads.goes_on()
+            states = gather_objects((moves, stopped()), self.group)
+            if not states[0][0] or any(asked for _, asked in states):
+                break
+            self.lock.now("copying")
+            time.sleep(wait)
+            wait = min(2 * wait, 5.0)
+        if uploads is not None and (names := uploads.unfinished()):
+            log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
+
     def _goes_on(self) -> None:
         """From now on the thread may take PATIENCE minutes for the next thing that it does."""
         self._deadline = time.monotonic() + 60 * PATIENCE
@@ -108,6 +120,8 @@ class Saver:
     def _given_up(self, why: UserError) -> UserError:
         """What ends the run, of the same kind as `why`."""
         what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        if isinstance(why, DamagedError):
+            return DamagedError(f"{what}; the last complete one remains", code=why.code)
         if isinstance(why, ExportError):
             cure = "set train.export_checkpoints=false to go on from it without exports"
             return ExportError(f"{what}; the last complete one remains; {cure}")
@@ -152,11 +166,13 @@ class Saver:
                     return type(problem)(f"rank 0: {problem}"), {}
                 self._goes_on()
             return None, self._describe(partial, written)
+        except DamagedError as error:
+            return error, {}
         except Exception as found:  # whatever it is: the other ranks wait to hear of it
             return FailureError(f"rank {rank}: {one_line(found, 200)}"), {}
 
     def _publish(self, partial: Path, files: dict[str, FileFacts]) -> UserError | None:
-        """Give a checkpoint its marker and name, remove old ones, copy it elsewhere; what failed, or None."""
+        """Give a checkpoint its marker and name, and remove old ones; return what failed, or None."""
         train = self.config.train
         if self.lock.problem is not None:
             return FailureError(self.lock.problem)
@@ -165,11 +181,12 @@ class Saver:
             final = checkpoint.publish(self.config.run_dir, self._step)
             told = {"event": "saved", "step": self._step, "path": str(final)}
             log.info("saved: %s", final, extra={"told": told})
-            checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every)
+            spared = self._uploads.current if self._uploads is not None else None
+            checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
+            if self._uploads is not None:
+                self._uploads.wake()
         except OSError as found:
             return FailureError(f"rank 0: {one_line(found, 200)}")
-        if train.copy_to is not None:
-            _copy(final, train.copy_to)
         return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
@@ -192,7 +209,7 @@ class Saver:
             "cost": config.objective.cost,
             "step": step,
             "tokens": tokens,
-            "data_fingerprint": self.fingerprint,
+            "data_fingerprint": self.identity["data"],
             "template": settings(config.data)["template_version"],  # how prompts of the model are written
             "seed": config.train.seed,
             "lr": config.train.lr,
@@ -206,15 +223,3 @@ def _to_disk(path: Path) -> None:
     """A power cut after COMPLETE must not find unwritten pages."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _copy(directory: Path, target: str) -> None:
-    """Copy a checkpoint to another place, its marker last. A failure is logged and does not end the run."""
-    try:
-        system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
-        for name in [*list_files(directory), COMPLETE]:
-            system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
-            system.put_file(str(directory / name), f"{root}/{name}")
-    except Exception as error:
-        line = one_line(error, 200)
-        log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, target, line)

@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -28,11 +29,14 @@ from pipeline.run_dir import STOP
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_DIED = signal.SIGUSR2  # sent by the kernel
 TICK = 0.2  # seconds between looks at the launchers
-# DeepSpeed's launch.py and torchrun send SIGTERM, and SIGKILL 30 s later.
-GRACE = 20.0
+KILL_AFTER = (
+    30.0  # seconds between the signal that a launcher passes on and its SIGKILL, unless torchrun is told
+)
+MARGIN = 10.0  # of them in which a rank ends its launcher instead
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
 CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
+HARDWARE = "hardware"  # the code of a FailureError whose cause is a device of this host
 CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
 LIBC = ctypes.CDLL(None)
 RESUME = "run the same command again to resume"
@@ -54,6 +58,7 @@ class Watch:
         self.advanced = False  # whether a step was done since the start
         self._phase = STARTING
         self._report = _open_report()
+        self._blamed = ""  # the node, once a device of it has failed
         self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
         signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, PARENT_DIED])
         _prctl_parent_death(PARENT_DIED)
@@ -73,10 +78,14 @@ class Watch:
         """A step is done: this start works, and what fails from now on is worth another one."""
         self.advanced = True
 
+    def blame_node(self) -> None:
+        """A device of this node has failed: train.sbatch keeps the next start away from it."""
+        self._blamed = f" {node_name()}"
+
     def ended(self, code: int) -> None:
         """Tell whoever collects the codes of the ranks, if anybody does, how this one ended."""
         if self._report is not None:
-            os.pwrite(self._report, f"{os.getpid()} {int(code)}\n".encode(), 0)
+            os.pwrite(self._report, f"{os.getpid()} {int(code)}{self._blamed}\n".encode(), 0)
 
     @property
     def is_joined(self) -> bool:
@@ -104,7 +113,7 @@ class Watch:
         if self._phase == STARTING:
             self._leave(f"stopped ({name}) before the run was opened")
         if sender == self._chain[0] and self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE
+            self._kill_at = time.monotonic() + _grace(_command(sender))
 
     def _lose_launcher(self) -> None:
         self.launcher_gone = True
@@ -202,6 +211,26 @@ def _is_launcher(pid: int) -> bool:
     return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
 
 
+def _grace(launcher: list[str]) -> float:
+    """Return the seconds that a rank may take for a request before its launcher, a command line, kills it.
+
+    DeepSpeed's launch.py waits KILL_AFTER; torchrun as long as its --shutdown-timeout or environment says.
+    """
+    wait: str | float = KILL_AFTER
+    if "deepspeed.launcher.launch" not in launcher:
+        names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        wait = next((os.environ[name] for name in names if name in os.environ), KILL_AFTER)
+        for option, following in zip(launcher, [*launcher[1:], ""], strict=True):
+            name, _, value = option.replace("_", "-").partition("=")
+            if name == "--shutdown-timeout":
+                wait = value or following
+    try:
+        seconds = float(wait)
+    except ValueError:
+        seconds = KILL_AFTER
+    return max(seconds - MARGIN, seconds / 2)
+
+
 def _command(pid: int) -> list[str]:
     """The command line of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
@@ -217,6 +246,11 @@ def _parent(pid: int) -> int | None:
         return 0
     except OSError:  # too many open files, for example
         return None
+
+
+def node_name() -> str:
+    """Return the name that the scheduler knows this host by."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname()
 
 
 def die_with_parent() -> None:

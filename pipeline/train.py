@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from common.errors import UserError, one_line
-from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline import engine, resume
 from pipeline.batches import Batches, Loader, check_content
@@ -53,7 +52,7 @@ from pipeline.report.console import Console
 from pipeline.report.launches import Launch
 from pipeline.report.metrics import Metrics
 from pipeline.report.samples import Samples
-from pipeline.report.validation import Documents
+from pipeline.report.validation import Documents, by_document
 from pipeline.run_dir import EXPORT
 from pipeline.saving import Saver
 from pipeline.stop import RESUME, StopRequest, Watch
@@ -90,9 +89,8 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
 
 def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
     """What rank 0 does to the run directory before anything is loaded."""
-    assert ready.data is not None
     lock.take()
-    resume.compare(config, ready.data.fingerprint)  # again: a launch may have held the lock until now
+    resume.compare(config, ready.identity)  # again: a launch may have held the lock until now
     resume.clear_unstarted(config)
     if config.model.path is None:
         write_initial_weights(config)
@@ -134,22 +132,22 @@ def _train(
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
-    vocab_size = ready.hf_config.vocab_size
-    losses = agreed(lambda: load_losses(config, vocab_size))
-    parts = (data, *ready.validation.values())
-    scores = agreed(lambda: [_scores(config, part) for part in parts])
-    files = (*parts, *scores)
+    vocab_size = ready.hf_config.get_text_config().vocab_size
+    losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
+    scores = ready.scores
+    files = (data, *ready.validation.values(), *scores)
     check_content(config.run_dir, [read for read in files if read is not None], world)
     saved = resume.newest_valid(config.run_dir, world)
     agreed(lambda: resume.check_mixture(config, saved))
-    cost = resume.check_cost(saved, losses.measure)
+    identity = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
+    resume.check_identity(saved, identity)
     trainer = _load(config, world, ready, losses, saved, launch.console)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
-    on_main(world, lambda: resume.claim(config, data.fingerprint))
+    on_main(world, lambda: resume.claim(config, identity))
     launch.begun(config, ready, step, tokens, hosts)
     reporter = functools.partial(
         Metrics,
@@ -160,11 +158,12 @@ def _train(
         console=launch.console,
         validates=bool(ready.validation),
         domains=data.domains,
+        rows=len(data),
     )
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
-    saver = Saver(trainer, config, lock, data.fingerprint, cost)
+    saver = Saver(trainer, config, lock, identity)
     micro = ready.batch.micro
     loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
     held_out = {
@@ -244,6 +243,8 @@ def _train(
         saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
             export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
+    if finished:
+        saver.finish_copies(lambda: stop.reason is not None)
     metrics.close()
     launch.done(step, finished)
     if not finished and world.is_main:
@@ -275,16 +276,10 @@ def _peak_share(config: RunConfig, ready: Ready) -> float | None:
     return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
 
 
-def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
-    """The column that the objective reads beside the tokens of `data`; None where it reads none."""
-    name = config.objective.scores
-    return None if name is None else Scores(data, name)
-
-
 def evaluate(
     trainer: Engine, losses: Losses, validation: Batches, most: int
 ) -> tuple[engine.Sums, Documents]:
-    """Sums over at most the first `most` rows of a validation set, and their documents.
+    """Return sums over at most the first `most` rows of a validation set, and over each of their documents.
 
     Ranks take equally many micro-batches, so that the rows of all, one rank after the other, are in order.
     """
@@ -297,7 +292,14 @@ def evaluate(
     with measuring(trainer.model, losses):
         sums, *own = trainer.evaluate(validation.read(padded[mine], real[mine]))
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(own), strict=True))
-    return sums, Documents(nll[tokens > 0], tokens[tokens > 0])
+    sources = np.concatenate([_sources(validation.data, int(row)) for row in padded])
+    return sums, by_document(validation.data.fingerprint, sources, nll, tokens)
+
+
+def _sources(data: TokenDataset, row: int) -> np.ndarray:
+    """Return the documents of a row's segments; padding is one more segment, of no document."""
+    padding = data.tokens_of(row) < data.manifest.block
+    return np.append(data.sources_of(row), np.zeros(int(padding), np.uint64))
 
 
 def _due(step: int, every: int, steps: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any
@@ -74,18 +75,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how much was not tried, for lack of real data or of time."""
-    skipped = [one.longrepr[2] for one in terminalreporter.stats.get("skipped", []) if len(one.longrepr) == 3]
-    for reason, rest in (
-        (
-            NO_DATA,
-            "for lack of real data; make data fetches what is public, SHARED_DATA=DIR names where it is",
-        ),
-        (TOO_LATE, "for lack of time; make test runs them all"),
-    ):
-        count = sum(reason in why for why in skipped)
-        if count:
-            terminalreporter.write_line(f"{count} tests skipped {rest}")
+    """Say what was not tried, and why; what lacks real data, or time, is counted together."""
+    reports = [item for item in terminalreporter.stats.get("skipped", []) if len(item.longrepr) == 3]
+    together = {
+        NO_DATA: "no real data (make data fetches what is public, SHARED_DATA=DIR names where it is)",
+        TOO_LATE: "no time (make test runs them all)",
+    }
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        reasons[next((text for mark, text in together.items() if mark in reason), reason)] += 1
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 def _launches(module: ModuleType) -> bool:

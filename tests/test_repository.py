@@ -16,8 +16,8 @@ ROOMS = ["common", "data_prep", "pipeline", "eval", "experiments"]
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
 OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
     "common.commands": {"argcomplete"},
-    "common.page.figures": {"matplotlib"},
     "common.progress": {"rich"},
+    "common.report.document": {"jinja2", "markupsafe"},
     "common.weights": {"transformers"},
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from data_prep.rows.columns import columns_read, first, missing, text_columns, wrong
-from data_prep.rows.messages import clean, conversation
+from data_prep.rows.messages import clean, conversation, keys_not_read
 from data_prep.rows.spec import (
     CODE,
     CONTENT,
@@ -112,12 +112,15 @@ def cuts(payload: bytes, spec: RowSpec) -> Iterator[int]:
 
 def content_hash(row: Row) -> int:
     """Identity of a row by content, 64 bits: the same in every run and on every machine."""
+    unsupervised = row.unsupervised if isinstance(row, Conversation | Chat) else ()
     if isinstance(row, Conversation):
         text = json.dumps((row.exchanges, row.system), ensure_ascii=False)
     elif isinstance(row, Chat):
         text = f"{row.messages}\n{row.tools}"
     else:
         text = plain_text(row)
+    if unsupervised:
+        text += f"\n{unsupervised}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -137,16 +140,21 @@ def plain_text(row: Row) -> str:
 
 
 def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
-    """The columns that the first rows of a payload give text from, and those that are not read."""
+    """Return the columns that the first rows of a payload give text from, and those that are not read.
+
+    Keys of messages that are not read are among the latter, as `messages[].key`.
+    """
     read: set[str] = set()
     there: set[str] = set()
+    unread: set[str] = set()  # keys of messages
     for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
         if isinstance(_row(raw, spec), Rejected):
             continue
         row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
         there |= set(map(str, row))
         read |= columns_read(row, spec)
-    return read, there - read
+        unread |= keys_not_read(row, spec)
+    return read, (there - read) | unread
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -166,13 +174,14 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
             raw = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             return Rejected("bad_utf8", f"byte {error.object[error.start]:#04x}")
-        raw = raw.removeprefix("\ufeff")
         if not spec.lines:
             return clean(raw.replace("\r\n", "\n").removesuffix("\r"), spec.clean)
         try:
-            raw = json.loads(raw)
-        except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
-            return Rejected("broken_json", getattr(error, "msg", "nested too deep"))
+            raw = json.loads(raw.removeprefix("\ufeff"))
+        except RecursionError:
+            return Rejected("broken_json", "nested too deep")
+        except ValueError as error:  # without `msg`: an integer of thousands of digits
+            return Rejected("broken_json", getattr(error, "msg", "a number of thousands of digits"))
     raw = _object(raw)
     if not isinstance(raw, dict):
         return Rejected("not_an_object", f"a row must be an object, not {type(raw).__name__}")
@@ -204,6 +213,8 @@ def _judge(row: Row, spec: RowSpec) -> Row | Rejected:
     """The row, or the reason why its content is useless."""
     if isinstance(row, TokenIds):
         return row if row.ids else Rejected("empty")
+    if isinstance(row, Conversation | Chat) and row.unsupervised and len(row.unsupervised) == row.answers:
+        return Rejected("no_loss", "every answer is marked as carrying no loss")
     if isinstance(row, Conversation):
         if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges):
             return Rejected("empty_instruction")

@@ -34,7 +34,10 @@ NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns tha
 }
 # Words in the names of columns that are prompts or responses, for guesses.
 _ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
-_ANSWERING = re.compile("answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I)
+_ANSWERING = re.compile(
+    "chosen|prefer|answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I
+)
+_REJECTED = re.compile("reject|wrong|incorrect|negative|loser|worse|dispref|(?<![a-z])bad(?![a-z])", re.I)
 _SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 
@@ -45,9 +48,11 @@ def names_of(part: str, spec: RowSpec) -> tuple[str, ...]:
 
 
 def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
-    """The first of some columns that a row has, one with a value if there is any."""
-    there = [name for name in names if name in raw]
-    return next((name for name in there if raw[name] not in (None, "")), there[0] if there else None)
+    """Return the first of some columns that a row has, whatever it holds.
+
+    An empty one is not passed over: the next known column may be a file name or another annotator's answer.
+    """
+    return next((name for name in names if name in raw), None)
 
 
 def text_columns(spec: RowSpec) -> tuple[str, ...]:
@@ -87,8 +92,9 @@ def columns_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
 def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
     """A proposal for `columns`, by the names and values of one row; {}: none can be made.
 
-    Parts whose columns are known anyway are left out.
+    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected.
     """
+    raw = {name: value for name, value in raw.items() if not _REJECTED.search(str(name))}
     texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
     if kind == "text":
         known = first(raw, TEXT_COLUMNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import re
 from typing import Any, NamedTuple
@@ -28,6 +29,11 @@ ROLES = {
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 PREFACES = ("system", "developer")
+# Keys of a message that say whether it carries loss, and what they are when it does: OpenAI's weight,
+# axolotl's train and training, ms-swift's loss, torchtune's masked.
+MARKS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
+# Keys that may say so in ways that are not understood here: of parts of a message, or with other meanings.
+OTHER_MARKS = ("mask", "loss_mask", "loss_weight", "loss_scale", "train_detail", "training_detail")
 
 
 class Said(NamedTuple):
@@ -36,6 +42,7 @@ class Said(NamedTuple):
     role: str  # one of ROLES, or what the row says
     content: str | None
     more: dict[str, Any]  # tool_calls, name, reasoning_content ...
+    supervised: bool = True  # False: it is marked as carrying no loss
 
 
 def conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat | Rejected:
@@ -110,9 +117,9 @@ def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
     for i, message in enumerate(talk):
         if not isinstance(message, dict):
             return wrong(f"{column}[{i}]", message, "an object")
-        role = next((message[name] for name in roles if message.get(name) is not None), None)
-        content = next((message[name] for name in contents if message.get(name) is not None), None)
-        more = {k: v for k, v in message.items() if k not in (*roles, *contents) and v is not None}
+        role, content = (message.get(first(message, names) or "") for names in (roles, contents))
+        unread = (*roles, *contents, *MARKS)
+        more = {k: v for k, v in message.items() if k not in unread and v is not None}
         calls = spec.chat and bool(more.get("tool_calls"))
         if role is None or (content is None and not calls):
             null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
@@ -127,8 +134,40 @@ def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
         if content is not None and not isinstance(content, str):
             return wrong(f"{column}.{contents[0]}", content)
         text = None if content is None else clean(content, spec.clean)
-        said.append(Said(ROLE_OF.get(str(role), str(role)), text, more if spec.chat else {}))
+        role = ROLE_OF.get(str(role), str(role))
+        supervised = _supervised(message, role, f"{column}[{i}]")
+        if isinstance(supervised, Rejected):
+            return supervised
+        said.append(Said(role, text, more if spec.chat else {}, supervised))
     return said
+
+
+def _supervised(message: dict[str, Any], role: str, where: str) -> bool | Rejected:
+    """Return whether the marks of a message leave it supervised, or why they cannot be followed."""
+    supervised = True
+    for key in (*MARKS, *OTHER_MARKS):
+        value = message.get(key)
+        if value is None:
+            continue
+        if key in OTHER_MARKS or not isinstance(value, int | float) or value not in (0, 1):
+            known = ", ".join(MARKS)
+            what = f"{where}.{key} may say what carries loss, and cannot be followed"
+            return Rejected("wrong_type", f"{what}: only {known} are, with 0, 1, true or false; remove it")
+        learned = value == MARKS[key]
+        if learned and role != "assistant" and key != "weight":  # weight is of the assistant's alone
+            return Rejected("wrong_type", f"{where}.{key} asks for loss on the {role}'s words; remove it")
+        supervised &= learned
+    return supervised
+
+
+def keys_not_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
+    """Return the keys of a row's messages that give no text, as `messages[].key`."""
+    talk = chat_column(raw, spec) if spec.kind == "instruct" and not spec.chat else None
+    if talk is None or not isinstance(raw.get(talk), list):
+        return set()
+    read = {*names_of("role", spec), *names_of("content", spec), *MARKS}
+    keys = {str(key) for message in raw[talk] if isinstance(message, dict) for key in message}
+    return {f"{talk}[].{key}" for key in keys - read}
 
 
 def _joined(content: Any) -> Any:
@@ -157,7 +196,13 @@ def _exchanges(said: list[Said], system: str) -> Conversation | Rejected:
         return _bad_roles(said)
     pairs = zip(used[::2], used[1::2], strict=True)
     exchanges = tuple(Exchange(asked.content or "", reply.content or "") for asked, reply in pairs)
-    return Conversation(exchanges, system, len(said) - len(used))
+    return Conversation(exchanges, system, len(said) - len(used), _unsupervised(used))
+
+
+def _unsupervised(said: list[Said]) -> tuple[int, ...]:
+    """Return the numbers, among the assistant's messages, of those that carry no loss."""
+    answers = [message for message in said if message.role == "assistant"]
+    return tuple(i for i, answer in enumerate(answers) if not answer.supervised)
 
 
 def _bad_roles(said: list[Said]) -> Rejected:
@@ -179,7 +224,8 @@ def _chat(said: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Reject
         return tools
     used = [*said[:front], *said[begin : last + 1]]
     messages = [_message(one) for one in used]
-    return Chat(_json(messages), "" if tools is None else _json(tools), len(said) - len(used))
+    written = "" if tools is None else _json(tools)
+    return Chat(_json(messages), written, len(said) - len(used), _unsupervised(used))
 
 
 def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
@@ -218,6 +264,7 @@ def clean(text: str, quirk: str) -> str:
     if quirk == "writingprompts":  # line breaks are a token
         return re.sub(r" ?<newline> ?", "\n", text)
     if quirk == "ag_news":  # entities lost their ampersand, line breaks became backslashes
-        text = re.sub(r"&? ?#(\d{2,4});", lambda m: chr(int(m[1])), text)
-        return text.replace("\\", " ")
+        text = re.sub(r"&? ?#(\d{2,4});", r"&#\1;", text)
+        text = re.sub(r"(?<![&\w])(lt|gt|quot|amp);", r"&\1;", text)
+        return re.sub(r"&#?\w+;", lambda m: html.unescape(m[0]), text.replace("\\", " "))
     return text

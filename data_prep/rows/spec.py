@@ -26,6 +26,7 @@ CONTENT = (
     "empty_instruction",
     "empty_response",
     "bad_roles",
+    "no_loss",
 )
 UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # of a file that is not UTF-8
 SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see selection.py

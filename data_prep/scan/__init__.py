@@ -3,15 +3,13 @@
 Reading and checking text is far cheaper than tokenising it, and what becomes of a row depends on all others:
 
     units.py       the sources cut into units; any job takes the next one that is free
-    parts.py       a unit's rows as a part on disk: hash, length and reason of each, 13 bytes
+    parts.py       a unit's rows as a part on disk, in Parquet: hash, length and reason of each
     piece.py       what a worker does with a piece of text
-    table.py       all parts as one table, read chunk by chunk
-    merge.py       one job's work when all parts are there: the table -> the plan, by selection.py
+    merge.py       one job's work when all parts are there: all rows -> the plan, by selection.py
     near.py        which rows resemble each other
-    columns.py     numbers on disk, and sorting more of them than memory holds
-    assignment.py  the plan: which rows each shard takes
+    assignment.py  the plan, in Parquet: which rows each shard takes
     planning.py    in what order all this happens, beside the tokenizer and what else jobs share
 
-Units depend on the sources alone, never on the jobs, and decisions on the table alone: the bytes are the same
+Units depend on the sources alone, never on the jobs, and decisions on the rows alone: the bytes are the same
 for any number of jobs. Memory does not grow with the text, but for 48 bytes a piece (256 KiB of text).
 """

@@ -1,29 +1,43 @@
-"""The plan: which rows each shard takes. Its columns stay on disk and are read as they are needed."""
+"""The plan: which rows each shard takes, as Parquet: a row for each piece, with its rows' shards and copies.
+
+A job reads the pieces' places whole, and of the lists the row groups that have rows of its shards.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
-import struct
-import zipfile
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from common.files import write_atomically
-from common.untrusted import check_unpacked
-from data_prep.inputs import Input, Place
+from common.errors import UserError
+from common.files import part_file
+from data_prep.arrow import array_of, lists_of, numbers_of
+from data_prep.inputs import AGAIN, Input, Place
 from data_prep.rows import Payload, RowSpec
-from data_prep.scan.columns import STRETCH, Column, stretches
+from data_prep.scan.parts import PIECES
 
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: lengths of its name and of what follows
+STRETCH = 1 << 17  # rows that are looked at together, in whole pieces: a row group of the plan
+LARGEST = 1 << 30  # bytes of what its end says at most
+MOST_ROWS = 1 << 24  # of a row group
+SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in PIECES),
+        ("shard", pa.list_(pa.int32())),
+        ("copies", pa.list_(pa.uint16())),
+    ]
+)
 
 
 class Part(NamedTuple):
@@ -46,6 +60,33 @@ class Extent(NamedTuple):
     most: int  # copies of a row
 
 
+class Column:
+    """Numbers of a plan on disk, one for each row; slices of it are read."""
+
+    def __init__(self, path: Path, name: str, metadata: pq.FileMetaData, begins: np.ndarray) -> None:
+        """begins: the first row of each row group, and the number of rows."""
+        self._path, self._name, self._metadata, self._begins = path, name, metadata, begins
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        begin, end, _ = part.indices(len(self))
+        first = max(0, int(np.searchsorted(self._begins, begin, side="right")) - 1)
+        last = int(np.searchsorted(self._begins, end))
+        found = [np.zeros(0, str(SCHEMA.field(self._name).type.value_type))]
+        try:
+            with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
+                for group in range(first, last) if begin < end else ():
+                    found.append(numbers_of(file.read_row_group(group, columns=[self._name])[self._name]))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise UserError(f"{self._path} is damaged ({error}); {AGAIN}", code="plan-damaged") from None
+        if begin < end and sum(map(len, found)) != self._begins[last] - self._begins[first]:
+            raise UserError(f"{self._path} is damaged; {AGAIN}", code="plan-damaged")
+        start = int(self._begins[first])
+        return np.concatenate(found)[begin - start : end - start]
+
+
 @dataclass(frozen=True)
 class Assignment:
     """Which rows of which pieces each shard takes."""
@@ -54,35 +95,51 @@ class Assignment:
     shard: Column | np.ndarray  # int32 [rows]: shard, counted through all splits; -1: unused
     copies: Column | np.ndarray  # uint16 [rows]: times that a row is used
     summary: dict[str, Any]  # per source: identity, counts; rejected rows by reason; rows per split
+    saved_extents: dict[int, Extent] | None = None
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all, as `numpy.load` reads it."""
-        summary = np.frombuffer(json.dumps(self.summary).encode(), np.uint8)
-
-        def write(sink: IO[bytes]) -> None:
-            with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as members:
-                for name, column in (("shard", self.shard), ("copies", self.copies)):
-                    with members.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                        header = {"shape": (len(column),), "fortran_order": False}
-                        npy.write_array_header_1_0(file, header | {"descr": npy.dtype_to_descr(column.dtype)})
-                        for part in stretches(len(column)):
-                            file.write(column[part].tobytes())
-                for name, array in (("pieces", self.pieces), ("summary", summary)):
-                    with members.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                        npy.write_array(file, array)
-
-        write_atomically(path, write)
+        """Write it, whole or not at all."""
+        extents = {shard: list(extent) for shard, extent in self.extents.items()}
+        text = json.dumps({"summary": self.summary, "extents": extents})
+        packed = base64.b64encode(zlib.compress(text.encode()))  # whose checksum is checked
+        with part_file(path) as file:
+            options = {"compression": "zstd", "write_page_checksum": True}
+            with pq.ParquetWriter(file, SCHEMA, **options) as writer:
+                for first, last in self._groups:
+                    places = self.pieces[first:last]
+                    end = int(self.ends[last - 1])
+                    part = slice(end - int(places[:, 3].sum()), end)
+                    offsets = np.append(0, np.cumsum(places[:, 3]))
+                    lists = (
+                        lists_of(offsets, np.asarray(column[part])) for column in (self.shard, self.copies)
+                    )
+                    writer.write_table(
+                        pa.Table.from_arrays([*map(array_of, places.T), *lists], schema=SCHEMA)
+                    )
+                writer.add_key_value_metadata({"plan": packed.decode()})
 
     @staticmethod
     def load(path: Path) -> Assignment:
-        """The assignment that `save` wrote. Raises ValueError and others where it is damaged."""
-        check_unpacked(path)
-        with zipfile.ZipFile(path) as members:
-            if members.testzip() is not None:
-                raise ValueError("its checksum is wrong")
-        with np.load(path) as file:
-            pieces, summary = file["pieces"], json.loads(file["summary"].tobytes())
-        return Assignment(pieces, _column(path, "shard"), _column(path, "copies"), summary)
+        """Return the assignment that `save` wrote. Raises ValueError and others where it is damaged."""
+        limits = {"thrift_string_size_limit": LARGEST, "thrift_container_size_limit": LARGEST}
+        with pq.ParquetFile(path, page_checksum_verification=True, **limits) as file:
+            metadata = file.metadata
+            if metadata.num_rows > path.stat().st_size:  # a piece takes some bytes, however it is packed
+                raise ValueError("it holds more pieces than bytes")
+            table = file.read(columns=list(PIECES))
+        unpacker = zlib.decompressobj()
+        text = unpacker.decompress(base64.b64decode(metadata.metadata[b"plan"], validate=True), LARGEST)
+        if not unpacker.eof:
+            raise ValueError("what it says of its rows is cut")
+        tree = json.loads(text)
+        extents = {int(shard): Extent(*extent) for shard, extent in tree["extents"].items()}
+        pieces = np.stack([numbers_of(table[name]) for name in PIECES], axis=1)
+        last = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)], dtype=int)
+        begins = np.append(0, np.cumsum(pieces[:, 3])[last - 1])
+        if (np.diff(begins) > MOST_ROWS).any():
+            raise ValueError("it holds more rows than is written together")
+        shard, copies = (Column(path, name, metadata, begins) for name in ("shard", "copies"))
+        return Assignment(pieces, shard, copies, tree["summary"], extents)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -90,10 +147,23 @@ class Assignment:
         return np.cumsum(self.pieces[:, 3])
 
     @cached_property
+    def _groups(self) -> list[tuple[int, int]]:
+        """First piece, and the piece after the last, of stretches of about STRETCH rows."""
+        groups, first = [], 0
+        while first < len(self.pieces):
+            start = int(self.ends[first] - self.pieces[first, 3])
+            last = max(first + 1, int(np.searchsorted(self.ends, start + STRETCH, side="right")))
+            groups.append((first, last))
+            first = last
+        return groups
+
+    @cached_property
     def extents(self) -> dict[int, Extent]:
         """Of each shard that has rows."""
+        if self.saved_extents is not None:
+            return self.saved_extents
         found: dict[int, Extent] = {}
-        for part in stretches(len(self.shard)):
+        for part in self._stretches(0, len(self.shard)):
             shard, copies = self.shard[part], self.copies[part]
             used = np.flatnonzero(shard >= 0)
             order = used[np.argsort(shard[used], kind="stable")]
@@ -173,17 +243,11 @@ class Assignment:
             yield part.start + rows[some], times[some]
 
     def _stretches(self, begin: int, end: int) -> Iterator[slice]:
-        """Slices that cover some rows and cut no piece in two."""
-        at = begin
-        if begin < end:
-            first = int(np.searchsorted(self.ends, begin, side="right"))
-            at = int(self.ends[first] - self.pieces[first, 3])
-        while at < end:
-            last = int(np.searchsorted(self.ends, at + STRETCH, side="right")) - 1
-            first = int(np.searchsorted(self.ends, at, side="right"))
-            until = int(self.ends[max(first, last)])
-            yield slice(at, until)
-            at = until
+        """Yield slices that cover some rows and cut no piece in two."""
+        for first, last in self._groups:
+            part = slice(int(self.ends[first] - self.pieces[first, 3]), int(self.ends[last - 1]))
+            if part.start < end and part.stop > begin:
+                yield part
 
     def _by_piece(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The pieces of some rows, and where each one's rows begin among them."""
@@ -228,18 +292,3 @@ def _share(copies: np.ndarray, place: np.ndarray, one: int, passes: int) -> np.n
 def _add_limit(rejected: dict[str, int], count: int) -> None:
     if count:
         rejected["limit"] = rejected.get("limit", 0) + count
-
-
-def _column(path: Path, name: str) -> Column:
-    """A one-dimensional array in a zip file that is not packed."""
-    with zipfile.ZipFile(path) as members, path.open("rb") as file:
-        member = members.getinfo(f"{name}.npy")
-        file.seek(member.header_offset)
-        lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        file.seek(sum(lengths), 1)
-        if npy.read_magic(file) != (1, 0):
-            raise ValueError(f"{name} is no column")
-        shape, _, dtype = npy.read_array_header_1_0(file)
-        if len(shape) != 1 or dtype.hasobject:
-            raise ValueError(f"{name} is no column")
-        return Column(path, dtype, shape[0], file.tell())

@@ -1,4 +1,4 @@
-"""What one job does when all parts are there: the table of all rows -> the plan of all shards."""
+"""What one job does when all parts are there: all rows -> the plan of all shards."""
 
 from __future__ import annotations
 
@@ -11,21 +11,35 @@ from common.errors import UserError
 from data_prep.config import VALIDATION, DataConfig, set_called
 from data_prep.inputs import Input
 from data_prep.scan.assignment import Assignment
-from data_prep.scan.parts import Seen, by_reason, require_usable
-from data_prep.scan.table import Table
+from data_prep.scan.parts import Part, Seen, by_reason, require_usable
 from data_prep.selection import Selection, select
 
 
-def assign(config: DataConfig, inputs: list[Input], table: Table, place: Path) -> Assignment:
-    """Which rows each shard takes; its columns are in `place`. Raises UserError when there are none."""
-    seen = table.seen()
+def assign(
+    config: DataConfig, inputs: list[Input], parts: list[Part], place: Path, threads: int
+) -> Assignment:
+    """Return which rows each shard takes, its columns in `place`. Raises UserError when there are none."""
+    seen = _seen(parts)
     for one, own in zip(inputs, seen, strict=True):
         require_usable(one, own, config.strict)
     splits = np.array([one.split for one in inputs], np.uint16)
     weights = np.array([one.source.weight for one in inputs])
-    selection = select(table, config, weights, splits, place)
+    selection = select(parts, config, weights, splits, place, threads)
     summary = _summary(config, inputs, seen, selection, splits)
-    return Assignment(table.pieces, selection.shard, selection.copies, summary)
+    pieces = np.concatenate([part.pieces() for part in parts])
+    return Assignment(pieces, selection.shard, selection.copies, summary)
+
+
+def _seen(parts: list[Part]) -> list[Seen]:
+    """Return what was seen of each input, in order."""
+    found: dict[int, Seen] = {}
+    for part in parts:
+        for seen in part.seen():
+            if seen.input in found:
+                found[seen.input].add(seen)
+            else:
+                found[seen.input] = seen
+    return [found[number] for number in sorted(found)]
 
 
 def _facts(one: Input, seen: Seen) -> dict[str, Any]:

@@ -1,175 +1,158 @@
-"""Which rows resemble each other: MinHash signatures on disk, compared where they agree in a whole band.
+"""Which rows resemble each other: MinHash signatures, compared where they agree in a whole band.
 
-Keys of bands are sorted on disk, candidates are read again. Memory does not grow with the rows; what is
-joined is noted in a mapped file, 8 bytes a row.
+A text has one signature. An instruction row has two, of what the user says and of the responses, and
+resembles another where both do: rows that share a system message, a passage or examples are no duplicates of
+each other as long as they teach other responses. A response of fewer than TELLING words says too little to
+know a row by: then the user must say the same.
 """
 
 from __future__ import annotations
 
-import mmap
-import zlib
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
-from data_prep.scan.columns import Column, Sorter, groups_of, mixed, stretches
+from data_prep.arrow import array_of, numbers_of
+from data_prep.grams import WORD, mixed, split
+from data_prep.rows import Row, plain_text
+from data_prep.templates import Chat, Conversation
 
 if TYPE_CHECKING:
-    from datasketch import MinHash  # imported where it is used: it imports scipy, most of a second
+    from duckdb import DuckDBPyConnection
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
-TOGETHER = 1 << 12  # signatures that are held at once, half a KiB each
-BAND_BITS = 8  # of a key, that say which band it is of
+TELLING = 10  # words
+WHOLE = 1 << 40  # words in a shingle that is a whole text
+BATCH = 1 << 12  # signatures that are held at once, half a KiB or one each
 
 
-def signature(text: str) -> np.ndarray:
-    """MinHash of a text's 5-word shingles, uint32 [PERMUTATIONS]; case and spacing do not count."""
-    words = text.lower().split()
-    shingles = {
-        " ".join(words[i : i + SHINGLE]).encode("utf-8", "replace")
-        for i in range(max(1, len(words) - SHINGLE + 1))
-    }
-    sketch = _blank().copy()
-    sketch.update_batch(shingles)
-    return np.asarray(sketch.hashvalues, np.uint32)
+def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
+    """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
+    if kind == "text":
+        return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
+    said = [_said(row) for row in rows]
+    prompts, responses = [prompt for prompt, _ in said], [response for _, response in said]
+    telling = split(responses).totals(len(rows)) >= TELLING * WORD
+    asked = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
+    return np.stack([asked, _signatures(responses, SHINGLE, salt=1)], axis=1)
+
+
+def _said(row: Row) -> tuple[str, str]:
+    """Return what the user says and what the assistant says in an instruction row."""
+    if isinstance(row, Conversation):
+        prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
+        return prompts, "\n".join(exchange.response for exchange in row.exchanges)
+    assert isinstance(row, Chat)
+    said: dict[str, list[str]] = {"user": [], "assistant": []}
+    for message in json.loads(row.messages):
+        parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
+        said.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
+    return "\n".join(said["user"]), "\n".join(said["assistant"])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) -> np.ndarray:
+    """Return the MinHash of each text's runs of `words` words, uint32 [texts, PERMUTATIONS]."""
+    hashes, text = split(texts, punctuation=True).grams(words, short=True)
+    hashes = mixed(hashes + np.uint64(salt))
+    found = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
+    if len(hashes):
+        owners, begins = np.unique(text, return_index=True)
+        for number, (factor, summand) in enumerate(_permutations()):
+            values = ((hashes * factor + summand) >> np.uint64(32)).astype(np.uint32)
+            found[owners, number] = np.minimum.reduceat(values, begins)
+    return found
 
 
 @cache
-def _blank() -> MinHash:
-    from datasketch import MinHash
-
-    return MinHash(PERMUTATIONS, seed=1, scheme="affine32", hashfunc=zlib.crc32)
-
-
-class Signatures:
-    """Signatures in files, one after the other, each uint32 [PERMUTATIONS]."""
-
-    def __init__(self, files: list[tuple[Path, int]]) -> None:
-        """files: with how many each holds."""
-        self._files = [file for file, _ in files]
-        self._ends = np.cumsum([0, *(count for _, count in files)])
-        self.count = int(self._ends[-1])
-
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """All of them in order, uint32 [n, PERMUTATIONS], each block with the number of its first."""
-        for file, (begin, end) in zip(self._files, pairwise(self._ends.tolist()), strict=True):
-            flat = Column(file, np.dtype(np.uint32), (end - begin) * PERMUTATIONS)
-            for start in range(0, end - begin, TOGETHER):
-                part = flat[start * PERMUTATIONS : (start + TOGETHER) * PERMUTATIONS]
-                yield begin + start, part.reshape(-1, PERMUTATIONS)
-
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Some of them, uint32 [numbers, PERMUTATIONS]."""
-        found = np.empty((len(numbers), PERMUTATIONS), np.uint32)
-        owners = np.searchsorted(self._ends, numbers, side="right") - 1
-        for owner in np.unique(owners).tolist():
-            own = np.flatnonzero(owners == owner)
-            begin, end = self._ends[owner : owner + 2].tolist()
-            mapped = np.memmap(self._files[owner], np.uint32, "r", shape=(end - begin, PERMUTATIONS))
-            found[own] = mapped[numbers[own] - begin]
-        return found
+def _permutations() -> np.ndarray:
+    """Return factors, odd, and summands, uint64 [PERMUTATIONS, 2]."""
+    numbers = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
+    numbers[:, 0] |= np.uint64(1)
+    return numbers
 
 
-class Groups:
-    """Numbers that were joined, by chains too: the first of a group stands for it."""
+def near_groups(db: DuckDBPyConnection, stored: list[np.ndarray], threshold: float) -> None:
+    """Make the table near(row, head) of the rows in `live` that resemble others, by chains too.
 
-    def __init__(self, path: Path, count: int) -> None:
-        column = Column.new(path, np.dtype(np.int64), max(1, count))
-        for part in stretches(count):
-            column[part] = np.arange(part.start, part.stop)
-        with path.open("r+b") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0))
-        self._leader = mapped.cast("q")
-        self._leaders = np.frombuffer(mapped, np.int64)
-
-    def find(self, one: int) -> int:
-        """The first of its group."""
-        leader = self._leader
-        while leader[one] != one:
-            leader[one] = leader[leader[one]]
-            one = leader[one]
-        return one
-
-    def join(self, one: int, other: int) -> None:
-        """Make one group of two."""
-        first, second = self.find(one), self.find(other)
-        self._leader[max(first, second)] = min(first, second)
-
-    def firsts(self, numbers: np.ndarray) -> np.ndarray:
-        """The first of each one's group, int64 [numbers]."""
-        while True:
-            leaders = self._leaders[numbers]
-            if np.array_equal(leaders, numbers):
-                return leaders
-            numbers = leaders
-
-
-def near_groups(signatures: Signatures, members: Column, threshold: float, place: Path) -> Groups:
-    """Groups of signatures that resemble each other, by chains too.
-
-    members: bool [signatures], those that are compared; `place`: for what waits. Those that agree in one
-    whole band are compared, each with the first of its kind and with the one before; pairs whose estimated
-    Jaccard similarity reaches the threshold are joined.
+    stored: signatures of all rows, one array after the other.
+    Rows that agree in one whole band are compared, each with the first of its kind and with the one before;
+    pairs whose estimated Jaccard similarity reaches the threshold belong to one group, named by its head.
     """
-    groups = Groups(place / "groups.column", signatures.count)
-    for pairs in _alike(_keys(signatures, members, threshold, place)):
-        for start in range(0, len(pairs), TOGETHER // 2):
-            own = [p for p in pairs[start : start + TOGETHER // 2].tolist() if _apart(groups, *p)]
-            if not own:
-                continue
-            both = signatures.take(np.array(own).reshape(-1)).reshape(-1, 2, PERMUTATIONS)
-            similar = np.mean(both[:, 0] == both[:, 1], axis=1) >= threshold
-            for at in np.flatnonzero(similar).tolist():
-                groups.join(*own[at])
-    return groups
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-
-def _apart(groups: Groups, one: int, other: int) -> bool:
-    return groups.find(one) != groups.find(other)
-
-
-def _keys(signatures: Signatures, members: Column, threshold: float, place: Path) -> Sorter:
-    """A key for each band of each member, with the member's number."""
+    starts = np.cumsum([0, *map(len, stored)])
     bands, width = band_shape(threshold)
-    keys = Sorter(place)
-    for start, block in signatures.blocks():
-        some = np.flatnonzero(members[start : start + len(block)])
-        own = block[some]
-        for band in range(bands):
-            keys.add(_band_key(own[:, band * width : (band + 1) * width], band), start + some)
-    return keys
+    fields = pa.schema([("row", pa.int64()), *((f"band{band}", pa.uint64()) for band in range(bands))])
+
+    def keys() -> Any:
+        for start, block in zip(starts[:-1].tolist(), stored, strict=True):
+            for at in range(0, len(block), BATCH):
+                # Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the
+                # signature of both together, which resemble each other where each does.
+                both = np.min(block[at : at + BATCH], axis=1)
+                columns = [np.arange(start + at, start + at + len(both))]
+                columns += [_band_key(both[:, band * width : (band + 1) * width]) for band in range(bands)]
+                yield pa.RecordBatch.from_arrays(list(map(array_of, columns)), schema=fields)
+
+    db.register("keys", pa.RecordBatchReader.from_batches(fields, keys()))
+    db.execute("CREATE TEMP TABLE bands AS SELECT * FROM keys WHERE row IN (SELECT row FROM live)")
+    db.execute("CREATE TEMP TABLE pairs (first BIGINT, second BIGINT)")
+    for band in range(bands):
+        key = f"band{band}"
+        db.execute(f"""
+            INSERT INTO pairs
+            WITH alike AS (
+                SELECT row, min(row) OVER (PARTITION BY {key}) AS head,
+                    lag(row) OVER (PARTITION BY {key} ORDER BY row) AS before
+                FROM bands WHERE {key} IN (SELECT {key} FROM bands GROUP BY {key} HAVING count(*) > 1))
+            SELECT head, row FROM alike WHERE row > head
+            UNION SELECT before, row FROM alike WHERE before > head""")
+    edges = [np.zeros((0, 2), np.int64)]
+    for batch in db.sql("SELECT DISTINCT first, second FROM pairs ORDER BY ALL").to_arrow_reader(BATCH):
+        pairs = np.stack([numbers_of(column) for column in batch.columns], axis=1)
+        first, second = (_take(stored, starts, rows) for rows in pairs.T)
+        edges.append(pairs[(np.mean(first == second, axis=2) >= threshold).all(axis=1)])
+    db.execute("DROP TABLE bands; DROP TABLE pairs")
+    rows, ends = np.unique(np.concatenate(edges), return_inverse=True)
+    first, second = ends.reshape(-1, 2).T
+    graph = coo_array((np.ones(len(first), bool), (first, second)), (len(rows), len(rows)))
+    groups = connected_components(graph, directed=False)[1] if len(rows) else rows
+    db.register("groups", pa.Table.from_arrays([array_of(rows), array_of(groups)], names=["row", "head"]))
+    db.execute("CREATE TEMP TABLE near AS SELECT * FROM groups")
 
 
-def _band_key(values: np.ndarray, band: int) -> np.ndarray:
-    """A number for a band's values, uint64 [n]: the band's bits, then a hash."""
+def _take(stored: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the signatures of some rows, uint32 [rows, 1 or 2, PERMUTATIONS]; starts: first row of each."""
+    owners = np.searchsorted(starts, rows, side="right") - 1
+    found = np.empty((len(rows), *stored[0].shape[1:]), np.uint32)
+    for owner in np.unique(owners).tolist():
+        chosen = owners == owner
+        found[chosen] = stored[owner][rows[chosen] - starts[owner]]
+    return found
+
+
+def _band_key(values: np.ndarray) -> np.ndarray:
+    """Return a hash of each row of values, uint64 [rows]."""
     key = np.zeros(len(values), np.uint64)
     for column in values.T:
         key = mixed((key ^ column) + np.uint64(0x9E3779B97F4A7C15))
-    return (key >> np.uint64(BAND_BITS)) | np.uint64(band << (64 - BAND_BITS))
-
-
-def _alike(keys: Sorter) -> Iterator[np.ndarray]:
-    """Pairs of numbers with one key, int64 [n, 2]: each with the first of them and with the one before."""
-    key, head, before = -1, -1, -1  # of the last pair so far
-    for block in keys.blocks():
-        numbers = block[:, 1].astype(np.int64)
-        new, heads = groups_of(block[:, 0], numbers, (key, head))
-        previous = np.append(before, numbers[:-1])
-        for others in (heads, previous):
-            some = ~new & ((others is heads) | (previous != heads))
-            yield np.stack([others[some], numbers[some]], axis=1)
-        key, head, before = int(block[-1, 0]), int(heads[-1]), int(numbers[-1])
+    return key
 
 
 def band_shape(threshold: float) -> tuple[int, int]:
-    """Bands and rows in each, for which wrong and missed candidates together are fewest.
+    """Return the number of bands and of values in each for which wrong and missed candidates are fewest.
 
-    A pair of similarity s agrees in a band with probability 1 - (1 - s**rows)**bands; the integrals of what
+    A pair of similarity s agrees in a band with probability 1 - (1 - s**width)**bands; the integrals of what
     is wrong of it on the two sides of the threshold are added, over similarities that are equally likely.
     """
     below = (np.arange(0, threshold, 0.001) + 0.0005)[:, None]
@@ -179,6 +162,6 @@ def band_shape(threshold: float) -> tuple[int, int]:
         widths = np.arange(1, PERMUTATIONS // bands + 1)
         wrong = (1 - (1 - below**widths) ** bands).sum(axis=0)
         missed = ((1 - above**widths) ** bands).sum(axis=0)
-        at = int(np.argmin(wrong + missed))
-        best = min(best, (float((wrong + missed)[at]), bands, int(widths[at])))
+        index = int(np.argmin(wrong + missed))
+        best = min(best, (float((wrong + missed)[index]), bands, int(widths[index])))
     return best[1:]

@@ -1,9 +1,8 @@
 """A unit's rows as a part on disk, written while they are scanned and believed when its note is there.
 
-000012.rows     of each row hash, length, reason: ROW
-000012.pieces   of each piece input, start, length, rows, checksum: int64
-000012.near     of each usable row its signature, where near-duplicates are looked for
-000012.json     written last: what it was made from, and what was seen of each input
+000012.pieces   Parquet, a row for each piece: PIECES, its rows' hashes, lengths and reasons as lists
+000012.near     signatures of all rows, where near duplicates are looked for
+000012.inputs   Parquet, written last: what was seen of each input; in its metadata what it was made from
 """
 
 from __future__ import annotations
@@ -14,23 +13,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from common.errors import UserError
-from common.files import part_file, write_text
+from common.files import part_file
 from common.parallel import Workers
-from common.untrusted import read_json
+from data_prep.arrow import array_of, lists_of, numbers_of, texts_of
 from data_prep.inputs import PIECE, Input, TextInput, open_text
 from data_prep.rows import CODE, REASONS, UNREADABLE
 from data_prep.scan.near import PERMUTATIONS
 from data_prep.scan.piece import ScannedPiece
 from data_prep.scan.units import Stretch, Unit
 
-ROW = np.dtype([("hash", "<u8"), ("chars", "<u4"), ("reason", "u1")])
-PIECE_COLUMNS = 5
-FILES = ("rows", "pieces", "near")
+PIECES = ("input", "start", "length", "rows", "check")  # int64: place and checksum of a piece
+LISTS = {"hash": pa.uint64(), "chars": pa.uint32(), "reason": pa.uint8()}  # of its rows
+SCHEMA = pa.schema([*((n, pa.int64()) for n in PIECES), *((n, pa.list_(of)) for n, of in LISTS.items())])
+GROUP = 1 << 17  # rows of a row group, or those of one piece
 
 
 @dataclass
@@ -55,58 +57,115 @@ class Seen:
         self.not_read += other.not_read
 
 
+class Rows(NamedTuple):
+    """Some rows that follow each other."""
+
+    source: np.ndarray  # int32 [rows]: input that the row is from
+    hashes: np.ndarray  # uint64 [rows]
+    chars: np.ndarray  # uint32 [rows]
+    reasons: np.ndarray  # uint8 [rows]: index into REASONS; 0: usable
+
+
 @dataclass(frozen=True)
-class Note:
-    """What a part holds."""
+class Part:
+    """A whole part."""
 
-    key: str  # see units.digest
-    rows: int
-    pieces: int
-    signatures: int
-    seen: list[Seen]
+    path: Path  # of its files, without their endings
+    count: int  # rows
+    signed: int  # signatures of each row
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each of the part's files."""
-        counts = (
-            self.rows * ROW.itemsize,
-            self.pieces * PIECE_COLUMNS * 8,
-            self.signatures * PERMUTATIONS * 4,
-        )
-        return dict(zip(FILES, counts, strict=True))
-
-
-def read_note(place: Path, unit: Unit, key: str) -> Note | None:
-    """What the note of a whole part says; None where it has to be made, from what `key` stands for."""
-    try:
-        tree = read_json(place / f"{unit.name}.json")
-        if tree["key"] != key:
+    @staticmethod
+    def read(place: Path, unit: Unit, key: str) -> Part | None:
+        """Return the part of a unit, or None where it has to be made, from what `key` stands for."""
+        path = place / unit.name
+        try:
+            note = json.loads(pq.read_schema(_file(path, "inputs")).metadata[b"note"])
+            if note["key"] != key or any(
+                _file(path, n).stat().st_size != b for n, b in note["bytes"].items()
+            ):
+                return None
+            return Part(path, int(note["rows"]), int(note["signed"]))
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
-        seen = [Seen(**one) for one in tree.pop("seen")]
-        note = Note(**tree, seen=seen)
-        whole = all((place / f"{unit.name}.{of}").stat().st_size == n for of, n in note.sizes().items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return note if whole else None
+
+    def seen(self) -> list[Seen]:
+        """Return what was seen of each input."""
+        with pq.ParquetFile(_file(self.path, "inputs")) as file:
+            return [Seen(**json.loads(text)) for text in file.read()["seen"].to_pylist()]
+
+    def pieces(self) -> np.ndarray:
+        """Return PIECES of all pieces, int64 [pieces, 5]."""
+        with pq.ParquetFile(_file(self.path, "pieces")) as file:
+            table = file.read(columns=list(PIECES))
+        return np.stack([numbers_of(table[name]) for name in PIECES], axis=1)
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield all rows, some at a time."""
+        with pq.ParquetFile(_file(self.path, "pieces")) as file:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=["input", "rows", *LISTS])
+                source = np.repeat(numbers_of(table["input"]), numbers_of(table["rows"])).astype(np.int32)
+                yield Rows(source, *(numbers_of(table[name]) for name in LISTS))
+
+    def signatures(self) -> np.ndarray:
+        """Return the signatures of all rows, mapped: uint32 [rows, signed, PERMUTATIONS]."""
+        shape = (self.count, self.signed, PERMUTATIONS)
+        if not self.count:
+            return np.zeros(shape, np.uint32)
+        return np.memmap(_file(self.path, "near"), np.uint32, "r", shape=shape)
 
 
-class _Writer:
-    """The files of a part."""
+def _file(path: Path, ending: str) -> Path:
+    return path.with_name(f"{path.name}.{ending}")
 
-    def __init__(self, files: dict[str, IO[bytes]]) -> None:
-        self._files = files
-        self.rows = self.pieces = self.signatures = 0
 
-    def add(self, number: int, found: ScannedPiece) -> None:
-        """A piece of an input."""
-        rows = np.empty(len(found.hashes), ROW)
-        rows["hash"], rows["chars"], rows["reason"] = found.hashes, found.chars, found.reasons
-        piece = np.array([number, *found.place, len(rows), found.check], np.int64)
-        self._files["rows"].write(rows.tobytes())
-        self._files["pieces"].write(piece.tobytes())
-        self._files["near"].write(found.signatures.tobytes())
-        self.rows += len(rows)
-        self.pieces += 1
-        self.signatures += len(found.signatures)
+class PartWriter:
+    """Writes a part: `add` its pieces, then `finish`."""
+
+    def __init__(self, path: Path, files: contextlib.ExitStack) -> None:
+        """files: closes and publishes what is written."""
+        self.path, self.count, self.signed = path, 0, 0
+        self._files = {name: files.enter_context(part_file(_file(path, name))) for name in ("pieces", "near")}
+        options = {"compression": "zstd", "use_dictionary": False}
+        self._pieces = files.enter_context(pq.ParquetWriter(self._files["pieces"], SCHEMA, **options))
+        self._waiting: list[tuple[list[int], ScannedPiece]] = []
+        self._waiting_rows = 0
+
+    def add(self, number: int, piece: ScannedPiece) -> None:
+        """Append a piece of an input."""
+        rows = len(piece.reasons)
+        self._waiting.append(([number, *piece.place, rows, piece.check], piece))
+        self._waiting_rows += rows
+        self.count += rows
+        if piece.signatures is not None:
+            self.signed = piece.signatures.shape[1]
+            self._files["near"].write(piece.signatures.tobytes())
+        if self._waiting_rows >= GROUP:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        if self._waiting:
+            places = np.array([place for place, _ in self._waiting], np.int64)
+            offsets = np.append(0, np.cumsum(places[:, 3]))
+            pieces = [piece for _, piece in self._waiting]
+            columns = ([p.hashes for p in pieces], [p.chars for p in pieces], [p.reasons for p in pieces])
+            lists = [lists_of(offsets, np.concatenate(column)) for column in columns]
+            self._pieces.write_table(pa.Table.from_arrays([*map(array_of, places.T), *lists], schema=SCHEMA))
+        self._waiting, self._waiting_rows = [], 0
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._write_group()
+        self._pieces.close()
+        self._sizes = {name: file.tell() for name, file in self._files.items()}
+
+    def finish(self, key: str, seen: list[Seen]) -> None:
+        """Write the note, which says that the part is whole, once its files are closed and published."""
+        note = {"key": key, "rows": self.count, "signed": self.signed, "bytes": self._sizes}
+        schema = pa.schema([("seen", pa.large_string())], metadata={"note": json.dumps(note)})
+        table = pa.Table.from_arrays([texts_of([json.dumps(asdict(one)) for one in seen])], schema=schema)
+        with part_file(_file(self.path, "inputs")) as file:
+            pq.write_table(table, file, compression="zstd")
 
 
 def scan_unit(
@@ -126,8 +185,7 @@ def scan_unit(
     seen: list[Seen] = []
     done = 0
     with contextlib.ExitStack() as files:
-        opened = {name: files.enter_context(part_file(place / f"{unit.name}.{name}")) for name in FILES}
-        writer = _Writer(opened)
+        writer = PartWriter(place / unit.name, files)
         for stretch in unit.stretches:
             one = inputs[stretch.input]
             found = Seen(stretch.input)
@@ -145,8 +203,8 @@ def scan_unit(
             done += (stretch.end or one.size) - stretch.begin
             at(done)
             seen.append(found)
-    note = Note(key, writer.rows, writer.pieces, writer.signatures, seen)
-    write_text(place / f"{unit.name}.json", json.dumps(asdict(note)) + "\n")
+        writer.close()
+    writer.finish(key, seen)
 
 
 def _pieces(one: Input, stretch: Stretch, left: int | None, workers: Workers) -> Iterator[ScannedPiece]:

@@ -20,7 +20,7 @@ from data_prep.rows import (
     parse,
     plain_text,
 )
-from data_prep.scan.near import signature
+from data_prep.scan.near import signatures
 from data_prep.templates import Chat, Conversation
 from data_prep.templates.chat import ChatTemplate, RefusedError, render
 
@@ -32,7 +32,7 @@ class ScannedPiece(NamedTuple):
     hashes: np.ndarray  # uint64 [rows]
     chars: np.ndarray  # uint32 [rows]
     reasons: np.ndarray  # uint8 [rows], index into REASONS; 0: usable
-    signatures: np.ndarray  # uint32 [usable rows, PERMUTATIONS], or [0, 0]
+    signatures: np.ndarray | None  # uint32 [rows, 1 or 2, PERMUTATIONS]; zeros of those that are not usable
     check: int  # checksum of the piece
     fault: tuple[int, str] | None  # the first row that breaks the structure, and how
     columns: tuple[set[str], set[str]]  # read and not read; of an input's first piece
@@ -40,9 +40,8 @@ class ScannedPiece(NamedTuple):
 
     def first(self, limit: int) -> ScannedPiece:
         """The same piece with all rows after the first `limit` marked as beyond the source's limit."""
-        usable = self.reasons == 0
         self.reasons[limit:] = CODE["limit"]
-        return self._replace(signatures=self.signatures[: usable[:limit].sum()])
+        return self
 
 
 def scanner(near: bool, chat: ChatTemplate | None) -> Callable[[tuple[Piece, RowSpec]], ScannedPiece]:
@@ -53,29 +52,34 @@ def scanner(near: bool, chat: ChatTemplate | None) -> Callable[[tuple[Piece, Row
 
     def scan_piece(item: tuple[Piece, RowSpec]) -> ScannedPiece:
         (place, payload), spec = item
-        hashes, chars, reasons, signatures, fault, messages = [], [], [], [], None, 0
-        rows = [Rejected("too_long")] if payload is None else parse(payload, spec)
-        for at, row in enumerate(_written(row, chat) for row in rows):
+        parsed = [Rejected("too_long")] if payload is None else parse(payload, spec)
+        rows: list[Row] = []  # that are usable
+        hashes, chars, reasons, fault, messages = [], [], [], None, 0
+        for number, row in enumerate(_written(row, chat) for row in parsed):
             if isinstance(row, Rejected):
                 if fault is None and row.reason in STRUCTURE:
-                    fault = at, row.detail
+                    fault = number, row.detail
                 hashes.append(0)
                 chars.append(0)
                 reasons.append(CODE[row.reason])
                 continue
-            text = plain_text(row)
             hashes.append(content_hash(row))
-            chars.append(len(text))
+            chars.append(len(plain_text(row)))
             reasons.append(0)
             messages += row.unused if isinstance(row, Conversation | Chat) else 0
             if near:
-                signatures.append(signature(text))
+                rows.append(row)
+        codes, signed = np.array(reasons, np.uint8), None
+        if near:
+            found = signatures(rows, spec.kind)
+            signed = np.zeros((len(codes), *found.shape[1:]), np.uint32)
+            signed[codes == 0] = found
         return ScannedPiece(
             place,
             np.array(hashes, np.uint64),
             np.array(chars, np.uint32),
-            np.array(reasons, np.uint8),
-            np.stack(signatures) if signatures else np.zeros((0, 0), np.uint32),
+            codes,
+            signed,
             0 if payload is None else checksum(payload),
             fault,
             (set(), set()) if payload is None or place.start else columns(payload, spec),

@@ -2,8 +2,8 @@
 
 In `.new`, until the plan is there:
     tokenizer/, grams.npz, settings.json    set up by the job that comes first
-    scan/                                   a part of each unit, and a lock for who makes it
-    *.column                                of the job that decides
+    scan/                                   a part of each unit, and a lease of who makes it
+    *.column, spill/                         of the job that decides
 Parts stay when jobs die: the next ones go on from them. A part is believed as long as settings and sources
 are those that it was made from.
 """
@@ -29,9 +29,8 @@ from data_prep.inputs import Input
 from data_prep.rows import plain_text, take
 from data_prep.scan.assignment import Assignment
 from data_prep.scan.merge import assign
-from data_prep.scan.parts import Note, read_note, scan_unit
+from data_prep.scan.parts import Part, scan_unit
 from data_prep.scan.piece import scanner
-from data_prep.scan.table import Table
 from data_prep.scan.units import Unit, digest, divide, shared_out
 from data_prep.shards import FORMAT
 from data_prep.sources import is_saved
@@ -133,8 +132,8 @@ class Planning:
             found.append((one.name, begin, end, state))
         return found
 
-    def _note(self, unit: Unit) -> Note | None:
-        return read_note(self.place / SCAN, unit, self._keys[unit.number])
+    def _part(self, unit: Unit) -> Part | None:
+        return Part.read(self.place / SCAN, unit, self._keys[unit.number])
 
     def scan(self, first: float, workers: int, alone: bool = False) -> None:
         """Make parts until all are there, by this job or others; `first`: see `shared_out`.
@@ -151,7 +150,7 @@ class Planning:
             read += unit.size
 
         def done(unit: Unit) -> bool:
-            if unit.number not in whole and self._note(unit) is not None:
+            if unit.number not in whole and self._part(unit) is not None:
                 count(unit)
             return unit.number in whole or (not alone and (self.config.dir / PLAN).is_file())
 
@@ -167,13 +166,14 @@ class Planning:
         Raises UserError when that leaves nothing to train on, or a source has changed meanwhile.
         """
         config, place, say = self.config, self.place, self.say
-        notes = [self._note(unit) for unit in self.units]
-        for unit, note in zip(self.units, notes, strict=True):
-            if note is None:
+        parts = []
+        for unit in self.units:
+            part = self._part(unit)
+            if part is None:
                 name = self.inputs[unit.stretches[0].input].name
-                raise UserError(f"{name} changed while it was read; run prepare again")
-        table = Table(place / SCAN, self.units, [note for note in notes if note is not None])
-        plan = assign(config, self.inputs, table, place)
+                raise UserError(f"{name} changed while it was read; run prepare again", code="source-changed")
+            parts.append(part)
+        plan = assign(config, self.inputs, parts, place, workers)
         if self.chat is not None:
             plan.summary["chat_template"] = self.chat.digest
         rows, characters = len(plan.shard), plan.summary["chars"]["train"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.files import try_locked
+from common.lease import Lease, held
 from data_prep.inputs import Input
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
@@ -93,49 +90,31 @@ def shared_out(
     first: float,
     waiting: Callable[[str], None],
 ) -> Iterator[Unit]:
-    """Units for this job to do, until all are done, by whichever job.
+    """Yield units for this job to do, until all are done, by whichever job.
 
-    first: where among them this job begins, from 0 to 1, so that jobs do not read the same places. A unit is
-    locked while its caller has it; what a job that died had is taken over. `waiting` is told once what others
-    still do, when nothing else is left.
+    first: where among them this job begins, from 0 to 1, so that jobs do not read the same places. The caller
+    has the lease of a unit while it does it; what a job that died had is taken over. `waiting` gets one line
+    on what others still do, when nothing else is left.
     """
     start = int(first * len(units))
     left = units[start:] + units[:start]
     told, pause = False, POLL / 32
-    while True:
-        busy: list[str] = []  # who has the units that this job cannot have
-        yield from _free(left, place, done, busy)
+    while left:
+        holder = ""  # of a unit that this job cannot have
+        for unit in left:
+            if done(unit):
+                continue
+            lease = Lease(place, f"{unit.name}.lease")
+            with held(lease) as free:
+                if not free:
+                    holder = str(lease.holder() or "one that has just begun")
+                elif not done(unit):
+                    yield unit
         left = [unit for unit in left if not done(unit)]
-        if not left:
-            return
-        if busy and not told:
-            told = True
-            count = f"{len(left)} of {len(units)}"
-            waiting(f"waiting for {count} parts of the sources; other jobs read them: {busy[0]}")
-        if busy:
+        if left and holder:
+            if not told:
+                told = True
+                count = f"{len(left)} of {len(units)}"
+                waiting(f"waiting for {count} parts of the sources; other jobs read them: {holder}")
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-
-
-def _free(
-    units: Iterable[Unit], place: Path, done: Callable[[Unit], bool], busy: list[str]
-) -> Iterator[Unit]:
-    """Units that nobody has, each locked while the caller has it; and into `busy` who has the others."""
-    for unit in units:
-        if done(unit):
-            continue
-        lock = place / f"{unit.name}.lock"
-        with try_locked(lock) as mine:
-            if not mine:
-                busy.append(_holder(lock))
-            elif not done(unit):
-                lock.write_text(f"{socket.gethostname()}, process {os.getpid()}", encoding="utf-8")
-                yield unit
-
-
-def _holder(lock: Path) -> str:
-    """Who has a unit."""
-    with contextlib.suppress(OSError, ValueError):
-        if name := lock.read_text(encoding="utf-8"):
-            return name
-    return "one that has just begun"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, one_line
 from data_prep import world
-from data_prep.config import DataConfig, Source
+from data_prep.config import DATA_FILES, DataConfig, Source
 from data_prep.inputs import (
     PIECE_ROWS,
     File,
@@ -30,7 +32,6 @@ from data_prep.sources.addresses import RemoteFile, remote_files
 from data_prep.sources.tables import DELIMITERS, TextTable
 
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
-SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 def open_inputs(config: DataConfig) -> list[Input]:
@@ -56,12 +57,18 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
             for file in remote_files(source.files):
                 yield _file(source, str(file), spec, file, file.size)
             return
-        for path, name in _matching(source.files, config.root):
+        matching = _matching(source.files, config.root)
+        for path, name in matching:
             if path.is_dir():
                 yield _saved(source, name, spec, path)
                 continue
             if path.stat().st_size == 0:
-                raise UserError(f"{path} is empty")
+                if len(matching) > 1 and not config.strict:
+                    continue
+                raise UserError(
+                    f"{path} is empty; take it away, or set data.strict=false to pass over it",
+                    code="empty-file",
+                )
             yield _file(source, name, spec, path, path.stat().st_size)
     elif source.embedded is not None:
         path = world.corpus(source.embedded)
@@ -107,10 +114,16 @@ def _exists(path: Path) -> bool:
 
 
 def _globbed(base: Path, pattern: str) -> list[Path]:
-    """What a pattern matches; where that is nothing, its brackets may be part of names."""
+    """Return what a pattern matches; where that is nothing, its brackets may be part of names.
+
+    As in a shell, hidden files and folders (.ipynb_checkpoints) match only a pattern with a dot of its own.
+    """
     if not Path(pattern).parts:
         return [base]
-    return sorted(base.glob(pattern)) or sorted(base.glob(pattern.replace("[", "[[]")))
+    found = sorted(base.glob(pattern)) or sorted(base.glob(pattern.replace("[", "[[]")))
+    if any(part.startswith(".") for part in Path(pattern).parts):
+        return found
+    return [path for path in found if not any(part[0] == "." for part in path.relative_to(base).parts)]
 
 
 def _is_utf8(path: Path) -> bool:
@@ -125,8 +138,8 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
     """The input that a file is, by its ending and its beginning. size: its bytes, 0: unknown."""
     packed = path.suffix in (".zst", ".gz")
     suffix = Path(path.stem).suffix if packed else path.suffix
-    if suffix not in SUFFIXES:
-        raise UserError(f"{path} has none of the known endings {', '.join(SUFFIXES)} (.zst, .gz)")
+    if suffix not in DATA_FILES:
+        raise UserError(f"{path} has none of the known endings {', '.join(DATA_FILES)} (.zst, .gz)")
     spec = spec._replace(lines=suffix in (".jsonl", ".json"))
     text = suffix == ".txt"
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
@@ -138,8 +151,7 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
         return _parquet(source, name, spec, path, packed, size)
     if suffix in DELIMITERS:
         table = TextTable(path, name, suffix, spec.max_chars, size)
-        pinned = partial(file_identity, path, name)
-        return TableInput(source, name, spec, table.rows, pinned, size, table.position)
+        return TableInput(source, name, spec, table.rows, None, size, table.position, path)
     if suffix == ".json" and _is_one_value(path):
         return _json(source, name, spec, path, size)
     if suffix == ".jsonl" and _is_array(path):
@@ -217,8 +229,7 @@ def _json(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
         return rows
 
     rows = cache(load)
-    pinned = partial(file_identity, path, name)
-    return TableInput(source, name, spec, lambda start: iter(rows()[start:]), pinned, size)
+    return TableInput(source, name, spec, lambda start: iter(rows()[start:]), None, size, path=path)
 
 
 def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool, size: int) -> Input:
@@ -228,18 +239,18 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
         raise UserError(f"{path}: parquet is packed inside; unpack the file")
 
     read = [0.0]  # of 1, so far
+    ends: list[int] = []  # the row after the last of each row group
 
     def rows(start: int) -> Iterator[Any]:
         at = start
         try:
             opened = path.open_at_random() if isinstance(path, RemoteFile) else path
             file = pyarrow.parquet.ParquetFile(opened)
-            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            first = 0
-            while first < len(groups) and start >= groups[first]:
-                start -= groups[first]
-                first += 1
-            for batch in file.iter_batches(PIECE_ROWS, row_groups=range(first, len(groups))):
+            counts = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
+            ends[:] = accumulate(counts)
+            first = bisect_right(ends, start)
+            start -= ends[first - 1] if first else 0
+            for batch in file.iter_batches(PIECE_ROWS, row_groups=range(first, len(ends))):
                 yield from batch.slice(start).to_pylist()
                 at += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
@@ -248,8 +259,10 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
 
-    pinned = partial(file_identity, path, name)
-    return TableInput(source, name, spec, rows, pinned, size, lambda: int(read[0] * size))
+    def jumps(end: int, start: int) -> bool:
+        return bisect_right(ends, start) > bisect_right(ends, end)
+
+    return TableInput(source, name, spec, rows, None, size, lambda: int(read[0] * size), path, jumps)
 
 
 def is_saved(path: Path) -> bool:
@@ -266,7 +279,17 @@ def _saved(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
         digests = "".join(file["sha256"] for file in files)
         return {"sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
-    return TableInput(source, name, spec, lambda start: iter(loaded().skip(start)), pinned)
+    rows = partial(_skipped, loaded)
+    return TableInput(source, name, spec, rows, pinned, path=path, jumps=_any_jump)
+
+
+def _skipped(loaded: Callable[[], Any], start: int) -> Iterator[Any]:
+    """Return the rows of a data set from a number on, which takes no time to reach."""
+    return iter(loaded().skip(start))
+
+
+def _any_jump(end: int, start: int) -> bool:
+    return start != end
 
 
 def _load_saved(source: Source, path: Path) -> Any:
@@ -289,7 +312,7 @@ def _hub(source: Source, spec: RowSpec) -> Input:
     name = "/".join(filter(None, (source.hub, source.config))) + f"[{source.split}]"
     loaded = cache(lambda: _load_hub(source))
     pin = {"revision": source.revision or "not pinned"}
-    return TableInput(source, name, spec, lambda start: iter(loaded().skip(start)), lambda: pin)
+    return TableInput(source, name, spec, partial(_skipped, loaded), lambda: pin, jumps=_any_jump)
 
 
 def _load_hub(source: Source) -> Any:

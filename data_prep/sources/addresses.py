@@ -20,8 +20,10 @@ NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlf
 class RemoteFile:
     """A file at an address; as much of Path as inputs need."""
 
-    def __init__(self, address: str, system: Any, path: str, size: int) -> None:
-        self.address, self._system, self._path, self.size = address, system, path, size
+    def __init__(self, address: str, system: Any, path: str, info: dict[str, Any]) -> None:
+        self.address, self._system, self._path = address, system, path
+        self.size: int = info.get("size") or 0
+        self._listed = _state(info)
         self.name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address).name
 
     def __str__(self) -> str:
@@ -43,6 +45,14 @@ class RemoteFile:
         with _explained(self.address):
             file = self._system.open(self._path, mode, **({"block_size": 0} if web else {}))
         return io.BufferedReader(_Stream(file, self.address, seekable=not web), BUFFER)
+
+    def state(self, again: bool) -> list[str]:
+        """Return what changes when the file does: as it was listed, or asked of its server again."""
+        if not again:
+            return self._listed
+        with _explained(self.address):
+            self._system.invalidate_cache()
+            return _state(self._system.info(self._path))
 
     def open_at_random(self) -> IO[bytes]:
         """Its bytes in any order."""
@@ -120,9 +130,14 @@ def remote_files(pattern: str) -> list[RemoteFile]:
         raise UserError(f"no file matches {pattern}; give a pattern of files, {pattern.rstrip('/')}/*.jsonl")
     whole = [one if web else system.unstrip_protocol(one) for one in found]
     return [
-        RemoteFile(address, system, one, info.get("size") or 0)
-        for address, one, info in zip(whole, found, infos, strict=True)
+        RemoteFile(address, system, one, info) for address, one, info in zip(whole, found, infos, strict=True)
     ]
+
+
+def _state(info: dict[str, Any]) -> list[str]:
+    """Return the size, the version and the times that a file system tells of a file."""
+    keys = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
+    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in keys]
 
 
 def _is_web(system: Any) -> bool:

@@ -250,8 +250,11 @@ def _template(taken: Taken) -> str:
 def _plain(row: Row, template: str) -> list[Stretch]:
     if not isinstance(row, Conversation):
         return [(str(row), True)]
-    turns = render(row, template)
-    return [part for t in turns for part in ((t.text[: t.start], False), (t.text[t.start :] + "\n", True))]
+    stretches = []
+    for number, turn in enumerate(render(row, template)):
+        supervised = number not in row.unsupervised
+        stretches += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
+    return stretches
 
 
 def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:

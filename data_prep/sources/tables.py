@@ -1,4 +1,8 @@
-"""Tables of text: csv and tsv files as rows by their header."""
+"""Tables of text: csv and tsv files as rows by their header.
+
+A csv file quotes as RFC 4180 says, a tsv file not at all: a tab or line break ends a field there. A quote
+that is never closed would make one row of all that follow, so what does not quote properly is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator
-from typing import IO, Any
+from itertools import chain
+from typing import IO, Any, Literal
 
 from common.errors import UserError, one_line
 from data_prep.inputs import File, open_raw, refuse_other_encodings, unpacked_stream
@@ -22,7 +27,7 @@ class TextTable:
 
     def __init__(self, path: File, name: str, suffix: str, max_chars: int, size: int) -> None:
         self.path, self.name, self.delimiters, self.size = path, name, DELIMITERS[suffix], size
-        self.limit = LIMIT * max_chars
+        self.limit, self.quoted = LIMIT * max_chars, suffix != ".tsv"
         self._raw: IO[bytes] | None = None
 
     def position(self) -> int:
@@ -33,23 +38,35 @@ class TextTable:
 
     def rows(self, start: int) -> Iterator[Any]:
         """Rows from number `start` on: {column: text}, or what is wrong with one. Raises UserError."""
-        self._raw, line = open_raw(self.path), 1
+        self._raw, line = open_raw(self.path), 0
         with self._raw, unpacked_stream(self._raw, self.path) as stream:
             try:
                 lines = self._lines(stream)
                 header = next((one for one in lines if one.strip()), "")
                 delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
                 csv.field_size_limit(self.limit)  # its own is far below a document
-                reader = csv.reader(_again(header, lines), delimiter=delimiter)
-                names = self._names(next(reader, []))
-                for number, row in enumerate(filter(None, reader)):
-                    if number >= start:
-                        yield _row(row, names)
+                quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
+                reader = csv.reader(chain([header], lines), delimiter=delimiter, quoting=quoting, strict=True)
+                names, number = self._names(next(reader, [])), 0
+                while True:
                     line = reader.line_num
+                    try:
+                        row = _row(next(reader), names, self.quoted)
+                    except StopIteration:
+                        return
+                    except csv.Error as error:
+                        if reader.line_num != line + 1:  # it took in other rows
+                            raise
+                        row = Rejected("wrong_type", f"line {line + 1}: {one_line(error)}")
+                    if row is not None:
+                        if number >= start:
+                            yield row
+                        number += 1
             except csv.Error as error:
                 raise UserError(
                     f"{self.name}, after line {line}: not a row of a table ({one_line(error)}); is a quote "
-                    "not closed?"
+                    "not closed?",
+                    code="broken-table",
                 ) from None
             except OSError as error:
                 why = one_line(error)
@@ -89,13 +106,13 @@ class _Readable(io.RawIOBase):
         return len(found)
 
 
-def _again(line: str, lines: Iterator[str]) -> Iterator[str]:
-    yield line
-    yield from lines
-
-
-def _row(row: list[str], names: list[str]) -> dict[str, str] | Rejected:
+def _row(row: list[str], names: list[str], quoted: bool) -> dict[str, str] | Rejected | None:
+    """Return a row by its columns, or what is wrong with it; None for a blank line."""
+    if not row:
+        return None
     if len(row) != len(names):
         what = f"{len(row)} fields under a header of {len(names)}; quote what holds delimiters or line breaks"
         return Rejected("wrong_type", what)
+    if not quoted and any(len(text) > 2 and text[0] == text[-1] == '"' and '""' in text for text in row):
+        return Rejected("wrong_type", "a field is quoted as in a csv file; call the file .csv")
     return dict(zip(names, row, strict=True))

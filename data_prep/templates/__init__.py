@@ -7,6 +7,7 @@ written by the tokenizer's own chat_template instead, see chat.py.
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 # Raised when the text of a template changes, or what of it is supervised.
@@ -27,6 +28,12 @@ class Conversation(NamedTuple):
     exchanges: tuple[Exchange, ...]
     system: str = ""
     unused: int = 0  # messages that were left out: before the first prompt, after the last response
+    unsupervised: tuple[int, ...] = ()  # numbers of the responses that the row marks as carrying no loss
+
+    @property
+    def answers(self) -> int:
+        """How many responses it has."""
+        return len(self.exchanges)
 
 
 class Chat(NamedTuple):
@@ -35,6 +42,12 @@ class Chat(NamedTuple):
     messages: str  # JSON: [{role: system, developer, user, assistant or tool; content, tool_calls}]
     tools: str = ""  # JSON: schemas of what the assistant may call
     unused: int = 0  # messages that were left out: before the first prompt, after the last response
+    unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as carrying no loss
+
+    @property
+    def answers(self) -> int:
+        """How many messages are the assistant's."""
+        return sum(message["role"] == "assistant" for message in json.loads(self.messages))
 
 
 class Turn(NamedTuple):

@@ -111,6 +111,8 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
     said = sum(message["role"] == "assistant" for message in messages)
     if len(found) < said or any(after[0] < before[1] for before, after in pairwise(found)):
         raise _not_found(f"it marks {len(found)} of {said} answers")
+    if chat.unsupervised and len(found) != said:
+        raise _not_found(f"it marks {len(found)} stretches of {said} answers, of which some carry no loss")
     return Rendered(text[: found[-1][1]], found)
 
 
@@ -213,12 +215,13 @@ class ChatEncoder:
         ids: list[int] = []
         places = []
         done, end = 0, ""  # how far the text is encoded, and the special token before that
-        for start, stop in spans:
+        for number, (start, stop) in enumerate(spans):
             # After a special token some tokenizers put a space, so that it must be seen.
             ids += self._ids(end + text[done:start], self.beginning)[bool(end) :]
             begin = len(ids)
             ids += self._ids(text[start:stop], self.continuing)
-            places.append((begin, len(ids)))
+            if number not in chat.unsupervised:
+                places.append((begin, len(ids)))
             done, end = stop, _last(text[:stop], self.template)
         return ids, np.array(places, np.int64)
 

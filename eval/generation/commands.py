@@ -106,10 +106,11 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     prefixes = _prefixes(args)
     tokens = (prefixes.tokens or TOKENS) if args.tokens is None else args.tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
-    from eval.generation.records import Generation, Plan
+    from eval.generation.records import ABOUT, Generation, Plan
     from eval.generation.tokens import end_ids
     from eval.model import EvaluatedModel
     from eval.results import claim_name
+    from eval.store import read_json, said_of
 
     plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch)
     model = EvaluatedModel(args.model, args.name, args.dtype)
@@ -119,7 +120,11 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")
+    path = generation.directory / ABOUT
+    before = read_json(path)
     records = generation.run()
+    if other := said_of(before, read_json(path), ("path", "records")):
+        say(f"{generation.directory} {other}")
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
     known = len(records) - generation.computed
@@ -128,15 +133,15 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from eval.generation.quality import Sampled, Wanted, measure, table
+    from eval.generation.quality import Sampled, Wanted, measure, write
 
     test = [t for t in read_texts(args.test) if t] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts")
     wanted = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled.read(directory) for directory in args.texts]
-    results = [measure(one, wanted, args.out, say) for one in sampled]
-    say("\n".join(table(results)))
+    measured = [measure(one, wanted, args.out, say) for one in sampled]
+    say("\n".join(write(measured, args.texts)))
     return ExitCode.DONE
 
 

@@ -5,7 +5,6 @@ Nats, summed in float64. A model that gives anything but numbers is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from eval.generation import distributions
 from eval.generation.tokens import context_of, split_ids
 from eval.icl.batching import DENSE_CPU, DENSE_GPU, Limits
 from eval.icl.layout import Item
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.scores import NotFiniteError
 from eval.model import EvaluatedModel
+from eval.stats import Estimate, ratio
 
 LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
 TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most
@@ -37,12 +36,12 @@ class Likelihood(NamedTuple):
 
     @property
     def per_token(self) -> float:
-        """Mean over all tokens."""
-        return float(self.nll.sum() / self.tokens.sum())
+        """Return the mean over all tokens; NaN where there is none."""
+        return self.estimate(range(len(self.nll))).value
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.per_token, 700.0))
+    def estimate(self, clusters: Sequence[int]) -> Estimate:
+        """Return the mean over all tokens, texts in clusters [n]; NaN where there is no token."""
+        return ratio(self.nll.tolist(), self.tokens.tolist(), clusters)
 
 
 def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
@@ -82,7 +81,7 @@ def continuation_nll(
 
 def _sharing(prompt: int, lengths: Sequence[int]) -> int:
     """How many continuations share a row with their prompt: long rows cost more attention than they save."""
-    return int(min(TAILS, max(1, prompt // max(lengths))))
+    return int(min(TAILS, max(1, prompt // max(1, *lengths))))
 
 
 def _padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[np.ndarray, Tensor]:
@@ -135,11 +134,6 @@ def _weigh(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     torch.sub(logits, largest, out=out).exp_()
     mass = out.sum(dim=-1, dtype=torch.float64)
     return mass, largest[:, 0].double() + mass.log()
-
-
-def all_measures(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
-    """Every measure of `distributions` for rows of logits [n, V]."""
-    return distributions.measures(distributions.log_probs(p_logits), distributions.log_probs(q_logits))
 
 
 @torch.inference_mode()

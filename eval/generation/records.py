@@ -118,6 +118,7 @@ class Generation:
         return {
             "generation": VERSION,
             "weights": self.model.digest,
+            "generation_config": self.model.generation_digest,
             "dtype": str(self.model.model.dtype),
             "tokenizer": self.model.tokenizer_digest,
             "prompts": store.digest(self.prompts),
@@ -197,13 +198,6 @@ class Generation:
             "samples": kept,
         }
         store.replace(self.out / "models" / self.model.name / SAMPLES, store.dump(view))
-
-
-def write_samples(
-    model: EvaluatedModel, out: Path, prefixes: Prefixes, samples: int, tokens: int, seed: int
-) -> list[Record]:
-    """Unbiased samples with one seed, kept for the report; the records."""
-    return Generation(model, Plan(prefixes, Decoding(), tokens, samples, (seed,)), out).run()
 
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:

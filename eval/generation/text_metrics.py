@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from common.errors import UserError
 
 ROUGE = ("rouge1", "rougeL")
@@ -31,17 +29,10 @@ def distinct(texts: Sequence[str], n: int) -> float:
     return len(counts) / counts.total() if counts else 0.0
 
 
-def repetition(texts: Sequence[str], n: int) -> float:
-    """Share of a text's n-grams that it has had before, averaged over texts with at least one n-gram."""
-    shares = [1 - len(set(grams)) / len(grams) for text in texts if (grams := ngrams(text, n))]
-    return float(np.mean(shares)) if shares else 0.0
-
-
-def variety(texts: Sequence[str]) -> dict[str, float]:
-    """distinct-1 to -3, repetition-2 to -4, and the mean length in words."""
-    result = {f"distinct_{n}": distinct(texts, n) for n in (1, 2, 3)}
-    result |= {f"repetition_{n}": repetition(texts, n) for n in (2, 3, 4)}
-    return result | {"words": float(np.mean([len(text.split()) for text in texts]))}
+def repetition(text: str, n: int) -> float | None:
+    """Return the share of a text's n-grams that it has had before; None where it has no n-gram."""
+    grams = ngrams(text, n)
+    return 1 - len(set(grams)) / len(grams) if grams else None
 
 
 def rouge_scorer() -> Any:
@@ -53,8 +44,8 @@ def rouge_scorer() -> Any:
     return RougeScorer(list(ROUGE))
 
 
-def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Mean F-measures of ROUGE-1 and ROUGE-L over pairs, as rouge-score computes them; from 0 to 1."""
+def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return F-measures of ROUGE-1 and ROUGE-L of every pair, as rouge-score computes them; from 0 to 1."""
     scorer = rouge_scorer()
     scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
-    return {name: float(np.mean([score[name].fmeasure for score in scores])) for name in ROUGE}
+    return {name: [float(score[name].fmeasure) for score in scores] for name in ROUGE}

@@ -22,8 +22,6 @@ from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from eval.icl.scores import SCORES, winner
 from eval.model import context_length
 
-VERSION = 2  # of everything that decides a score, given the same prompts
-
 
 class PrefixPPLInferencer(PPLInferencer):
     """Drop-in PPLInferencer. Arguments are PPLInferencer's and

@@ -1,7 +1,8 @@
 """One model on some tasks: retrieval, scoring in chunks, result. May be killed, and run many times at once.
 
 Work is cut into chunks of rows. Every process takes chunks that nobody holds, so starting the same command on
-more ranks, nodes or schedulers shares the work, and a chunk that is done is never done again.
+more ranks, nodes or schedulers shares the work, and a chunk that is done is never done again. What computes
+is imported where something is computed: a result that is known already costs no seconds of imports.
 """
 
 from __future__ import annotations
@@ -11,29 +12,26 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import DatasetDict
 from tqdm import tqdm
 
 from common.errors import UserError
 from common.lease import held
 from eval import store
-from eval.icl.inferencer import VERSION
-from eval.icl.openicl_baselines import DENSE, RETRIEVERS, openicl_identity, openicl_retrieve
-from eval.icl.prefix_scorer import PrefixScorer
-from eval.icl.records import Record, Recorder
-from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever
+from eval.icl.encoder import Encoder
 from eval.icl.scores import NotFiniteError
-from eval.icl.settings import Settings
+from eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
 from eval.icl.task_data import TaskData, load_data
-from eval.icl.task_metrics import row_text, row_texts, summarise, worst
 from eval.icl.tasks import GROUP, LABEL, ROW, Task
 from eval.model import EvaluatedModel
+from eval.quiet import quiet_libraries
 from eval.results import MODELS, claim_name, only_answer
 
+if TYPE_CHECKING:
+    from eval.icl.records import Record, Recorder
+
 CHUNK = 256  # rows; what a killed job loses at most
-POLL_SECONDS = 0.2
 
 Say = Callable[[str], None]
 
@@ -52,13 +50,18 @@ class Job:
 
     @cached_property
     def encoder(self) -> Encoder:
-        own = self.settings.retriever in RETRIEVERS
-        return Encoder(self.settings.encoder if own else self.settings.retriever, say=self.say)
+        """The sentence model that demonstrations are chosen with."""
+        openicl = self.settings.retriever in RETRIEVERS
+        return Encoder(self.settings.encoder if openicl else self.settings.retriever, say=self.say)
 
     @cached_property
     def recorder(self) -> Recorder:
-        """Loads the model, and refuses a limit that it cannot keep."""
+        """What makes records, with the model loaded. Raises UserError for a limit that it cannot keep."""
         self.say(f"{self.model.name}: loading {self.model.given}")
+        quiet_libraries()
+        from eval.icl.prefix_scorer import PrefixScorer
+        from eval.icl.records import Recorder
+
         context, limit = self.model.context_length(), self.settings.max_tokens
         if context is not None and limit is not None and limit > context:
             raise UserError(f"--max-tokens {limit} exceeds the model's context of {context} tokens")
@@ -68,32 +71,34 @@ class Job:
         return Recorder(self.model, self.settings, scorer)
 
     def run(self, task: Task) -> dict[str, Any]:
-        """The result of a task, computed or found.
-
-        Raises UserError when a score is not finite; nothing is published then.
-        """
+        """Return the result of a task, computed or found."""
         data = load_data(task, self.settings.data, self.settings.limit, self.settings.shots)
         if "channel" in self.settings.extras:
             task.require_channel()
         indices, retrieval = self._retrieve(task, data)
         conditions = self._conditions(task, data, retrieval, indices)
         entry = store.Entry(self.out / store.STORE, self._identity(task, conditions), self.say)
-        ranges = [range(i, min(i + CHUNK, len(indices))) for i in range(0, len(indices), CHUNK)]
         result = entry.result()
-        if result is None or not all(entry.has_chunk(i, rows) for i, rows in enumerate(ranges)):
-            try:
-                self._score(task, data, indices, entry, ranges)
-            except NotFiniteError as error:
-                where = f"{self.model.given}, task {task.name}"
-                raise UserError(f"{where}: {error}; nothing is published; try --dtype float32") from None
-            records = [r for i in range(len(ranges)) for r in entry.chunk(i) or []]
-            result = summarise(task, records, self.settings.score, self.settings.scores, conditions)
-            entry.finish(result | {"worst": worst(task, data, records, self.settings.score)})
+        if result is None or not entry.is_whole(len(indices), CHUNK):
+            records = self._records(task, data, indices, entry)
+            result = self._summary(task, data, records, conditions)
+            entry.finish(result)
             result = entry.result()
             assert result is not None
-        view = {"key": entry.key, "weights": self.model.digest, "rows": self._rows(task), "result": result}
-        store.replace(self.out / MODELS / self.model.name / f"{task.name}.json", store.dump(view))
+        self._show(task, entry.key, result)
         return result
+
+    def _show(self, task: Task, key: str, result: dict[str, Any]) -> None:
+        """Make a result the one that is shown under the model's name, and say so if another one was."""
+        path = self.out / MODELS / self.model.name / f"{task.name}.json"
+        shown = store.read_json(path)
+        if isinstance(shown, dict) and shown.get("weights") == self.model.digest and shown.get("key") != key:
+            self.say(
+                f"{self.model.name}  {task.spec.title}: shown from now on with the settings of this run, no "
+                "longer with those of an earlier one; give another --name to keep both"
+            )
+        view = {"key": key, "weights": self.model.digest, "rows": self._rows(task), "result": result}
+        store.replace(path, store.dump(view))
 
     def _rows(self, task: Task) -> dict[str, Any]:
         """Where the test rows come from; no part of the identity: the same rows give the same result."""
@@ -103,7 +108,7 @@ class Job:
     def _conditions(
         self, task: Task, data: TaskData, retrieval: dict[str, Any], indices: list[list[int]]
     ) -> dict[str, Any]:
-        """Under what a result was found. Two results may be compared when all of `compared` is equal."""
+        """Return what a result depends on. Two may be compared when all of `compared` is equal."""
         compared = {
             "test_rows": data.digests["test"][:16],
             "pool_rows": data.digests["train"][:16],
@@ -115,11 +120,11 @@ class Job:
             "faithful": self.settings.faithful,
             "score": self.settings.score,
             "max_tokens": self.settings.max_tokens,
+            "dtype": self.model.dtype,
             "scorer": VERSION,
         }
         noted = {
             "prompt_version": task.version,
-            "dtype": self.model.dtype,
             "demonstrations": store.digest(indices)[:16],
         }
         return {"compared": compared, "noted": noted}
@@ -140,12 +145,11 @@ class Job:
         name, count = self.settings.retriever, self.settings.shots
         count = task.spec.shots.count if count is None else count
         if count == 0:
-            return [[] for _ in range(len(data.rows["test"]))], {"retriever": "none", "shots": 0}
+            return [[] for _ in data.canonical["test"]], {"retriever": "none", "shots": 0}
         if task.spec.shots.by == "group":
             identity: dict[str, Any] = {"retriever": "group"}
         elif name in RETRIEVERS:
-            digest = self.encoder.digest if name in DENSE else ""
-            identity = openicl_identity(name, self.settings.encoder, digest, self.model)
+            identity = self._openicl_identity(task)
         else:
             identity = {"retriever": name, "encoder": self.encoder.digest}
         identity["shots"] = count
@@ -158,53 +162,79 @@ class Job:
                         self.say(f"{path} is damaged: computing it again")
                     store.replace(path, store.seal(self._find(task, data, count)))
             if not mine:
-                time.sleep(POLL_SECONDS)
+                time.sleep(store.POLL_SECONDS)
         return found, identity
 
+    def _openicl_identity(self, task: Task) -> dict[str, Any]:
+        """Return what the demonstrations of OpenICL's retriever depend on, data and their number aside."""
+        name = self.settings.retriever
+        identity: dict[str, Any] = {"retriever": f"openicl {name}"}
+        if name in ("random", "votek", "mdl"):
+            identity["seed"] = SEED
+        if name in DENSE:
+            # It passes texts through the evaluated model's tokenizer before it embeds them.
+            identity |= {"encoder": self.encoder.digest, "tokenizer": self.model.tokenizer_digest}
+        if name in ("dpp", "mdl"):
+            identity["candidates"] = CANDIDATES
+        if name == "mdl":
+            model = {"weights": self.model.digest, "dtype": self.model.dtype}
+            identity |= model | {"task": task.identity()}
+        return identity
+
     def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
+        quiet_libraries()
+        from eval.icl.openicl_baselines import openicl_retrieve
+        from eval.icl.retrieve import DenseRetriever, GroupRetriever
+
         reader, name = data.reader(task), self.settings.retriever
         if task.spec.shots.by == "group":
             return GroupRetriever(reader, ice_num=count).retrieve()
         self.say(f"{task.name}: choosing {count} demonstrations per row")
         if name in RETRIEVERS:
-            return openicl_retrieve(name, task, data, count, self.settings.encoder, self.model)
+            indices = openicl_retrieve(name, task, data, count, self.settings.encoder, self.model)
+            if name in DENSE:
+                self.encoder.require_unchanged()
+            return indices
         return DenseRetriever(reader, ice_num=count, sentence_transformers_model_name=self.encoder).retrieve()
 
     # --- scores -------------------------------------------------------------------------------------------
 
-    def _score(
-        self,
-        task: Task,
-        data: TaskData,
-        indices: list[list[int]],
-        entry: store.Entry,
-        ranges: list[range],
-    ) -> None:
-        """Score the missing chunks that nobody else is at, until all are there."""
+    def _summary(
+        self, task: Task, data: TaskData, records: list[Record], conditions: dict[str, Any]
+    ) -> dict[str, Any]:
+        from eval.icl.task_metrics import summarise, worst
+
+        dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
+        conditions = conditions | {"compared": conditions["compared"] | {"dtype": dtype}}
+        result = summarise(task, records, self.settings.score, self.settings.scores, conditions)
+        return result | {"worst": worst(task, data, records, self.settings.score)}
+
+    def _records(
+        self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
+    ) -> list[Record]:
+        """Return the records of all test rows: the missing chunks are scored here, or by other processes.
+
+        Raises UserError when a score is not finite; nothing is published then.
+        """
+        from eval.icl.task_metrics import row_texts
+
         pool = Counter(row_texts(task, data.rows["train"]))
+        _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
-        def missing() -> list[int]:
-            return [i for i, rows in enumerate(ranges) if not entry.has_chunk(i, rows)]
+        def score(rows: range) -> list[Record]:
+            before = bar.n
+            records = self._score_rows(task, data, indices, rows, pool, bar.update)
+            self.computed += 1
+            bar.update(before + len(records) - bar.n)
+            return records
 
-        def score_chunk(i: int) -> bool:
-            with held(entry.lease(f"chunk-{i:05d}")) as mine:
-                if not mine or entry.has_chunk(i, ranges[i]):
-                    return mine
-                before = bar.n
-                records = self._score_rows(task, data, indices, ranges[i], pool, bar.update)
-                self.computed += entry.finish_chunk(i, records)
-                bar.update(before + len(records) - bar.n)
-            return True
-
-        left = sum(len(ranges[i]) for i in missing())
-        _ = self.recorder if left else None  # what it says comes before the bar
         label = f"{self.model.name} {task.name}"
-        bar = tqdm(total=len(indices), initial=len(indices) - left, desc=label, unit="row", disable=None)
-        with bar:
-            while pending := missing():
-                tried = [score_chunk(i) for i in pending]
-                if not any(tried):
-                    time.sleep(POLL_SECONDS)
+        try:
+            with tqdm(total=len(indices), desc=label, unit="row", disable=None) as bar:
+                return store.complete(entry, len(indices), CHUNK, score, bar.update)
+        except NotFiniteError as error:
+            where = f"{self.model.given}, task {task.name}"
+            raise UserError(f"{where}: {error}; nothing is published; try --dtype float32") from None
 
     def _score_rows(
         self,
@@ -215,7 +245,11 @@ class Job:
         pool: Counter[str],
         advance: Callable[[int], Any],
     ) -> list[Record]:
-        """Records of some test rows, by an OpenICL inferencer over an OpenICL retriever."""
+        """Return records of some test rows, by an OpenICL inferencer over an OpenICL retriever."""
+        from datasets import DatasetDict
+
+        from eval.icl.task_metrics import row_text
+
         part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
         records = self.recorder.records(task, part, [indices[r] for r in rows], advance)
         for record, row, entry in zip(records, rows, part["test"], strict=True):

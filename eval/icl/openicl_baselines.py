@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from eval.icl.encoder import checked_encoder
 from eval.icl.openicl_compat import (
     BaseRetriever,
     BM25Retriever,
@@ -20,30 +21,10 @@ from eval.icl.openicl_compat import (
     VotekRetriever,
     quiet,
 )
-from eval.icl.retrieve import checked_encoder
+from eval.icl.settings import CANDIDATES, SEED
 from eval.icl.task_data import TaskData
 from eval.icl.tasks import Task
 from eval.model import EvaluatedModel
-
-RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")
-DENSE = ("topk", "votek", "dpp", "mdl")  # those that embed texts
-SEED = 43  # OpenICL's default for random demonstrations
-CANDIDATES = 30  # nearest rows that dpp and mdl choose among
-
-
-def openicl_identity(name: str, encoder: str, encoder_digest: str, model: EvaluatedModel) -> dict[str, Any]:
-    """What the demonstrations of an OpenICL retriever depend on, data and number of shots aside."""
-    identity: dict[str, Any] = {"retriever": f"openicl {name}"}
-    if name in ("random", "votek", "mdl"):
-        identity["seed"] = SEED
-    if name in DENSE:
-        # It passes texts through the evaluated model's tokenizer before it embeds them.
-        identity |= {"encoder": encoder_digest, "encoder_name": encoder, "tokenizer": model.tokenizer_digest}
-    if name in ("dpp", "mdl"):
-        identity["candidates"] = CANDIDATES
-    if name == "mdl":
-        identity["weights"] = model.digest
-    return identity
 
 
 def openicl_retriever(

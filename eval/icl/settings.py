@@ -9,6 +9,11 @@ from eval.icl.batching import BUDGET
 from eval.icl.scores import EXTRA_SCORES, SCORES
 
 INFERENCERS = ("prefix", "ppl")
+RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")  # OpenICL's own
+DENSE = ("topk", "votek", "dpp", "mdl")  # those of them that embed texts
+SEED = 43  # OpenICL's default for random demonstrations
+CANDIDATES = 30  # nearest rows that dpp and mdl choose among
+VERSION = 3  # of everything that decides a score, given the same prompts
 
 
 @dataclass(frozen=True)

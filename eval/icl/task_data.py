@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from datasets import Dataset, DatasetDict
 
 from common.errors import UserError, nearest, one_line
 from common.untrusted import parse_json
@@ -22,15 +21,24 @@ from eval.icl.task_file import GROUP, LABEL, ROW, Column
 from eval.icl.tasks import Task
 
 if TYPE_CHECKING:
+    from datasets import DatasetDict
+
     from eval.icl.openicl_compat import DatasetReader
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Canonical rows, and digests of their content."""
+    """Canonical rows by split, "train" (where demonstrations come from) and "test", and their digests."""
 
-    rows: DatasetDict  # "train": where demonstrations come from; "test"
-    digests: dict[str, str]  # by split
+    canonical: dict[str, list[dict[str, Any]]]
+    digests: dict[str, str]  # of the rows and of their columns, in the order in which they were read
+
+    @cached_property
+    def rows(self) -> DatasetDict:
+        """The rows as OpenICL takes them."""
+        from datasets import Dataset, DatasetDict
+
+        return DatasetDict({split: Dataset.from_list(rows) for split, rows in self.canonical.items()})
 
     def reader(self, task: Task) -> DatasetReader:
         """OpenICL's reader over the rows."""
@@ -64,8 +72,8 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     count, pool = task.spec.shots.count if shots is None else shots, len(canonical["train"])
     if task.spec.shots.by == "retrieval" and pool < count:
         raise UserError(f"task {task.name}: {count} demonstrations wanted of {pool} rows; lower --shots")
-    rows = DatasetDict({k: Dataset.from_list(v) for k, v in canonical.items()})
-    return TaskData(rows, {k: store.digest(v) for k, v in canonical.items()})
+    digests = {k: store.digest([list(row.items()) for row in rows]) for k, rows in canonical.items()}
+    return TaskData(canonical, digests)
 
 
 def _file_rows(task: Task, root: Path, split: str) -> tuple[Iterator[dict[str, Any]], str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError, nearest
 from common.provenance import shipped
 from common.recipe import load_section
-from eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Prompt, TaskSpec, token_of
+from eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Column, Prompt, TaskSpec, token_of
 from eval.results import MODEL, SAMPLES
 
 if TYPE_CHECKING:
@@ -99,11 +99,15 @@ class Task:
         return Template(by_label, tokens, ice_token=ICE if ice else None)
 
     def identity(self) -> dict[str, Any]:
-        """What of the task decides a score, data and retriever aside."""
+        """Return what of the task decides a score, data and retriever aside, in lists where order counts."""
+        columns = {
+            name: Column(column=column) if isinstance(column, str) else column
+            for name, column in self.spec.input.items()
+        }
         return {
             "prompt": self.prompt.model_dump(),
-            "labels": {label: self.words(label) for label in self.labels},
-            "inputs": {k: v if isinstance(v, str) else v.model_dump() for k, v in self.spec.input.items()},
+            "labels": [[label, self.words(label)] for label in self.labels],
+            "inputs": [[name, c.column, list(c.replace.items())] for name, c in columns.items()],
             "group": self.spec.group,
         }
 

@@ -118,10 +118,11 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.answers import OUTPUTS, Answering, Plan, counts
+    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, counts
     from eval.judging.templates import choose
     from eval.model import EvaluatedModel
     from eval.results import claim_name
+    from eval.store import read_json, said_of
 
     if args.temperature is None:
         if args.top_p != 1:
@@ -134,8 +135,12 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
     plan = Plan(questions, name, choose(model, args.template, say), args.tokens, args.seed)
     answering = Answering(model, engine(args.engine, model, decoding, args.batch), plan, args.out)
     claim_name(model, args.out, say)
+    path = answering.directory / ABOUT
+    before = read_json(path)
     rows = answering.run()
     found = counts(rows)
+    if other := said_of(before, read_json(path), ("path", *found)):
+        say(f"{answering.directory} {other}")
     for key, what in (
         ("empty", "are empty; they are kept"),
         ("cut_off", "were cut off; --tokens, or the context, is the limit"),
@@ -210,9 +215,10 @@ def _by_model(asked: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
 
 
 def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.results import default_title, write
+    from eval.judging.results import JUDGEMENTS, default_title, write
     from eval.judging.terminal import lines
     from eval.model import clean_name
+    from eval.store import read_json, said_of
 
     titles = [default_title(one) for one in found]
     if args.name:
@@ -222,7 +228,12 @@ def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:
             f"judgements of the same name: {named(twice)}; give their files one by one, with --name"
         )
     for judged, title in zip(found, titles, strict=True):
-        for line in lines(write(judged, title, args.out)):
+        path = args.out / JUDGEMENTS / f"{title}.json"
+        before, numbers = read_json(path), write(judged, title, args.out)
+        facts = [view.get("facts") if isinstance(view, dict) else None for view in (before, read_json(path))]
+        if other := said_of(facts[0], facts[1]):
+            say(f"{title} {other}")
+        for line in lines(numbers):
             say(line)
     say(f"{args.out / 'judgements'}; the report: python -m eval report {args.out}")
     return ExitCode.DONE

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
+from common.weights import shown
 from eval import store
 from eval.generation.decoding import Decoding
 from eval.generation.tokens import end_ids, text_after
@@ -56,6 +57,7 @@ class Transformers:
             "engine": self.name,
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
+            "generation_config": self.model.generation_digest,
             "dtype": str(self.model.model.dtype),
             "ends": sorted(end_ids(self.model)),
             "decoding": asdict(self.decoding),
@@ -111,6 +113,11 @@ class Vllm:
             raise UserError(
                 "--engine vllm: its beam search has no repetition penalty, which this judge needs"
             )
+        if model.has_adapter:
+            raise UserError(
+                f"--engine vllm: {model.given} holds an adapter, which is not applied there; merge it",
+                code="adapter",
+            )
         self.model, self.decoding = model, decoding
 
     @cached_property
@@ -120,7 +127,11 @@ class Vllm:
         from vllm import LLM
 
         count = max(1, torch.cuda.device_count())
-        return LLM(str(self.model.path), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
+        self.model.require_unchanged()
+        with shown(self.model.files()) as directory:  # vLLM takes every weight file that it finds
+            llm = LLM(str(directory), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
+        self.model.require_unchanged()
+        return llm
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -130,6 +141,7 @@ class Vllm:
             "version": version("vllm"),
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
+            "generation_config": self.model.generation_digest,
             "dtype": self.model.dtype,
             "decoding": asdict(self.decoding),
         }

@@ -23,12 +23,12 @@ from eval.judging import agreement
 from eval.judging.judged import IDENTICAL, NO_ROOM, Judged
 from eval.judging.rows import Row, evenly
 from eval.judging.terminal import REMARKS
-from eval.judging.win_rates import bootstrap, length_controlled
+from eval.judging.win_rates import length_controlled
 from eval.model import clean_name
-from eval.stats import Interval, confusion
+from eval.stats import Interval, bounded_mean, confusion
 
 JUDGEMENTS = "judgements"
-VERSION = 2
+VERSION = 3
 SHOWN = 5  # pairs in the report
 SHARES = ("win", "tie", "loss")
 FOUND = (*agreement.LABELS, "unreadable")
@@ -94,14 +94,18 @@ def _rates(read: list[Row]) -> dict[str, Any]:
     if not read:
         return dict.fromkeys((*SHARES, "win_rate"))
     scores = np.array([row["score"] for row in read])
-    columns = np.stack([scores > 0.5, scores == 0.5, scores < 0.5, scores], axis=1).astype(float)
-    found = [
-        {"value": float(value), **asdict(interval)}
-        for value, interval in zip(
-            columns.mean(axis=0), bootstrap(columns, [row["question"] for row in read]), strict=True
-        )
-    ]
-    return {**dict(zip(SHARES, found[:3], strict=True)), "win_rate": found[3]}
+    columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
+    questions = [row["question"] for row in read]
+    return {
+        name: _share(column.tolist(), questions)
+        for name, column in zip((*SHARES, "win_rate"), columns, strict=True)
+    }
+
+
+def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float]:
+    """Return a mean from 0 to 1 with its interval; the unit is the question."""
+    value, interval = bounded_mean(values, questions)
+    return {"value": value, **asdict(interval)}
 
 
 def _consistency(judged: Judged) -> float | None:
@@ -121,8 +125,7 @@ def _human(rows: list[Row]) -> dict[str, Any]:
     """
     gold = [agreement.majority(row["human"]) for row in rows]
     found = [row["outcome"] for row in rows]
-    right = np.array([g == f for g, f in zip(gold, found, strict=True)], float)
-    (interval,) = bootstrap(right[:, None], [row["question"] for row in rows])
+    right = [float(g == f) for g, f in zip(gold, found, strict=True)]
     settled = ["tie" if one == "changed" else one for one in found]
     both = [(g, f) for g, f in zip(gold, settled, strict=True) if f != "unreadable"]
     several = len(rows[0]["human"]) > 1
@@ -130,7 +133,7 @@ def _human(rows: list[Row]) -> dict[str, Any]:
         "rows": len(rows),
         "raters": len(rows[0]["human"]),
         "no_majority": sum(len(row["human"]) > 2 and len(set(row["human"])) > 2 for row in rows),
-        "agreement": {"value": agreement.accuracy(gold, found), **asdict(interval)},
+        "agreement": _share(right, [row["question"] for row in rows]),
         "unreadable_as_ties": agreement.accuracy(gold, ["tie" if f == "unreadable" else f for f in found]),
         "kappa": agreement.cohen(*zip(*both, strict=True)) if both else None,
         "kappa_of_people": agreement.fleiss([row["human"] for row in rows]) if several else None,

@@ -1,8 +1,8 @@
-"""Win rates with bootstrap intervals over questions, and what lengths have to do with them. Pure functions.
+"""Differences of win rates, and what lengths have to do with them. Pure functions.
 
 A score is what a verdict counts for B: 1 when B's answer is better, 0 when A's is, 1/2 for a tie. The win
-rate of B is the mean score, AlpacaEval's (n_2 + n_0 / 2) / n. Questions are drawn, not verdicts: pairs that
-share a question stay together.
+rate of B is the mean score, AlpacaEval's (n_2 + n_0 / 2) / n. The unit is the question, not the verdict:
+pairs that share a question stay together.
 """
 
 from __future__ import annotations
@@ -13,45 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from eval.stats import LEVEL, Interval
+from eval.stats import Interval, bounded_mean
 
-DRAWS = 5_000
+DRAWS = 5_000  # of signs
 BATCH = 500  # draws at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
 NEXT_TO_NOTHING = 1e-12  # a weight
 
 
-def bootstrap(
-    values: np.ndarray, questions: Sequence[str], draws: int = DRAWS, seed: int = 0
-) -> list[Interval]:
-    """95 % percentile intervals of the means of columns [n, k], n > 0, over questions drawn with replacement.
-
-    questions: [n], the question of each row.
-    """
-    names, place = np.unique(np.asarray(questions), return_inverse=True)
-    sums = np.zeros((len(names), values.shape[1]))
-    np.add.at(sums, place, values)
-    sizes = np.bincount(place, minlength=len(names)).astype(float)
-    rng, even = np.random.default_rng(seed), np.full(len(names), 1 / len(names))
-    means = []
-    for start in range(0, draws, BATCH):
-        drawn = rng.multinomial(len(names), even, min(BATCH, draws - start)).astype(float)
-        means.append(drawn @ sums / (drawn @ sizes)[:, None])
-    edges = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    return [Interval(float(low), float(high)) for low, high in edges.T]
-
-
 def paired(
     first: Sequence[float], second: Sequence[float], questions: Sequence[str], seed: int = 0
 ) -> tuple[float, Interval, float]:
-    """Difference second - first of two models' scores [n] on the same pairs: (mean, 95 % interval, p).
+    """Return difference second - first of two models' scores [n] on the same pairs: (mean, 95 % interval, p).
 
     p: two-sided; if the models do not differ, the sign of each question's difference is a coin's.
     """
     differences = np.asarray(second, float) - np.asarray(first, float)
-    mean = float(differences.mean())
-    (interval,) = bootstrap(differences[:, None], questions, seed=seed)
+    mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)
     _, place = np.unique(np.asarray(questions), return_inverse=True)
     sums = np.bincount(place, weights=differences)
     sums = sums[sums != 0]

@@ -1,10 +1,10 @@
-"""The data of the report: everything known about evaluated models, gathered from files. It draws nothing."""
+"""Everything that files tell about evaluated models, gathered for a report. Nothing here draws."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,11 @@ from eval.compare import Comparison, compare_pair, in_order
 from eval.icl.scores import EXTRA_SCORES, SCORES
 from eval.judging.results import Judgement, read_judgements
 from eval.report.judged import Pairing, pairings
-from eval.report.judged import as_json as judged_as_json
-from eval.report.order import arrange
-from eval.report.remarks import remarks
-from eval.results import MODELS, Model, pick, read_models
+from eval.report.order import Family, baselines, families
+from eval.results import MODELS, Model, only_answer, pick, read_models
 from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
-NAMES_SHOWN = 6
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 
 
@@ -35,73 +32,94 @@ class Report:
 
     title: str
     notice: str
-    groups: list[tuple[str, list[Model]]]  # base model -> models trained from it; the baseline is the first
+    families: list[Family]  # the report's baseline is the first model of the first
     tasks: list[str]
     rows: list[dict[str, Any]]  # one per model x task
     against: dict[str, dict[str, Comparison]]  # baseline -> model -> comparison; the first is the report's
-    baseline: str | None  # what rows and figures are marked against; None: there is nothing to compare
+    chosen: bool  # whether the baselines were asked for
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
     metadata: dict[str, str]
-    skipped: list[str] = field(default_factory=list)  # files that could not be read
-    remarks: list[str] = field(default_factory=list)  # what to know before trusting the numbers
-    unscored: list[Model] = field(default_factory=list)  # with text or a log only, beside models with scores
-    chosen: bool = False  # whether the baseline was asked for
-    judgements: list[Judgement] = field(default_factory=list)
-    pairings: list[Pairing] = field(default_factory=list)
+    skipped: list[str]  # files that could not be read
+    remarks: list[str]  # what to know before trusting the numbers
+    unscored: list[Model]  # with text or a log only, beside models with scores
+    judgements: list[Judgement]
+    pairings: list[Pairing]
 
     @property
     def models(self) -> list[Model]:
-        return [model for _, models in self.groups for model in models]
+        """Return the models with scores, in order."""
+        return [model for family in self.families for model in family.members]
 
     @property
     def everyone(self) -> list[Model]:
-        """The models and, after them, those without a score."""
+        """Return the models and, after them, those without a score."""
         return [*self.models, *self.unscored]
 
     @property
-    def other_baselines(self) -> str:
-        """What --baseline could name instead, where nobody chose one; else empty."""
-        if self.baseline is None or self.chosen:
-            return ""
-        names = [m.name for m in self.models if m.name != self.baseline]
-        return ", ".join([*names[:NAMES_SHOWN], *(["..."] if len(names) > NAMES_SHOWN else [])])
+    def baseline(self) -> str | None:
+        """Return what the first comparison is with; None where there is nothing to compare."""
+        return next(iter(self.against), None)
 
     @property
     def scores(self) -> list[str]:
-        """The scores that any row has."""
+        """Return the scores that any row has."""
         return [name for name in (*SCORES, *EXTRA_SCORES) if any(r.get(name) is not None for r in self.rows)]
 
     def row(self, model: str, task: str) -> dict[str, Any] | None:
+        """Return a model's row of a task."""
         return next((r for r in self.rows if (r["model"], r["task"]) == (model, task)), None)
 
     def of_task(self, task: str) -> dict[str, Any]:
-        """Any row of a task: title, chance and majority are the same for all models."""
+        """Return any row of a task: title, chance and majority are the same for all models."""
         return next(r for r in self.rows if r["task"] == task)
 
     def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
-        """Difference from a baseline on a task, or on the mean of all (None); None where not compared."""
-        found = self.against.get(baseline or "", {}).get(model)
-        if found is None:
-            return None
-        if task is None:
-            return found.mean if len(found.tasks) == len(self.tasks) else None
-        return found.tasks.get(task)
+        """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
+        comparison = self.against.get(baseline or "", {}).get(model)
+        if comparison is None or task is not None:
+            return None if comparison is None else comparison.tasks.get(task or "")
+        return comparison.mean if len(comparison.tasks) == len(self.tasks) else None
 
     def direction(self, model: str, task: str | None) -> int:
-        """+1 / -1: surely better / worse than the report's baseline; 0: cannot be told."""
-        found = self.compared(model, task, self.baseline)
-        return 0 if found is None else found["direction"]
+        """Return +1 or -1 where a model is surely better or worse than its first baseline, else 0."""
+        baseline = next((name for name, models in self.against.items() if model in models), None)
+        comparison = self.compared(model, task, baseline)
+        return 0 if comparison is None else comparison["direction"]
+
+    @property
+    def columns(self) -> list[str | None]:
+        """Return what tables have a column for: the mean of several tasks (None), and the tasks."""
+        return [*([None] if len(self.tasks) > 1 else []), *self.tasks]
+
+    @property
+    def titles(self) -> list[str]:
+        """Return how these columns are called."""
+        return ["Mean" if task is None else self.of_task(task)["title"] for task in self.columns]
+
+    def chance(self, task: str | None, key: str = "chance") -> float:
+        """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
+        values = [self.of_task(t)[key] for t in ([task] if task else self.tasks)]
+        return sum(values) / len(values)
+
+    def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
+        """Return accuracy, low and high of a model on a task, or on their mean."""
+        if task is None:
+            mean = self.mean(model)
+            return None if mean is None else (mean[0], mean[1].low, mean[1].high)
+        r = self.row(model.name, task)
+        return None if r is None else (r["accuracy"], r["low"], r["high"])
 
     def mean(self, model: Model) -> tuple[float, stats.Interval] | None:
-        """Mean accuracy over tasks with its interval, for a model that has them all."""
+        """Return the mean accuracy over tasks with its interval, of a model that has them all."""
         results = [model.results[t] for t in self.tasks if t in model.results]
         if not results or len(results) != len(self.tasks):
             return None
-        found = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results]
-        return stats.mean_interval(found)
+        return stats.mean_interval(
+            [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results]
+        )
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
-        """Mean and standard deviation of the accuracy over seeds; task None: of the mean over tasks."""
+        """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
         members = [pick(self.models, name) for name in self.seeds[label]]
         values: list[float] = []
         for member in members:
@@ -116,23 +134,22 @@ class Report:
 def gather(
     outs: Sequence[Path],
     runs: dict[str, Path],
-    baselines: Sequence[str] = (),
+    chosen: Sequence[str] = (),
     title: str = "",
     notice: str = "",
     seeds: dict[str, list[str]] | None = None,
 ) -> Report:
-    """Read the results under `outs`. runs: model name -> run directory, whose training log is shown.
-    baselines: models that the others are compared with, the report's own first; none: the first row of
-    the tables, which is a base model if one is there, and the first that was trained with MLE.
+    """Return the results under `outs`. runs: model name -> run directory, whose training log is shown.
 
-    UserError when there are no results, or none of a model that is named. Files that cannot be read are
-    skipped and listed.
+    chosen: models that all others are compared with; without any, models are compared with those that they
+    were trained from, and with MLE from the same origin. Files that cannot be read are skipped and listed.
+    Raises UserError where there are no results, or none of a model that is named.
     """
     skipped: list[str] = []
     judgements = read_judgements(outs, skipped.append)
     judged_only = {j.path.parents[1] for j in judgements if not (j.path.parents[1] / MODELS).is_dir()}
     models = read_models([out for out in outs if out not in judged_only], skipped.append)
-    for name in [*runs, *baselines, *(n for ns in (seeds or {}).values() for n in ns)]:
+    for name in [*runs, *chosen, *(n for ns in (seeds or {}).values() for n in ns)]:
         pick(models, name)
     tasks = in_order({task for m in models for task in m.results})
     models = [m for m in models if m.results or m.samples or m.unreadable.keys() & tasks]
@@ -144,61 +161,92 @@ def gather(
             model.metrics = _metrics(runs[model.name])
             overlaps[model.name] = _contamination(runs[model.name])
     models, unscored = _scored(models, tasks, runs)
-    # Which curves are shown does not decide what the others are compared with.
-    rows = [model for _, members in arrange(models, [], None) for model in members]
-    default = [model.name for i, model in enumerate(rows) if i == 0 or model is _plain(rows)]
-    groups = arrange(models, list(runs), next(iter((*baselines, *default)), None))
-    models = [model for _, members in groups for model in members]
-    firsts = [pick(models, name) for name in dict.fromkeys(baselines or default)]
-    against = {first.name: _comparisons(first, models, tasks) for first in firsts}
-    against = {name: found for name, found in against.items() if found}
+    grouped = families(models, list(runs), next(iter(chosen), None))
+    models = [model for family in grouped for model in family.members]
+    compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
+    if not chosen:
+        compared = [pair for family in grouped for pair in baselines(family)]
+    against = {first.name: _comparisons(first, others, tasks) for first, others in compared}
     return Report(
         title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
-        groups=groups,
+        families=grouped,
         tasks=tasks,
         rows=[_row(m, t, overlaps.get(m.name, {}).get(t)) for m in models for t in tasks if t in m.results],
-        against=against,
-        baseline=firsts[0].name if firsts and firsts[0].name in against else None,
+        against={name: comparisons for name, comparisons in against.items() if comparisons},
+        chosen=bool(chosen),
         seeds=seeds or {},
         metadata=metadata(),
-        remarks=remarks([*models, *unscored], tasks, runs),
+        skipped=skipped,
+        remarks=[*_degenerate([*models, *unscored], tasks), *_foreign([*models, *unscored], runs)],
         unscored=unscored,
-        chosen=bool(baselines),
         judgements=judgements,
         pairings=pairings(judgements, skipped),
-        skipped=skipped,
     )
 
 
-def _plain(models: list[Model]) -> Model | None:
-    """The first of models that was trained with MLE."""
-    return next((model for model in models if model.facts.get("objective") == "mle"), None)
+def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
+    """Return the tasks on which models give one answer whatever the row."""
+    answers: dict[tuple[str, str], list[str]] = {}
+    for task in tasks:
+        for model in (m for m in models if task in m.results):
+            answer = only_answer(model.results[task])
+            if answer is not None:
+                answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
+    return [
+        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
+        for (title, answer), names in answers.items()
+    ]
+
+
+def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
+    """Return the runs that seem not to have made the models that they are shown for."""
+    return [
+        f"--run {model.name}={runs[model.name]}: {model.name} seems to be of another run "
+        f"({model.facts.get('run') or model.description['path']}); the training shown is that of "
+        f"{runs[model.name]}"
+        for model in models
+        if model.name in runs and not _is_of(model, runs[model.name])
+    ]
+
+
+def _is_of(model: Model, run: Path) -> bool:
+    """Return whether anything recorded says that the run made the model: runs are moved and renamed."""
+    if Path(model.description["path"]).resolve().is_relative_to(run.resolve()):
+        return True
+    made_in = model.facts.get("run")
+    if made_in is None:
+        return False
+    try:
+        recorded = read_written(run / CONFIG).get("run_dir")  # as the trainer wrote it into the export, too
+    except (OSError, ValueError, AttributeError, UserError):
+        recorded = None
+    return made_in == recorded or Path(made_in).name == run.resolve().name
 
 
 def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
-    """Models for the tables, and those that have text or a log only; all are for them where none has a score.
+    """Return the models for the tables, and those with text or a log only; all are for tables without scores.
 
     Text that the same weights wrote under another name goes to the model with scores, if it has none.
     """
     scored = [m for m in models if m.results or m.unreadable.keys() & set(tasks)]
     if not scored:
         return models, []
-    rest = []
+    unscored = []
     for model in (m for m in models if m not in scored):
         weights = model.description["weights"]
         same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
         if same is None or model.name in runs:
-            rest.append(model)
+            unscored.append(model)
         else:
             same.samples = model.samples
-    return scored, rest
+    return scored, unscored
 
 
 def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
-    """Every other model against one of them, where they have tasks in common."""
-    found = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
-    return {name: c for name, c in found.items() if c.tasks or c.refused}
+    """Return every other model against one of them, where they have tasks in common."""
+    comparisons = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
+    return {name: c for name, c in comparisons.items() if c.tasks or c.refused}
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
@@ -211,12 +259,12 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:
-    """Task -> test rows that share long word sequences with the run's training text, if that was checked."""
+    """Return by task the test rows that share long passages with the training text, if that was checked."""
     try:
         config = read_written(run / CONFIG)
         overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
-        return {task: dict(found["overlapping_rows"]) for task, found in tasks}
+        return {task: dict(facts["overlapping_rows"]) for task, facts in tasks}
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return {}
 
@@ -251,19 +299,19 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
 
 
 def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
-    """Test rows found in part in the training text, and the accuracy without them. None: not checked."""
+    """Return how many test rows share passages with the training text, and the accuracy without them."""
     if overlap is None:
         return {"trained_on": None, "untrained_accuracy": None}
     records = model.records(task)
-    rest = [r for r in records if str(r["id"]) not in overlap]
-    groups = [r["group"] for r in rest] if model.results[task]["groups"] else None
-    right = [r["prediction"] == r["gold"] for r in rest]
-    value = stats.accuracy(right, groups).value if rest else None
-    return {"trained_on": len(records) - len(rest), "untrained_accuracy": value}
+    others = [r for r in records if str(r["id"]) not in overlap]
+    groups = [r["group"] for r in others] if model.results[task]["groups"] else None
+    right = [r["prediction"] == r["gold"] for r in others]
+    value = stats.accuracy(right, groups).value if others else None
+    return {"trained_on": len(records) - len(others), "untrained_accuracy": value}
 
 
 def metadata() -> dict[str, str]:
-    """Where and with what a report was made."""
+    """Return where and with what a report was made."""
     return {
         "git": code_version(),
         "python": platform.python_version(),
@@ -273,40 +321,29 @@ def metadata() -> dict[str, str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The numbers of the report."""
-    models = []
-    for model in report.everyone:
-        mean = report.mean(model)
-        facts: dict[str, Any] = {"mean_accuracy": None if mean is None else mean[0]}
-        if mean is not None:
-            facts |= {"mean_low": mean[1].low, "mean_high": mean[1].high}
-        models.append(model.description | facts)
-    found = [(c, {"baseline": c.baseline}) for made in report.against.values() for c in made.values()]
+    """Return the numbers of the report."""
+    means = ("mean_accuracy", "mean_low", "mean_high")
+    levels = [(model, report.level(model, None) or (None,) * 3) for model in report.everyone]
+    pairs = [c for comparisons in report.against.values() for c in comparisons.values()]
+    about = [(c, {"model": c.model, "baseline": c.baseline}) for c in pairs]
     return {
         "title": report.title,
         "notice": report.notice,
         "remarks": report.remarks,
         "rows": report.rows,
         "baseline": report.baseline,
-        "comparisons": [
-            {"model": c.model, "task": t} | first | x for c, first in found for t, x in c.tasks.items()
-        ],
-        "mean_comparisons": [
-            {"model": c.model, "tasks": list(c.tasks)} | first | c.mean
-            for c, first in found
-            if c.mean is not None
-        ],
+        "comparisons": [{"task": t} | first | x for c, first in about for t, x in c.tasks.items()],
+        "mean_comparisons": [{"tasks": list(c.tasks)} | first | c.mean for c, first in about if c.mean],
         "not_compared": [
-            {"model": c.model, "task": t, "reason": reason} | first
-            for c, first in found
-            for t, reason in c.refused.items()
+            {"task": t, "reason": reason} | first for c, first in about for t, reason in c.refused.items()
         ],
-        "models": models,
+        "models": [m.description | dict(zip(means, level, strict=True)) for m, level in levels],
         "seeds": {
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds
         },
-        **judged_as_json(report.judgements, report.pairings),
+        "judgements": [judgement.found for judgement in report.judgements],
+        "paired_judgements": [vars(pairing) for pairing in report.pairings],
         "skipped": report.skipped,
         "metadata": report.metadata,
     }

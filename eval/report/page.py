@@ -1,319 +1,378 @@
-"""The report as one HTML file: its sections on results. Those that show rows and texts are in `evidence`."""
+"""The report of evaluated models, as a document: which is better, by how much, and the rows behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from common.page.figures import NARROW, WIDE, Shift, css_colour, shifts_figure
-from common.page.figures import shortened as shortened_name
-from common.page.parts import Markup, chip, figure, join, legend, page, row, section, table, tag
-from common.text import counted
-from eval.compare import ALPHA
-from eval.report import evidence, judged, plots
-from eval.report.gather import Report
-from eval.report.numbers import (
+from common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
+from common.report.figure import Curve, Curves, Dot, Dots, Figure, pairs
+from common.report.numbers import (
     DASH,
-    UNREADABLE,
-    arrow,
+    Effect,
+    between,
+    changes,
+    difference,
+    formatted,
     p_value,
     percent,
     points,
-    shortened,
-    span,
-    spread,
+    sentence,
 )
-from eval.report.order import method
+from common.text import counted
+from eval.report import judged
+from eval.report.gather import Report, as_json
+from eval.report.order import OBJECTIVES
 from eval.results import Model
 
-SCORE_TITLES = {
-    "openicl_ppl": "whole-prompt perplexity",
-    "suffix_sum": "label likelihood",
-    "suffix_mean": "label likelihood per token",
-    "channel": "channel",
-    "calibrated": "calibrated",
+FILES = ("report.html", "report.md", "results.json")
+UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted
+SAMPLES_SHOWN, CONFUSION_LABELS = 4, 8
+TONES = {1: "better", -1: "worse", 0: ""}
+VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
+SCORES = {
+    "openicl_ppl": ("whole-prompt perplexity", "nats per token of the whole prompt"),
+    "suffix_sum": ("label likelihood", "nats of the label"),
+    "suffix_mean": ("label likelihood per token", "nats per token of the label"),
+    "channel": ("channel", "nats of the text, given the label"),
+    "calibrated": ("calibrated", "nats of the label, less those without the text"),
 }
-SCORES_TEXT = (
-    "Several ways to turn the same forward pass into a decision. Whole-prompt perplexity divides by the "
-    "prompt's length, so every further token of a label earns the model's mean loss: labels of unequal "
-    "length are favoured differently by models of unequal perplexity. The label likelihoods count the "
-    "label's tokens only. Clean leaves out test rows whose text is found verbatim among the rows that "
-    "demonstrations come from (leaked); shortened counts rows whose prompts lost demonstrations, and in "
-    "brackets those that lost text of the query, to fit the model's context."
+# Condition of a result -> how the settings' table calls it.
+SETTINGS = {
+    "prompt_version": "Prompts",
+    "shots": "Shots",
+    "retriever": "Retriever",
+    "score": "Score",
+    "inferencer": "Inferencer",
+    "faithful": "Faithful",
+    "max_tokens": "Longest prompt",
+    "dtype": "Dtype",
+    "scorer": "Scorer",
+    "test_rows": "Test rows",
+    "pool_rows": "Rows of demonstrations",
+    "prompt": "Text of prompts",
+}
+DETAILS = (
+    "Accuracy in per cent by several ways to score the same answers; the one that decides is in bold. Clean: "
+    "without test rows whose text is among the rows that demonstrations come from (leaked). Shortened: "
+    "prompts that lost demonstrations, and in brackets text of the query, to the context. Trained on: test "
+    "rows that share long passages with the training text; without: the accuracy on the others."
 )
-OVERLAP_TEXT = (
-    " Trained on counts test rows that share long word sequences with the training text, as data "
-    "preparation found them; without is the accuracy on the others."
+WRONG = (
+    "The wrong answers whose right label lost by most, with the demonstrations that the model saw, most "
+    "similar first, and the score of every label; the smallest wins. Rows are numbered as in the data, from "
+    "0."
 )
 
 
-def html(report: Report) -> str:
-    """The whole page."""
+def document(report: Report) -> Document:
+    """Return the report."""
+    shading = "Rows: the right label; columns: the answer; shading: share of the row."
+    sampled = "Sampled from the whole distribution (temperature 1); the first of each model, none picked."
     sections = [
-        section("Remarks", *_remarks(report)),
-        _results(report),
-        *(_differences(report, first) for first in report.against),
-        _scores(report),
-        _training(report),
-        _scaling(report),
-        *judged.html(report.judgements, report.pairings),
-        evidence.samples(report),
-        evidence.confusions(report),
-        evidence.worst(report),
-        evidence.settings(report),
-        evidence.made_with(report),
+        Section("Accuracy", *_accuracy(report)),
+        *(Section(f"Difference from {first}", *_differences(report, first)) for first in report.against),
+        Section("Training", _training(report)),
+        Section("Accuracy over training", _over_training(report)),
+        *judged.sections(report.judgements, report.pairings),
+        Section("Details", _details(report)),
+        Section("What the models write", sampled, *_samples(report), page_only=True),
+        Section("Confusion", shading, *_confusions(report), page_only=True),
+        Section("Worst mistakes", WRONG, *_worst(report), page_only=True),
+        Section("Settings", _settings(report), page_only=True),
+        Section("Made with", *_made_with(report)),
     ]
-    return page(report.title, _lead(report), sections, report.notice)
+    answer = [*_answer(report), *judged.answers(report.judgements)] or [
+        "No task was scored and no answer judged."
+    ]
+    picture = _picture(report) or judged.picture(report.judgements)
+    data, about = as_json(report) | {"answer": answer}, f"{report.title}. {_about(report)}"
+    return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
-def _remarks(report: Report) -> list[Markup]:
-    found = [tag("li", remark) for remark in report.remarks]
-    return [tag("ul", *found, class_="plain")] if found else []
+def effect(name: str, comparison: dict[str, Any]) -> Effect:
+    """Return a comparison in percentage points."""
+    interval = comparison["interval"]
+    value, low, high = (100 * x for x in (comparison["difference"], interval["low"], interval["high"]))
+    return Effect(name, value, low, high, comparison["direction"])
 
 
-def _lead(report: Report) -> str:
-    judged = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    if not report.rows and report.judgements:
-        return judged
+def _answer(report: Report) -> list[str]:
+    """Return what the comparisons say, base by base; without any, how good the models are."""
+    sentences: list[str] = []
+    for family in report.families:
+        clauses: list[str] = []
+        for first in (m.name for m in family.members if m.name in report.against):
+            compared = [(c, effect(c.model, c.mean)) for c in report.against[first].values() if c.mean]
+            if len(compared) == 1 and clauses:
+                clauses.append(difference(compared[0][1], first, "points"))
+            elif compared:
+                counts = {len(c.tasks) for c, _ in compared}
+                on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
+                start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
+                clauses.append(f"{start}, {changes([e for _, e in compared], 'points')}")
+        sentences += [sentence("; ".join(clauses))] if clauses else []
+    for model in report.models if not sentences else []:
+        if (mean := report.mean(model)) is not None:
+            interval = f"95 % interval {between(mean[1].low, mean[1].high, scale=100)}"
+            over, chance = counted(len(report.tasks), "task"), percent(report.chance(None))
+            value = f"accuracy {percent(mean[0])} % on {over} ({interval})"
+            sentences.append(f"{model.name}: {value}; chance is {chance} %.")
+    for family in report.families:
+        if family.title and family.base is None and not report.chosen:
+            children = counted(len(family.members), "model")
+            sentences.append(f"{family.title}, which {children} began from, was not evaluated.")
+    return sentences
+
+
+def _about(report: Report) -> str:
+    if not report.rows:
+        return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-    how = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-    lead = (
-        f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, "
-        f"{rows:,} test rows per model. Demonstrations per prompt: {how or 'none'}. Scored through OpenICL."
+    demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
+    return (
+        f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test rows "
+        f"per model; demonstrations in a prompt: {demonstrations}."
     )
-    return f"{lead} {judged}" if report.judgements else lead
 
 
-def name(number: int, model: Model, base: str = "", baseline: str | None = None) -> Markup:
-    """A model as rows call it: colour, objective, name, and whether it is the baseline."""
-    title = method(model, base)
-    below = [] if title == model.name else [model.name]
-    pill = tag("span", "baseline", class_="pill") if model.name == baseline else ""
-    second = tag("span", *below, class_="sub") if below else ""
-    return join(chip(css_colour(number)), tag("span", title, class_="method"), pill, second)
+def _picture(report: Report) -> Figure:
+    """Return the mean differences from the bases, or else the mean accuracies."""
+    rows = {
+        f"Points from {first}, mean over tasks": _changes(report, first, None) for first in report.against
+    }
+    panels = [Dots(title, dots, 0.0) for title, dots in rows.items()]
+    caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
+    return Figure("Mean differences", panels, caption) or _levels(report, "Mean accuracy", [None])
 
 
-def _by_base(report: Report, columns: int, line: Callable[[int, Model, str], Markup]) -> list[Markup]:
-    """A row per model, made by `line` of its number, itself and its base model, under its base model."""
-    rows, number = [], 0
-    titled = any(base for base, _ in report.groups)
-    for base, models in report.groups:
-        if titled:
-            heading = tag("th", base or "Other models", colspan=str(columns), scope="colgroup")
-            rows.append(tag("tr", heading, class_="group"))
-        for model in models:
-            rows.append(line(number, model, base))
-            number += 1
+def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
+    """Return the differences from a baseline on a task, or on the mean of those compared (None)."""
+    rows = []
+    for i, model in enumerate(report.models):
+        c = report.against[baseline].get(model.name)
+        comparison = None if c is None else c.tasks.get(task) if task else c.mean
+        rows += [Dot(model.name, i, *effect(model.name, comparison)[1:4])] if comparison else []
     return rows
 
 
-def _results(report: Report) -> Markup:
-    if not report.rows:
-        return Markup()
-    tasks = report.tasks
-    several = len(report.models) > 1
-    best = {t: max(r["accuracy"] for r in report.rows if r["task"] == t) for t in tasks}
-    means = {m.name: report.mean(m) for m in report.models}
-    top = max((mean[0] for mean in means.values() if mean is not None), default=None)
-
-    def cell(value: float, low: float, high: float, bold: bool, direction: int) -> Markup:
-        shown = tag("b", percent(value)) if bold and several else percent(value)
-        kind = {1: "up", -1: "down", 0: ""}[direction]
-        mark = tag("span", f"\u00a0{arrow(direction)}", class_=kind) if direction else ""
-        return join(shown, mark, tag("span", span(low, high), class_="ci"))
-
-    def line(number: int, model: Model, base: str) -> Markup:
-        cells: list[str] = [name(number, model, base, report.baseline)]
-        for task in tasks:
-            r = report.row(model.name, task)
-            sure = report.direction(model.name, task)
-            if r is None:
-                cells.append(tag("span", UNREADABLE, class_="down") if task in model.unreadable else DASH)
-            else:
-                cells.append(cell(r["accuracy"], r["low"], r["high"], r["accuracy"] == best[task], sure))
-        mean = means[model.name]
-        sure = report.direction(model.name, None)
-        cells.append(DASH if mean is None else cell(mean[0], mean[1].low, mean[1].high, mean[0] == top, sure))
-        return row(cells)
-
-    rows = _by_base(report, len(tasks) + 2, line)
-    for i, (label, names) in enumerate(report.seeds.items()):
-        shown = [spread(report.over_seeds(label, t)) for t in (*tasks, None)]
-        rows.append(row([f"{label} ({counted(len(names), 'seed')})", *shown], kind="" if i else "first"))
-    for i, (label, key) in enumerate((("Chance", "chance"), ("Majority label", "majority"))):
-        values = [report.of_task(t)[key] for t in tasks]
-        shown = [percent(v) for v in (*values, sum(values) / len(values))]
-        rows.append(row([label, *shown], kind="quiet" if i else "quiet first"))
-    head = ["Model", *(report.of_task(t)["title"] for t in tasks), "Mean"]
-    return section("Accuracy", table(head, rows, _results_caption(report)), _figure(report))
-
-
-def _results_caption(report: Report) -> str:
-    caption = (
-        "Per cent, with 95 % intervals; bold: best of a column. Tasks: Wilson's interval; those with groups "
-        "are the mean over them. Mean: the tasks' intervals combined as of independent tasks."
+def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
+    """Return accuracies, a panel for each task; None stands for their mean."""
+    panels = []
+    for task in tasks:
+        levels = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
+        rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in levels if level]
+        title = report.of_task(task)["title"] if task else "Mean over tasks"
+        panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
+    return Figure(
+        label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
     )
+
+
+def _heading(report: Report, model: Model) -> Cell:
+    """Return a model as rows call it, with what it is."""
+    number = next(i for i, m in enumerate(report.everyone) if m is model)
+    family = next(f for f in report.families if model in f.members)
+    objective = str(model.facts.get("objective") or "")
+    notes = ["base model"] if family.base is model else []
+    if objective.lower() not in model.name.lower():
+        notes.append(OBJECTIVES.get(objective, objective))
+    if len(report.families) > 1 and family.title and family.base is not model:
+        notes.append(f"from {family.title}")
+    return Cell(model.name, ", ".join(notes), mark=number)
+
+
+def _accuracy(report: Report) -> list[Block]:
+    def cell(model: Model, task: str | None) -> Cell:
+        level = report.level(model, task)
+        if level is None:
+            return Cell(UNREADABLE, tone="worse") if task in model.unreadable else Cell(DASH)
+        return Cell(
+            percent(level[0]), between(*level[1:], scale=100), TONES[report.direction(model.name, task)]
+        )
+
+    columns, scored = report.columns, report.models if report.tasks else []
+    rows: list[Row] = [[_heading(report, m), *(cell(m, t) for t in columns)] for m in scored]
+    for label, names in report.seeds.items():
+        spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
+        texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
+        rows.append([f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts])
+    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
+        shares = [percent(report.chance(task, key)) for task in columns]
+        rows.append([Cell(text, tone="quiet") for text in (label, *shares)])
+    caption = "Per cent, with 95 % intervals (Wilson's; the mean's as of independent tasks)."
+    if report.against:
+        caption += " ↑ ↓: better or worse than the model's first baseline below, by test and interval."
     if any(task in m.unreadable for m in report.models for task in report.tasks):
         caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
-    if report.seeds:
-        caption += " Seeds: mean ± standard deviation."
-    if report.baseline:
-        caption += f" ↑ ↓: surely better or worse than {report.baseline} on the same rows; see below."
-    if report.other_baselines:
-        caption += f" Another baseline: --baseline NAME ({report.other_baselines})."
-    return caption
+    figure = _levels(report, "Accuracy", report.tasks)
+    return [Table(["Model", *report.titles], rows, caption), _folded(report, figure)]
 
 
-def _figure(report: Report) -> Markup:
-    def point(model: Model, task: str) -> plots.Point | None:
-        r = report.row(model.name, task)
-        return None if r is None else (r["accuracy"], r["low"], r["high"])
-
-    panels = [
-        (report.of_task(t)["title"], [point(m, t) for m in report.models], report.of_task(t)["chance"])
-        for t in report.tasks
-    ]
-    if len(report.tasks) > 1:
-        means = [report.mean(m) for m in report.models]
-        shown = [None if m is None else (m[0], m[1].low, m[1].high) for m in means]
-        if any(shown):
-            chance = sum(report.of_task(t)["chance"] for t in report.tasks) / len(report.tasks)
-            panels.insert(0, ("Mean", shown, chance))
-    names = [m.name for m in report.models]
-    caption = "Accuracy (%) with its 95 % interval. Dotted line: chance."
-    if len(names) > 1:
-        caption = "Accuracy (%) with its 95 % interval; every panel has its own scale. "
-        caption += "Dotted line: chance, where it is near."
-    if report.baseline:
-        caption += f" Solid line: {report.baseline}, the baseline."
-    wide, narrow = (plots.accuracy_figure(panels, names, width) for width in (WIDE, NARROW))
-    return figure(wide, narrow, caption)
+def _folded(report: Report, figure: Figure) -> Block:
+    """Return a figure with a panel for each task, folded away where it would fill screens."""
+    return Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure
 
 
-def _differences(report: Report, baseline: str) -> Markup:
-    """Differences from a baseline with their tests."""
+def _differences(report: Report, baseline: str) -> list[Block]:
+    """Return differences from a baseline with their tests."""
     comparisons = report.against[baseline]
 
-    def cell(model: Model, task: str | None) -> str:
-        found = report.compared(model.name, task, baseline)
-        if found is None:
-            refused = comparisons[model.name].refused
-            return "not comparable" if task in refused or (task is None and refused) else DASH
-        kind = {1: "up", -1: "down", 0: ""}[found["direction"]]
-        mark = tag("span", f"\u00a0{arrow(found['direction'])}", class_=kind) if kind else ""
-        low, high = found["interval"]["low"], found["interval"]["high"]
-        p = found["p"] if task is None else found["p_holm"]
-        below = tag("span", span(low, high, signed=True), class_="ci")
-        return join(points(found["difference"]), mark, below, tag("span", f"p {p_value(p)}", class_="ci"))
+    def cell(model: str, task: str | None) -> Cell:
+        x = report.compared(model, task, baseline)
+        if x is None:
+            refused = task in comparisons[model].refused or (task is None and comparisons[model].refused)
+            return Cell("not comparable" if refused else DASH, tone="quiet")
+        interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
+        note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
+        return Cell(points(x["difference"]), note, TONES[x["direction"]])
 
-    def line(number: int, model: Model, base: str) -> Markup:
-        first = name(number, model, base, baseline)
-        columns = (*report.tasks, None)
-        if model.name not in comparisons:
-            return row([first, *("" if model.name == baseline else DASH for _ in (*columns, "sure"))])
-        sure = [
-            tag("span", f"{len(tasks)} {word}", class_=kind)
-            for direction, word, kind in ((1, "gained", "up"), (-1, "lost", "down"))
-            if (tasks := comparisons[model.name].surely(direction))
-        ]
-        return row([first, *(cell(model, task) for task in columns), Markup(", ".join(sure)) or DASH])
-
-    rows = _by_base(report, len(report.tasks) + 3, line)
-    head = ["Model", *(report.of_task(t)["title"] for t in report.tasks), "Mean", "Tasks"]
+    rows: list[Row] = []
+    for model in (m for m in report.models if m.name in comparisons):
+        c = comparisons[model.name]
+        word, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
+        notes = [f"of {len(c.tasks)} tasks"] if len(c.tasks) < len(report.tasks) else []
+        for direction, name in ((1, "better"), (-1, "worse")):
+            if tasks := c.surely(direction):
+                notes.append(f"{counted(len(tasks), 'task')} {name}")
+        verdict = Cell(word, ", ".join(notes), tone)
+        rows.append([_heading(report, model), verdict, *(cell(model.name, t) for t in report.columns)])
     caption = (
-        "Points, with 95 % intervals (Bonett and Price) and p-values: for tasks of the exact McNemar test, "
-        "after Holm's correction over the tasks; for the mean of random signs on the rows that one alone "
-        f"gets right. ↑ ↓: p < {ALPHA} and an interval without zero. Tasks: how many were surely "
-        "gained or lost."
+        "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact "
+        "McNemar tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on "
+        "the mean: p below 0.05 and an interval without zero."
     )
-    reasons = [
-        tag("li", f"{c.model}, {report.of_task(task)['title']}: {reason}")
-        for c in comparisons.values()
-        for task, reason in c.refused.items()
-    ]
-    notes = join(tag("p", "Not comparable:"), tag("ul", *reasons, class_="plain")) if reasons else ""
-    drawing = _changes(report, baseline)
-    return section(f"Difference from {baseline}", table(head, rows, caption), drawing, notes)
+    titles = {task: report.of_task(task)["title"] for task in report.tasks}
+    panels = [Dots(title, _changes(report, baseline, task), 0.0) for task, title in titles.items()]
+    figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
+    reasons = [f"{c.model}, {titles[t]}: {why}" for c in comparisons.values() for t, why in c.refused.items()]
+    table = Table(["Model", "Verdict", *report.titles], rows, caption, 2)
+    return [table, _folded(report, figure), Items(reasons, "Not comparable")]
 
 
-def _changes(report: Report, baseline: str) -> Markup:
-    """What was gained and lost since a baseline, task by task, as a figure."""
-    drawn = []
-    for task in (*([None] if len(report.tasks) > 1 else []), *report.tasks):
-        title = "Mean" if task is None else report.of_task(task)["title"]
-        for number, model in enumerate(report.models):
-            found = report.compared(model.name, task, baseline)
-            if found is not None:
-                limits = (found["difference"], found["interval"]["low"], found["interval"]["high"])
-                drawn.append(Shift(title, number, *(100 * x for x in limits)))
-    if not drawn:
-        return Markup()
-    unit = f"points from {shortened_name(baseline)} (left of zero: worse, right: better)"
-    figure_name = f"changes-{list(report.against).index(baseline)}"
-    wide, narrow = (shifts_figure(drawn, unit, w, figure_name, "Gained and lost") for w in (WIDE, NARROW))
-    named = {shift.number for shift in drawn}
-    names = [(css_colour(i), m.name) for i, m in enumerate(report.models) if i in named]
-    return figure(wide, narrow, "Paired by row, with 95 % intervals.", legend(names))
+def _details(report: Report) -> Table:
+    rows: list[Row] = []
+    for r in sorted(report.rows, key=lambda r: report.tasks.index(r["task"])):
+        scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in report.scores]
+        cut = f" ({r['rows_cut']:,})" if r["rows_cut"] else ""
+        counts = [formatted(r["leaked"]), f"{r['rows_shortened']:,}{cut}", formatted(r["trained_on"])]
+        shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy", "untrained_accuracy")]
+        rows.append([r["title"], r["model"], formatted(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
+    head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in report.scores), "Macro F1", "Clean", "Leaked"]
+    return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
 
 
-def _scores(report: Report) -> Markup:
-    if not report.rows:
-        return Markup()
-    checked = any(r["trained_on"] is not None for r in report.rows)
-    columns = ["macro F1", "clean", "leaked", "shortened", *(["trained on", "without"] if checked else [])]
-    rows = []
-    for task in report.tasks:
-        for i, r in enumerate(r for r in report.rows if r["task"] == task):
-            shares = [percent(r.get(s)) for s in report.scores]
-            shown = [
-                tag("b", x) if s == r["score"] else x for s, x in zip(report.scores, shares, strict=True)
-            ]
-            cells = ["" if i else r["title"], r["model"], f"{r['n']:,}", *shown]
-            cells += [percent(r["macro_f1"]), percent(r["clean_accuracy"]), f"{r['leaked']:,}", shortened(r)]
-            if checked:
-                known = r["trained_on"] is not None
-                cells += [f"{r['trained_on']:,}" if known else DASH, percent(r["untrained_accuracy"])]
-            rows.append(row(cells, kind="" if i or len(report.models) == 1 else "first", text=2))
-    head = ["Task", "Model", "n", *(SCORE_TITLES[s] for s in report.scores), *columns]
-    caption = "Accuracy in per cent; bold: the score used above."
-    text = SCORES_TEXT + (OVERLAP_TEXT if checked else "")
-    return section("Scores side by side", tag("p", text), table(head, rows, caption, text=2))
-
-
-def _training(report: Report) -> Markup:
+def _training(report: Report) -> Figure:
     logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
-    if not logs:
-        return Markup()
-    wide, narrow = (plots.training_figure([(i, m.metrics) for i, m in logs], w) for w in (WIDE, NARROW))
-    if not wide:
-        return Markup()
-    caption = "Lines: training batches; open circles: validation. Recorded whatever the objective minimises."
-    return section(
-        "Training", figure(wide, narrow, caption, legend((css_colour(i), m.name) for i, m in logs))
-    )
+    panels = []
+    for key, title in (("nll", "Loss in nats per token (NLL)"), ("demd", "Expected transport cost (DEMD)")):
+        drawn = [(i, [pairs(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs]
+        curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
+        panels.append(Curves(title, curves, "tokens"))
+    legend = [(i, m.name) for i, m in logs]
+    return Figure("Training", panels, "Lines: training batches; circles: held-out data.", legend)
 
 
-def _scaling(report: Report) -> Markup:
-    """Accuracy over training, where a run has several evaluated checkpoints."""
-    series, unit = _over_training(report, "tokens"), "tokens"
-    if not series:
-        series, unit = _over_training(report, "step"), "steps"
-    if not series:
-        return Markup()
-    wide, narrow = (plots.scaling_figure(list(series.values()), unit, width) for width in (WIDE, NARROW))
-    titles = [(css_colour(i), Path(run).name) for i, run in enumerate(series)]
-    caption = "Mean accuracy over the tasks; the band is its 95 % interval."
-    return section("Accuracy over training", figure(wide, narrow, caption, legend(titles)))
-
-
-def _over_training(report: Report, key: str) -> dict[str, list[plots.Stage]]:
-    """Run -> mean accuracies of its checkpoints, where there are two and each says at what `key` it is."""
-    runs: dict[str, list[tuple[object, plots.Point]]] = {}
+def _over_training(report: Report) -> Figure:
+    """Return the accuracy of runs that have several evaluated checkpoints, over tokens or else over steps."""
+    runs: dict[str, list[tuple[dict[str, Any], list[float]]]] = {}
     for model in report.models:
-        mean = report.mean(model)
-        if model.facts.get("run") and mean is not None:
-            found = (mean[0], mean[1].low, mean[1].high)
-            runs.setdefault(str(model.facts["run"]), []).append((model.facts.get(key), found))
-    series = {run: [(float(x), *y) for x, y in found if isinstance(x, int)] for run, found in runs.items()}
-    return {run: points for run, points in series.items() if len(points) == len(runs[run]) > 1}
+        level = report.level(model, None)
+        if model.facts.get("run") and level is not None:
+            runs.setdefault(str(model.facts["run"]), []).append((model.facts, [100 * x for x in level]))
+    for key, unit in (("tokens", "tokens"), ("step", "steps")):
+        series = {
+            run: sorted((facts[key], *level) for facts, level in stages)
+            for run, stages in runs.items()
+            if len(stages) > 1 and all(isinstance(facts.get(key), int) for facts, _ in stages)
+        }
+        curves = [
+            Curve(i, [(x, y) for x, y, *_ in stages], [], [(x, low, high) for x, _, low, high in stages])
+            for i, stages in enumerate(series.values())
+        ]
+        if curves:
+            names = [(i, Path(run).name) for i, run in enumerate(series)]
+            panels = [Curves("Mean accuracy", curves, unit)]
+            return Figure("Accuracy over training", panels, "Per cent; the band is the 95 % interval.", names)
+    return Figure("Accuracy over training", [])
+
+
+def _samples(report: Report) -> list[Block]:
+    return [
+        Quote(s["text"] + ("" if s["ended"] else " …"), s["prefix"], "" if i else model.name)
+        for model in report.everyone
+        for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
+    ]
+
+
+def _confusions(report: Report) -> list[Block]:
+    tables: dict[str, list[Table]] = {}
+    for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
+        labels, counts = model.results[task]["labels"], model.results[task]["confusion"]
+        if len(labels) <= CONFUSION_LABELS:
+            shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in counts]
+            rows = [[label, *row] for label, row in zip(labels, shares, strict=True)]
+            tables.setdefault(task, []).append(Table(["Right label", *labels], rows, label=model.name))
+    return [Fold(report.of_task(task)["title"], blocks) for task, blocks in tables.items()]
+
+
+def _worst(report: Report) -> list[Block]:
+    """Return the wrong answers whose right label lost by most."""
+    folds: list[Block] = []
+    for task in report.tasks:
+        for number, model in enumerate(report.models):
+            result = model.results.get(task, {})
+            blocks = [
+                block for sample in result.get("worst", []) for block in _mistake(sample, result["score"])
+            ]
+            folds += [Fold(f"{result['title']}, {model.name}", blocks, number)] if blocks else []
+    return folds
+
+
+def _mistake(sample: dict[str, Any], score: str) -> list[Block]:
+    gold, predicted = sample["gold"], sample["prediction"]
+    roles = {gold: Cell("right answer", tone="better"), predicted: Cell("the model's answer", tone="worse")}
+    scores = sorted(sample["scores"].items(), key=lambda item: item[1])
+    rows = [[label, f"{value:.4f}", roles.get(label, "")] for label, value in scores]
+    title = f"Data row {sample['id']}: {gold}, answered {predicted}"
+    demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]
+    table = Table(["Label", SCORES[score][1], "Role"], rows)
+    return [Quote(sample["text"], title=title), table, Items(demonstrations, "Demonstrations")]
+
+
+def _settings(report: Report) -> Table:
+    """Return how each task was asked; models in one row were asked alike."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
+        kinds.setdefault((report.of_task(task)["title"], *_conditions(model, task)), []).append(model.name)
+    names = ["Rows", *SETTINGS.values()]
+    columns = list(zip(*(values for _, *values in kinds), strict=True))
+    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    alike = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
+    rows = [[key[0], ", ".join(m), *(key[i + 1] for i in differing)] for key, m in kinds.items()]
+    caption = f"Alike everywhere: {'; '.join(alike) or 'nothing'}."
+    return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
+
+
+def _conditions(model: Model, task: str) -> list[str]:
+    result = model.results[task]
+    conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
+    values = [f"{result['n']:,}"]
+    for name in SETTINGS:
+        value = conditions.get(name)
+        words = {None: "the model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
+        text = words[value] if value is None or isinstance(value, bool) else str(value)
+        values.append(text[:6] if name in ("test_rows", "pool_rows", "prompt") else text)  # digests
+    return values
+
+
+def _made_with(report: Report) -> list[Block]:
+    rows: list[Row] = []
+    for model in report.everyone:
+        facts = [f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items()]
+        where = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]
+        rows.append([model.name, "; ".join([*where, *facts])])
+    rows += [[key, str(value)] for key, value in report.metadata.items()]
+    return [Table(["What", "Which"], rows, words=2), Items(report.skipped, "Files that could not be read")]

@@ -14,8 +14,8 @@ WINDOW_CPU, WINDOW = 64, 1024
 class CostCache:
     """Cost rows of frequent targets in float16, within a memory budget, kept between calls.
 
-    Rounding to float16 changes a cost by less than 5e-4 of itself, and the gradients of a batch by less
-    than 2e-3 (relative norm; 1e-4 to 7e-4 seen). A row is rounded whether it was in the table or not, so
+    Rounding to float16 changes a cost by less than 5e-4 of itself, or 3e-8, and the gradients of a batch by
+    less than 2e-3 (relative norm; 1e-4 to 7e-4 seen). A row is rounded whether it was in the table or not, so
     results do not depend on what was seen before. When the table is full, a target that
     has become more frequent replaces the least frequent one.
     """

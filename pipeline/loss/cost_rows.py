@@ -74,7 +74,7 @@ class ExactRows:
         self.cost, self.plan, self.order, self.size = cost, plan, order, size
         self.similarity = dtype is None  # leave the cosines as the product gives them
         self.first = self.last = 0
-        kept = dtype or cost.rows.dtype
+        kept = dtype or torch.promote_types(cost.rows.dtype, torch.float32)
         self.rows = padded_rows(size, cost.vocab_size, kept, cost.rows.device)
 
     def group(self, start: int, stop: int) -> Costs:

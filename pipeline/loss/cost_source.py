@@ -65,11 +65,11 @@ def number_cost(pieces: Sequence[str], vocab_size: int) -> NumberCost:
     for token, piece in enumerate(pieces[:vocab_size]):
         text = piece.strip(SPACES)
         if text.isascii() and text.isdecimal():
-            values[token] = float(text)
+            values[token] = min(float(text), torch.finfo(values.dtype).max)
     if int(values.isfinite().sum()) < 2:
         raise UserError("objective.cost=numbers, but the tokenizer has no tokens that are numbers")
     found = NumberCost(values)
-    found.fingerprint = f"numbers {_digest(values.nan_to_num(nan=-1.0))}"
+    found.fingerprint = f"numbers, log {_digest(values.nan_to_num(nan=-1.0))}"
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.products import in_float32
 from pipeline.loss.rowwise import Chunk, Terms, Tokens, statistics_dtype
 
 
@@ -43,8 +44,9 @@ class Teacher(NamedTuple):
 def mean_costs(P: Tensor, cost: CostEmbedding) -> Tensor:
     """(C P) [n, V] for distributions P [n, V], with c_ii = 0 whatever the rounding."""
     rows = cost.rows
+    half = rows.dtype.itemsize == 2
     direction = torch.mm(P.to(rows.dtype), rows)
-    costs = torch.mm(direction, rows.t()).to(P.dtype)
+    costs = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
     # 1 - |e_i|^2: rounding for unit rows, and 1 for rows of length zero, whose own cost is 0 too
     own = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
     return costs.neg_().add_(1).addcmul_(P, own, value=-1).clamp_(min=0)

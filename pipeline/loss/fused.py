@@ -240,5 +240,5 @@ def fused_linear_loss(
         kernels          auto (Triton on a GPU that has it, else PyTorch) | torch | triton
         memory_mb        budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere
     """
-    spec = make_spec(objective, cost, **options)
+    spec = make_spec(objective.fixed(), cost, **options)
     return apply_fused(hidden, weight, bias, labels, spec, teacher, stored)

@@ -31,7 +31,12 @@ FACTORS = ("logit_scale", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MULTIPLIES_BY_DIVISOR = ("hyperclovax",)  # model types that mean a factor where the others mean a divisor
 
-LOGITS_ONLY = ("num_items_in_batch", "logits_to_keep", "return_dict")  # for a forward that makes logits
+LOGITS_ONLY = (
+    "num_items_in_batch",
+    "logits_to_keep",
+    "return_dict",
+    "skip_logits",
+)  # for a forward that makes logits
 
 
 class FusedHead(nn.Linear):
@@ -179,6 +184,7 @@ def fuse_model(
     or gives results in another form. Calling it again changes all that. Raises UserError for a model without
     a Linear head of its own.
     """
+    _uncover_forward(model)
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
     ordinary: Any = vars(type(model)).get("ordinary", type(model))
     head = model.get_output_embeddings()
@@ -213,6 +219,31 @@ def fuse_model(
     }
     # the same name: transformers writes it into the configuration of what it saves
     model.__class__ = type(ordinary.__name__, (forward, ordinary), facts)
+
+
+def _uncover_forward(model: nn.Module) -> None:
+    """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
+
+    Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
+    a loss of its own. Raises UserError for any other.
+    """
+    forward = vars(model).get("forward")
+    if forward is None:
+        return
+
+    def of_trl(function: Any) -> bool:
+        return getattr(function, "__globals__", {}).get("__name__", "").startswith("trl.")
+
+    innermost = inspect.unwrap(getattr(forward, "__func__", forward), stop=of_trl)
+    wraps = innermost is inspect.unwrap(type(model).forward) and not hasattr(model, "_hf_hook")
+    if not (wraps or of_trl(innermost)):
+        raise UserError(
+            f"the forward of this {type(model).__name__} was replaced, and would hide the fused loss: load "
+            "the model anew, without device_map over several devices",
+            code="forward-replaced",
+        )
+    for name in ("forward", "_original_forward"):
+        vars(model).pop(name, None)
 
 
 def _with_positions(signature: inspect.Signature) -> inspect.Signature:

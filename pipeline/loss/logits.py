@@ -36,7 +36,7 @@ def logits_loss(
     for name in ("softcap", "logit_scale"):
         if name in options:
             raise UserError(f"{name} is part of the logits already; leave it out")
-    spec = make_spec(objective, cost, **options)
+    spec = make_spec(objective.fixed(), cost, **options)
     V = logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
         raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")

@@ -1,4 +1,4 @@
-"""Matrix products of half-precision factors on a CPU that has no instructions for them.
+"""Matrix products of half-precision factors: in float32, or on a CPU that has no instructions for them.
 
 There a product in bfloat16 takes four times as long as one in float32 (measured with AVX-512). So the factors
 are widened, the larger one a block of rows at a time: the same products in float32, and more exact.
@@ -26,6 +26,20 @@ def _lacks_instructions() -> bool:
 def widens(factor: Tensor) -> bool:
     """Whether products with `factor` are better done here than by `torch.mm`."""
     return factor.device.type == "cpu" and factor.element_size() == 2 and _lacks_instructions()
+
+
+def half_dtype(device: torch.device) -> torch.dtype:
+    """Return the half precision with most digits for numbers up to 1 whose products are fast on `device`."""
+    return torch.bfloat16 if device.type == "cpu" and not _lacks_instructions() else torch.float16
+
+
+def in_float32(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x rows^T for half-precision x [n, k] and rows [m, k] in float32, or in a float32 `out`."""
+    out = x.new_empty(len(x), len(rows), dtype=torch.float32) if out is None else out
+    if x.is_cuda:
+        return torch.mm(x, rows.t(), out_dtype=torch.float32, out=out)
+    against_rows(x, rows, out)
+    return out
 
 
 def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:

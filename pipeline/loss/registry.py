@@ -56,6 +56,16 @@ class Objective:
         """The objective as it is at an optimizer step, from 0."""
         return self if self.schedule is None else self.schedule(step)
 
+    def fixed(self) -> Objective:
+        """Return the objective itself. Raises UserError for a schedule, where nobody tells the step."""
+        if self.schedule is not None:
+            raise UserError(
+                f"objective {self.name} changes from step to step, and here the step is not known: give "
+                "objective.at(step), anew before every step, or train with FusedLossMixin or a recipe",
+                code="schedule-without-step",
+            )
+        return self
+
     def __str__(self) -> str:
         given = ", ".join(f"{key}={value:g}" for key, value in self.params if value is not None)
         return f"{self.name}({given})" if given else self.name

@@ -6,7 +6,9 @@ others do not refuse.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +17,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.errors import UserError, one_line
+from common.recipe import shown
 from data_prep.config import TRAIN
-from data_prep.shards import TokenDataset, is_prepared, open_prepared
-from pipeline import resume
+from data_prep.scores import Scores
+from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
+from data_prep.tokenizer import load_tokenizer, tokenizer_facts
+from pipeline import identity, resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
+from pipeline.identity import Identity
 from pipeline.loss.cost_source import FILES, load_cost
 from pipeline.loss.registry import Objective
 from pipeline.model import (
     add_lora,
     check_fits,
     model_config,
+    objective_parts,
     training_objective,
 )
 from pipeline.planning.attention import usable_attention
@@ -35,6 +42,8 @@ from pipeline.planning.optimizer import parameter_groups
 from pipeline.planning.order import BatchOrder, Holding, MixedOrder
 from pipeline.planning.rehearsal import rehearse
 from pipeline.report.samples import prompt_ids
+
+log = logging.getLogger(__name__)
 
 
 class Ready(NamedTuple):
@@ -49,8 +58,10 @@ class Ready(NamedTuple):
     attention: str
     data: TokenDataset | None
     validation: dict[str, TokenDataset]  # by set, in the recipe's order
+    scores: list[Scores | None]  # of the training data and of each validation set
     mixtures: list[Holding]
     order: BatchOrder | MixedOrder | None  # None where the data are not prepared yet
+    identity: Identity  # all that is known of it before the cost embedding is read
 
 
 def check(config: RunConfig, ranks: int, here: bool) -> Ready:
@@ -64,7 +75,13 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     if here:
         check_host(ds_config)
         _check_extras(config)
-    objective = training_objective(config)
+    before = identity.programs(config)
+    parts = objective_parts(config)
+    programs, objective = identity.programs(config), training_objective(config, parts)
+    if any(programs.get(name) != digest for name, digest in before.items()):
+        raise UserError(
+            "the file of objective.name was changed while it was read; run the same command again"
+        )
     data, validation = _data(config, here)
     hf_config = model_config(config.model, online=here)
     for part in () if data is None else (data, *validation.values()):
@@ -76,19 +93,34 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
     model = meta_model(config, hf_config)
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
+    _check_shape(hf_config)
     base = unwrap(model)
     base.generation_config = _generation_config(config, here) or base.generation_config
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, here)
+    scores: list[Scores | None] = []
+    known = identity.of_objective(parts, programs, batch) | identity.of_deepspeed(ds_config)
+    if here:
+        known |= identity.of_model(hf_config, model)
     if data is not None:
         prompt_ids(config)
-        resume.compare(config, data.fingerprint)
+        known |= identity.of_data(data, validation)
+        if here:
+            scores = [_scores(config, rows) for rows in (data, *validation.values())]
+            known |= identity.of_scores(scores)
+        resume.compare(config, known)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     held = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
     order = None if data is None or steps is None else _order(config, data, held, steps)
     made = (batch, steps, ds_config, hf_config, model, objective, implementation)
-    return Ready(*made, data, validation, held, order)
+    return Ready(*made, data, validation, scores, held, order, known)
+
+
+def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
+    """Return the column that the objective reads beside the tokens of `data`; None where it reads none."""
+    name = config.objective.scores
+    return None if name is None else Scores(data, name)
 
 
 def _check_extras(config: RunConfig) -> None:
@@ -104,7 +136,7 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-            return model if config.model.lora is None else add_lora(model, config.model)
+            return model if config.model.lora is None else add_lora(model, config.model, config.train.seed)
     except UserError:
         raise
     except Exception as error:  # whatever a configuration that cannot be makes of transformers
@@ -114,11 +146,45 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
         raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
 
 
+def _check_shape(hf_config: PretrainedConfig) -> None:
+    """Raise UserError for an architecture that is no transformer with layers of one shape."""
+    settings: Any = hf_config.get_text_config()
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = None
+        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
+            value = getattr(settings, name)
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"model_type {hf_config.model_type} has no {name} that holds for all of its layers, and the "
+                "trainer knows transformers only; set model.path or model.architecture to one",
+                code="architecture",
+            )
+
+
+def _check_tokenizer(data: TokenDataset) -> None:
+    """Raise UserError unless the tokenizer beside prepared rows, which is exported, is theirs."""
+    place = data.directory.parent / "tokenizer"
+    try:
+        fingerprint = tokenizer_facts(place).fingerprint
+    except UserError:
+        raise
+    except Exception as error:  # `tokenizers` raises plain Exception for a broken file
+        raise UserError(f"{place} cannot be read ({one_line(error)}); {AGAIN} --force") from None
+    if fingerprint != data.manifest.tokenizer_fingerprint:
+        raise UserError(
+            f"{place} is not the tokenizer that the rows beside it were prepared with; put that back, "
+            f"or {AGAIN} --force",
+            code="changed-tokenizer",
+        )
+
+
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
     """The training data, None where they are not there and need not be; and the validation sets."""
     if not required and not is_prepared(config.data):
         return None, {}
     data, validation = open_prepared(config.data)
+    for rows in (data, *validation.values()):
+        _check_tokenizer(rows)
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
@@ -173,3 +239,30 @@ def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
         )
     if source != "live" and (here or is_file or Path(source).exists()):
         load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
+        if here and not is_file and source != path:
+            _check_cost_tokens(config, source)
+
+
+def _check_cost_tokens(config: RunConfig, source: str) -> None:
+    """Raise UserError where the model that costs are from calls other tokens by the ids of the data.
+
+    Tokens are compared, not files. Special tokens may differ: another stage of training renames them.
+    """
+    own = load_tokenizer(str(config.data.dir / "tokenizer"))
+    try:
+        other = load_tokenizer(source)
+    except UserError:
+        log.warning(
+            "objective.cost=%s carries no tokenizer: cannot check that its costs fit the data", source
+        )
+        return
+    special = {*own.added_tokens_decoder, *other.added_tokens_decoder}
+    names = {token: name for name, token in other.get_vocab().items()}
+    for name, token in own.get_vocab().items():
+        if token not in special and names.get(token) != name:
+            raise UserError(
+                f"objective.cost={source} has another tokenizer than the data: its token {token} is "
+                f"{shown(names.get(token))} instead of {shown(name)}, so costs would be of other tokens; "
+                "set objective.cost to pretrained or to a model with the tokenizer of the data",
+                code="cost-tokenizer",
+            )

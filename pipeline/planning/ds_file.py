@@ -37,6 +37,26 @@ OWNED_BY_RECIPE = {
 # These write to or send to where no recipe says so.
 REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
+# What may differ between two launches of a run: where things are, when they move and what is reported. All
+# else, whatever DeepSpeed will call it, decides the numbers or how a checkpoint is laid out.
+FREE = {
+    *(
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "comms_logger",
+        "log_level",
+    ),
+    *("timers", "checkpoint", "disable_python_gc", "compile", "aio"),
+}
+FREE_ZERO = {
+    *("overlap_comm", "contiguous_gradients", "allgather_partitions", "allgather_bucket_size"),
+    *("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "zero_hpz_partition_size"),
+    *("model_persistence_threshold", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear"),
+    *("gather_16bit_weights_on_model_save", "log_trace_cache_warnings", "enable_sanity_checks"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+}
 GRADIENT_TYPES = ("fp32", "bf16", "fp16")
 MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
@@ -67,7 +87,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     _check(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
-    zero = tree.setdefault("zero_optimization", {"stage": 0})
+    zero = tree.setdefault("zero_optimization", {"stage": 1})
     if on_cpu:
         zero["overlap_comm"] = False  # gloo has no streams to overlap on
         for part in ("offload_optimizer", "offload_param"):
@@ -83,6 +103,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         gradient_clipping=train.clip,
         bf16={"enabled": config.model.dtype == "bfloat16"},
         steps_per_print=10**9,
+        timers={"throughput": {"enabled": False}},  # which would wait for the device twice a micro-batch
     )
     return tree
 
@@ -98,6 +119,21 @@ def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
     if train.optimizer == "muon":
         return {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}}
     return {"type": "AdamW", "params": adam}
+
+
+def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints.
+
+    What is written out although it is the default is left out, and so is what the recipe owns.
+    """
+    zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
+    tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
+    for part in ("offload_param", "offload_optimizer"):
+        device = (tree.pop(part, None) or {}).get("device", "none")
+        if device != "none":
+            tree[part] = device
+    others = {k: v for k, v in ds_config.items() if k not in FREE and k not in OWNED_BY_RECIPE}
+    return others | {"zero_optimization": tree | {"stage": zero_stage(dict(ds_config))}}
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
@@ -246,7 +282,13 @@ def _told(error: Mapping[str, Any], *section: str) -> str:
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
     """Refuse what is valid on its own and does not work for us."""
-    zero = tree.get("zero_optimization", {})
+    zero = tree.get("zero_optimization", {"stage": 1})
+    if zero_stage({"zero_optimization": zero}) == 0:
+        raise UserError(
+            f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite; set "
+            "stage 1, which gives the same numbers in less memory",
+            code="zero-stage",
+        )
     offload = zero.get("offload_optimizer") or {}
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         raise UserError(
@@ -276,7 +318,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
 def _check_muon(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
     """Refuse what DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon."""
     zero = tree.get("zero_optimization", {})
-    if zero_stage(tree) == 0 or zero.get("offload_optimizer") or zero.get("reduce_scatter"):
+    if zero.get("offload_optimizer") or zero.get("reduce_scatter"):
         raise UserError(
             f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
             "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw"

@@ -4,11 +4,12 @@ The memory of one GPU, by part (bf16; P parameters, n ranks, T tokens per pass, 
 
     states       weights 2 P, accumulated gradients 4 P, optimizer 12 P bytes, divided by n as ZeRO says
     gathered     weights that ZeRO-3 brings together around the layer at work, communication buckets, and the
-                 gradients in the model's precision that ZeRO-1 keeps until a pass ends
+                 gradients in the model's precision that ZeRO-1 keeps for the whole of a step
     activations  what a layer keeps for its backward pass, times layers; with checkpointing h per token and
                  layer, and one layer whole; with a mask for packed rows also that
     loss         a chunk of logits, the head's float32 gradient [V, h], the cost embedding [V, h]
-    update       a copy of the gradient while the optimizer steps, when the last three are free again
+    update       a copy of the gradient while the optimizer steps, when the last three are free again; under
+                 ZeRO-1 its gradients 2 P, and before that as much for the copy that is reduced between ranks
 
 The time of a step adds matrix products, attention, element-wise traffic, communication and the optimizer; a
 pass takes at least as long as the host needs to issue it. Five constants come from published runs, which
@@ -33,6 +34,9 @@ EXPOSED = 0.46  # of the time that communication beside computing would take amo
 HIDDEN_BY_COMPUTE = 0.9  # share of the computing time under which communication can run at all
 BUS_EFFICIENCY = 0.75  # of a link's bandwidth that a large collective reaches
 MEMORY_EFFICIENCY = 0.85  # of the memory bandwidth that element-wise kernels reach
+# Bytes a parameter that ZeRO-1 moves once a step over gradients that are not sharded: they are copied to half
+# precision for the reduction and back, measured, scaled, clipped and set to zero.
+UNSHARDED = 40
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
 HOST_ADAM = 4e9  # parameters/s that a host updates, over all its ranks (Ren et al. 2021: 10e9 in 2.6 s)
 NODE = 8  # GPUs
@@ -94,6 +98,12 @@ class Sizes:
     gated: bool  # gate, up and down (LLaMA) or up and down (GPT-2, OPT)
     vocabulary: int
     tensors: int  # parameters as the host sees them, one by one
+    idle: int = 0  # parameters of the layers that a token does not pass through: experts it is not routed to
+
+    @property
+    def active(self) -> int:
+        """Parameters of the layers that a token passes through."""
+        return self.body - self.idle
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,7 @@ class Setup:
     masked: bool = False  # SDPA reads who may attend to whom in packed rows from a mask [b, 1, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
     reduced: int = 2  # bytes of a gradient on its way between ranks
+    all_reduced: bool = True  # ZeRO-2 sends gradients to all ranks, not to their owner alone
 
     @property
     def tokens(self) -> int:
@@ -195,12 +206,14 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
         optimizer = sizes.trainable * (12 if setup.bf16 else 8)
     head = sizes.vocabulary * sizes.hidden
     trains_head = sizes.trainable == sizes.parameters
-    gathered = 2 * setup.bucket * (4 if trains_head else setup.width) if setup.ranks > 1 else 0.0
+    gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
     gathered = min(gathered, 2.0 * sizes.trainable * 4)
     if setup.stage == 3 and (setup.ranks > 1 or setup.offload_parameters):
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
     if setup.stage == 1 and setup.bf16:
         gathered += sizes.trainable * setup.width
+        reducing = sizes.trainable * setup.reduced if setup.ranks > 1 and setup.reduced < 4 else 0
+        update = sizes.trainable * setup.width + max(update, reducing)
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
     if setup.offload_optimizer:
@@ -240,7 +253,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     bus = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
     passes = 4 if setup.checkpointing else 3
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
-    products = 2 * sizes.body * T * (passes - 1 + backward_of_weights)
+    products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
     # causal: every token sees half a block on average; a mask hides the rest only after it was computed
     seen = setup.block if setup.masked else setup.block / 2
     attention = 4 * T * seen * sizes.hidden * sizes.layers * (passes + 0.5)  # q k and the weighted sum of v
@@ -255,6 +268,8 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
     own = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
     optimizer_s = 28 * own / bus
+    if setup.stage == 1 and setup.bf16 and setup.ranks > 1:
+        optimizer_s += UNSHARDED * sizes.trainable / bus
     if setup.offload_optimizer:  # gradients go down in every pass, weights come up
         optimizer_s = (4 * k + setup.width) * own / HOST_LINK + own * min(setup.ranks, NODE) / HOST_ADAM
     if setup.offload_parameters:
@@ -305,7 +320,7 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
         if setup.hpz > 1:  # only the first gather after an update leaves the node
             kept = gathers * (1 - 1 / (2 * k))
     elif setup.stage == 2:  # reduce gradients every pass, gather weights once updated
-        beside, after = k * gradients, weights
+        beside, after = k * gradients * (2 if setup.all_reduced else n / (n - 1)), weights
     else:  # all-reduce gradients when the last pass is done, gather weights once updated
         after = 2 * gradients + (weights if setup.stage == 1 else 0)
     taken = (beside - kept) / bus + kept / inside
@@ -328,7 +343,7 @@ def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) ->
     weights are spared; attention counts causal.
     """
     needed = 4 + 2 * sizes.trainable / sizes.parameters
-    per_token = needed * (sizes.body + sizes.vocabulary * sizes.hidden)
+    per_token = needed * (sizes.active + sizes.vocabulary * sizes.hidden)
     per_token += 6 * setup.block * sizes.hidden * sizes.layers
     peak = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA
     return per_token * setup.tokens * setup.accumulation / seconds / peak

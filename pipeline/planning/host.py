@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +17,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from common.errors import UserError
+from common.errors import FailureError, UserError
+from common.lease import Lease, joined, users, waited
+from pipeline.stop import HARDWARE, node_name
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Gpus(NamedTuple):
     build: str  # what PyTorch was built for, such as CUDA 13.0; empty: CPUs
     present: bool  # the host has a device
     visible: str | None  # CUDA_VISIBLE_DEVICES
+    granted: int  # devices of this host that Slurm gave the job; 0: unknown
     usable: int  # devices that PyTorch can use
     problem: str  # what PyTorch says when it opens the device; empty when all is well
 
@@ -64,52 +65,71 @@ def look_for_gpus() -> Gpus:
         build,
         present,
         os.environ.get("CUDA_VISIBLE_DEVICES"),
+        int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
         usable,
         problem,
     )
 
 
-def refusal(gpus: Gpus, ranks: int) -> str | None:
-    """Why `ranks` ranks of a host must not start on what it has, and what to do; None when they may.
+def refusal(gpus: Gpus, ranks: int) -> UserError | None:
+    """Return why `ranks` ranks of a host must not start on what it has, or None when they may.
 
     A model of billions of parameters that trains on the CPU because a driver is old would go unnoticed for
-    hours; so a host with a GPU, and a PyTorch that was built for one, train on the CPU only when told to.
+    hours; so a host with a GPU, and a PyTorch that was built for one, train on the CPU only when told to. A
+    FailureError is a host that lacks what the scheduler or launcher promised: another host may have it.
     """
     if gpus.chosen == "cpu" or gpus.device not in ("cpu", "cuda"):
         return None
     if gpus.usable >= ranks and gpus.device == "cuda":
         return None
     if gpus.usable:
-        return (
+        promised = len(gpus.visible.split(",")) if gpus.visible else gpus.granted
+        if promised >= ranks or (not promised and gpus.usable > 1):
+            return FailureError(
+                f"{ranks} ranks start here and only {gpus.usable} GPUs can be used; see in nvidia-smi which "
+                "have failed, or start fewer ranks",
+                code=HARDWARE,
+            )
+        return UserError(
             f"{ranks} ranks share this host and each sees {gpus.usable} GPU(s); start one rank per GPU, and "
-            "show every rank all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)"
+            "show every rank all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)",
+            code="too-few-gpus",
         )
     if not gpus.build:
         if not gpus.present and gpus.chosen is None:
             return None
-        return f"this PyTorch is built for CPUs; install one for the GPU (make setup TORCH_ARGS=...), {CPU}"
+        return UserError(
+            f"this PyTorch is built for CPUs; install one for the GPU (make setup TORCH_ARGS=...), {CPU}",
+            code="cpu-build",
+        )
     if gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
-        return f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it, {CPU}"
+        return UserError(
+            f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it, {CPU}", code="gpus-hidden"
+        )
     if "driver" in gpus.problem and "old" in gpus.problem:
-        return (
+        return UserError(
             f"the GPU's driver is too old for this PyTorch, which is built for {gpus.build}; update the "
             f"driver, install a PyTorch for an older CUDA (make setup TORCH_ARGS=...), {CPU} "
-            f"(PyTorch says: {gpus.problem.split('. ')[0]})"
+            f"(PyTorch says: {gpus.problem.split('. ')[0]})",
+            code="old-driver",
         )
-    if not gpus.present:
-        return (
+    if not gpus.present and not gpus.granted:
+        return UserError(
             f"this PyTorch is built for {gpus.build} and no GPU is here; ask for one (docker run --gpus all, "
-            f"sbatch --gpus-per-node, nvidia.com/gpu), {CPU}"
+            f"sbatch --gpus-per-node, nvidia.com/gpu), {CPU}",
+            code="no-gpu",
         )
-    said = gpus.problem.split(". ")[0].strip() or "no device is available"
-    return f"the GPU cannot be used: {said}; see whether nvidia-smi works here, {CPU}"
+    reason = gpus.problem.split(". ")[0].strip() or "no device is available"
+    return FailureError(
+        f"the GPU cannot be used: {reason}; see whether nvidia-smi works here, {CPU}", code=HARDWARE
+    )
 
 
 def check_gpus() -> None:
     """Raises UserError, before ranks meet, when this host's ranks must not start on what it has."""
-    why = refusal(look_for_gpus(), max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
-    if why is not None:
-        raise UserError(f"on {socket.gethostname()}: {why}")
+    error = refusal(look_for_gpus(), max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
+    if error is not None:
+        raise type(error)(f"on {node_name()}: {error}", code=error.code)
 
 
 def compiler() -> str | None:
@@ -146,21 +166,20 @@ def compiling() -> Iterator[None]:
     """Around what may compile: DeepSpeed builds an operation where and when it is first used.
 
     torch guards a build by a file named `lock`, which a killed process leaves behind and every later start
-    would wait for in silence. Starts therefore share a lock of the operating system, which ends with its
-    process: whoever holds it alone removes such files, except those that another program here has open.
+    would wait for in silence. A start that finds no other one under way therefore removes such files, except
+    those that another program here has open.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nothing can be built there either
             root.mkdir(parents=True, exist_ok=True)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
-            share = stack.enter_context((root / "starting").open("w", encoding="utf-8"))
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(share, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
-                    log.info("%s was left by a start that was killed; removed", left)
-                    left.unlink()
-            fcntl.flock(share, fcntl.LOCK_SH)
+            with waited(Lease(root, "starting"), None):
+                if not users(root / "starts"):
+                    for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
+                        log.info("%s was left by a start that was killed; removed", left)
+                        left.unlink()
+                stack.enter_context(joined(root / "starts"))
         if dist.is_initialized():
             dist.barrier()
         yield

@@ -19,7 +19,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
     One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
     `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
 
-    Raises UserError for a model whose matrices Muon would scale the wrong way round.
+    Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if use_muon:
@@ -27,6 +27,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
             raise UserError(
                 "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
                 "them transposed (Conv1D); set train.optimizer=adamw, or take another model"
+            )
+        if any(_dimensions(p) > 2 for p in trainable):
+            raise UserError(
+                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
+                "all experts of a mixture in one tensor have; set train.optimizer=adamw",
+                code="muon-dimensions",
             )
         tables = {id(p) for m in _tables(model) for p in m.parameters()}
         body = [p for p in trainable if _dimensions(p) == 2 and id(p) not in tables]

@@ -85,7 +85,8 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     outside = {id(weight): weight for weight in weights}
     total = sum(p.numel() for p in parameters)
     text: Any = hf_config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", 1)  # a model without attention: Mamba
+    idle, inner = _experts(model, text)
     key_values = getattr(text, "num_key_value_heads", None) or heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Sizes(
@@ -94,12 +95,37 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         body=total - sum(w.numel() for w in outside.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        inner=_inner(text),
+        inner=max(inner, _inner(text)),
         key_values=key_values * per_head,
         gated=hasattr(text, "intermediate_size"),
         vocabulary=text.vocab_size,
         tensors=len(parameters),
+        idle=idle,
     )
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+def _experts(model: nn.Module, config: Any) -> tuple[int, int]:
+    """Return how many parameters of experts a token does not pass through, and the width of those it does.
+
+    Shared experts, which every token passes through, are called otherwise than `experts` in every family.
+    """
+    count = next((n for name in EXPERTS if (n := getattr(config, name, None))), None)
+    chosen = next((n for name in CHOSEN if (n := getattr(config, name, None))), None)
+    if isinstance(chosen, list):  # by layer
+        chosen = max(chosen)
+    if not isinstance(count, int) or not chosen:
+        return 0, 0
+    routed = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if "experts" in name.split(".") or (parameter.dim() == 3 and parameter.shape[0] == count)
+    )
+    active = routed * min(chosen, count) // count
+    return routed - active, active // (3 * config.hidden_size * config.num_hidden_layers)
 
 
 def _inner(config: PretrainedConfig) -> int:
@@ -133,6 +159,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         masked=not half or config.model.attn_implementation in ("sdpa", "eager"),
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
+        all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
     )
 
 
@@ -152,7 +179,9 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     setup = setup_of(config, batch, ready.ds_config, objective)
     table = Table("what", "value", title=str(config.run_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
-    table.add_row("parameters", f"{sizes.parameters:,} ({sizes.trainable:,} trainable), {config.model.dtype}")
+    active = f", {sizes.parameters - sizes.idle:,} active for a token" if sizes.idle else ""
+    counts = f"{sizes.parameters:,} ({sizes.trainable:,} trainable{active})"
+    table.add_row("parameters", f"{counts}, {config.model.dtype}")
     table.add_row("attention", ready.attention)
     table.add_row("objective", f"{config.objective.label} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))

@@ -14,6 +14,7 @@ import resource
 import shutil
 import socket
 import statistics
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from common.provenance import library_versions
 from pipeline import engine
 from pipeline.config import RunConfig
 from pipeline.planning.checks import check
+from pipeline.planning.fabric import LEAST, Fabric, expected_bandwidth, fabric, used_network
 from pipeline.planning.host import compiler, ranks_here, threads
 from pipeline.planning.plan import model_sizes
 from pipeline.ranks import World, barrier, end_world, gather_objects
@@ -53,10 +55,16 @@ class Finding(NamedTuple):
 
 def preflight(config: RunConfig) -> int:
     """Check all hosts and print a table; 0 when all is well, else 1. All ranks must call."""
-    world = engine.start_world(timeout_minutes=5)
-    findings = [*_host(config, world), *_run_directory(config, world)]
-    every = [finding for part in gather_objects(findings) for finding in part]
-    every += [*_agreement(), *_clock(), *_bandwidth(world)]
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory) / "nccl.log"
+        if "NCCL_DEBUG" not in os.environ:
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
+        world = engine.start_world(timeout_minutes=5)
+        network = fabric()
+        findings = [*_host(config, world), *_run_directory(config, world)]
+        common = [*_agreement(), *_clock(), *_bandwidth(world, network)]
+        findings += _network(network, log.read_text(encoding="utf-8") if log.is_file() else "", world)
+        every = [*(finding for part in gather_objects(findings) for finding in part), *common]
     failed = any(finding.advice for finding in every)
     if world.is_main:
         table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
@@ -94,7 +102,7 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
         words = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / MIB:.0f} MiB"
         advice = "" if locked == resource.RLIM_INFINITY else "ulimit -l unlimited, or InfiniBand will fail"
         yield Finding(host, "locked memory", words, advice)
-    if world.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks))):
+    if _several_hosts(world):
         yield _interface(host)
 
 
@@ -113,6 +121,22 @@ def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
     wrong = own > share or (offloaded and own < share)  # torchrun gives ranks one thread
     advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
     yield Finding(host, "threads", f"{own} for each of {ranks} ranks, with {share} cores each", advice)
+
+
+def _several_hosts(world: World) -> bool:
+    return world.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks)))
+
+
+def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
+    """What the ranks of several hosts talk through: what NCCL says, and what this host has."""
+    if int(os.environ.get("LOCAL_RANK", 0)) or not _several_hosts(world) or world.device.type != "cuda":
+        return
+    used = used_network(log)
+    advice = network.advice
+    if used is not None and used.lower().startswith("socket") and network.kind != "sockets":
+        advice = "NCCL_DEBUG=INFO shows why NCCL passes over it"
+    words = f"{network.kind} ({network.why})" + (f"; NCCL uses {used}" if used else "")
+    yield Finding(socket.gethostname(), "network", words, advice)
 
 
 def _interface(host: str) -> Finding:
@@ -200,8 +224,8 @@ def _clock() -> Iterator[Finding]:
     yield Finding("all", "clock", f"within {apart:.2f} s", advice)
 
 
-def _bandwidth(world: World) -> Iterator[Finding]:
-    """An all-reduce as training does it: bus bandwidth in GB/s, median of five."""
+def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
+    """An all-reduce as training does it: bus bandwidth in GB/s, median of five, beside what it should be."""
     if world.ranks == 1:
         return
     bytes_ = 256 * MIB if world.device.type != "cpu" else 16 * MIB
@@ -214,4 +238,17 @@ def _bandwidth(world: World) -> Iterator[Finding]:
         if world.device.type != "cpu":
             torch.cuda.synchronize()
         rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
-    yield Finding("all", "all-reduce", f"{statistics.median(rates[1:]):.2f} GB/s of bus bandwidth")
+    device = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
+    yield judged_bandwidth(
+        statistics.median(rates[1:]), expected_bandwidth(device, network, _several_hosts(world)), network.kind
+    )
+
+
+def judged_bandwidth(measured: float, expected: float | None, kind: str) -> Finding:
+    """Return the finding on a bandwidth: below LEAST of what is expected something is wrong."""
+    words = f"{measured:.2f} GB/s of bus bandwidth"
+    if expected is None:
+        return Finding("all", "all-reduce", words)
+    slow = measured < LEAST * expected
+    advice = f"far too slow: see {kind} of every host, cables, GPUDirect, NVLink" if slow else ""
+    return Finding("all", "all-reduce", f"{words}, {expected:.0f} expected", advice)

@@ -110,12 +110,13 @@ class Metrics:
         console: Console | None = None,
         validates: bool = True,
         domains: Sequence[str] = (),
+        rows: int = 0,
     ) -> None:
         """peak_share: share of the hardware's peak that one step per second would be (for MFU).
 
         window: what `state` returned when the checkpoint of `step` was saved. console: of plain lines where
         none is given. validates: whether the run has validation rows, for what comes next. domains: names of
-        those whose sums come apart.
+        those whose sums come apart. rows: of the training data, where they are known.
         """
         self.active = active
         self._clock, self._mark = clock, clock()
@@ -125,6 +126,7 @@ class Metrics:
         self._window, self._pace = _restored(window), Pace()
         self._console = console or Console()
         self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
+        self._epochs = config.train.batch / rows if rows else math.nan  # of a step
         self._every = {"validation": config.train.eval_every * validates, "save": config.train.save_every}
         run_dir = config.run_dir
         path = run_dir / METRICS
@@ -166,6 +168,8 @@ class Metrics:
     def log(self, step: int, tokens: int, lr: float) -> None:
         """Record the steps since the last record as one line. tokens: supervised tokens so far.
 
+        `time` is that of writing, in seconds of the epoch (UTC), and `epoch` how many times as many rows as
+        the data have were trained on; validation has them too.
         `domains` has the tokens so far of each domain, and its loss and NLL over the window.
         `mfu` is the share of the peak spent on the operations that the model needs: what is computed again
         under activation checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
@@ -199,9 +203,9 @@ class Metrics:
             "validation_perplexity": math.exp(min(nll, 100.0)),
             "validation_demd": _mean(sums.demd, sums.tokens),
         }
-        kept = validation.write(self._run_dir, name, step, found)
+        validation.write(self._run_dir, name, step, found)
         start = validation.read(self._run_dir, name, 0) if step else None
-        changed = validation.change(start, kept) if start is not None else None
+        changed = None if start is None else validation.change(start, found)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
@@ -238,9 +242,11 @@ class Metrics:
         return Progress(self._step, self._steps, self._loss, self._pace.tokens_per_s, left, next_)
 
     def _write(self, group: str, record: dict[str, Any]) -> None:
+        record = {"time": time.time(), "epoch": self._epochs * record["step"], **record}
         self._file.write(_line(record))
         self._file.flush()
-        values = dict(_leaves({key: one for key, one in finite(record).items() if key != "set"}, group))
+        others = {key: value for key, value in finite(record).items() if key not in ("set", "time")}
+        values = dict(_leaves(others, group))
         if self._board is not None:
             for key, value in values.items():
                 if key not in (f"{group}/step", f"{group}/tokens") and value is not None:

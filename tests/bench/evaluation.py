@@ -28,10 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_prep.tokenizer import load_tokenizer
 from eval.cli import quiet_libraries
+from eval.icl.encoder import Encoder
 from eval.icl.inferencer import PrefixPPLInferencer
 from eval.icl.openicl_compat import PPLInferencer, quiet
 from eval.icl.prefix_scorer import PrefixScorer, Work
-from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, StoredRetriever, top_k
+from eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, top_k
 from eval.icl.task_data import load_data, reader
 from eval.icl.tasks import Task, load_task
 from tests.bench import common

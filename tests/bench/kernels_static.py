@@ -29,7 +29,6 @@ from triton.compiler import ASTSource
 
 from pipeline.loss import kernels_triton
 from pipeline.loss.chunks import CHUNK_MB, process_chunk
-from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.cost_cache import CostCache
 from pipeline.loss.cost_rows import Costs
 from pipeline.loss.padding import padded_rows
@@ -125,13 +124,12 @@ class _Rows:
         return self.costs
 
 
-def cost_rows(V: int, dtype: torch.dtype, kind: str) -> Costs:
+def cost_rows(V: int, kind: str) -> Costs:
     """Rows of costs as the kernels get them on an accelerator."""
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     if kind == "cached":
         return Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
-    embedding = CostEmbedding(torch.empty(V, 16, device=META)).placed(META, dtype)
-    return Costs(padded_rows(TOKENS, V, embedding.rows.dtype, META), labels, similarity=True)
+    return Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
@@ -143,7 +141,7 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     shift = None if dtype == wide else scalar.to(dtype)
     bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
-    costs = None if flavour.costs is None else _Rows(cost_rows(V, dtype, flavour.costs))
+    costs = None if flavour.costs is None else _Rows(cost_rows(V, flavour.costs))
     chunk = Chunk(0, labels, scalar, shift, bias)
     with recording() as found:
         process_chunk(logits, chunk, costs, Terms(objective, **flavour.terms), gradient=True, triton=True)

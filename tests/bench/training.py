@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.world import corpus, read_rows
-from pipeline.ranks import end_world, main_first
+from pipeline.ranks import barrier, end_world
 from tests.bench import common
 
 WARM = 10  # steps that do not count
@@ -149,18 +149,24 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     from pipeline import engine, resume
     from pipeline.batches import rank_rows
     from pipeline.config import lr_at, solve_batch
-    from pipeline.model import build_model, load_losses, model_config, write_initial_weights
+    from pipeline.model import (
+        build_model,
+        load_losses,
+        model_config,
+        training_objective,
+        write_initial_weights,
+    )
     from pipeline.planning.ds_file import deepspeed_config
     from pipeline.planning.order import BatchOrder
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
-    with main_first(world):
-        if world.is_main:
-            write_initial_weights(config)
-            resume.claim(config, data.fingerprint)
-    losses = load_losses(config, model_config(config.model).vocab_size)
+    if world.is_main:
+        write_initial_weights(config)
+        resume.claim(config, {"data": data.fingerprint})
+    barrier()
+    losses = load_losses(config, training_objective(config), model_config(config.model).vocab_size)
     ds_config = deepspeed_config(config, batch)
     partitioned = engine.build_partitioned(ds_config)
     ds = engine.Engine(build_model(config, losses), ds_config, world).ds

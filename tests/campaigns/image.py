@@ -157,6 +157,9 @@ def verbs(image: Image, show: Campaign) -> None:
     code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=("--entrypoint", "sh"))
     good = code == 0 and out.startswith("1001") and "Read-only file system" in out
     show("verbs", "who writes where", "1001; /emo is read only, /tmp is not" if good else out, good)
+    load = "import ctypes; [ctypes.CDLL(name) for name in ('libibverbs.so.1', 'libmlx5.so.1')]"
+    code, out = image.run("-c", load, options=("--entrypoint", "python"))
+    show("verbs", "InfiniBand's libraries", out.strip() or "load", code == 0)
     code, out = image.run("train")
     show("verbs", "a wrong verb", f"{code}: {out.strip()}", code == 2 and out.count("\n") == 1)
     for arguments in (["help"], ["plan", "launch/recipes/llama-7b-wikitext103.yaml", "--help"]):

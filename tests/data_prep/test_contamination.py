@@ -9,34 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from data_prep.contamination import Finder, Grams, collect, load, report, save, words
+from data_prep.contamination import Finder, Grams, collect, load, report, save
 from tests.helpers.corpus import data_config, run, sentence, texts, train_set, write_jsonl
 
 
 def plain_grams(text: str, n: int) -> list[tuple[str, ...]]:
     """Consecutive words, as the regular expression sees them."""
-    found = re.findall(r"[a-z0-9\x80-\U0010ffff]+", re.sub("[A-Z]", lambda m: m[0].lower(), text))
+    found = re.findall(r"[^\W_]+", text.lower())
     return [tuple(found[i : i + n]) for i in range(len(found) - n + 1)]
-
-
-PIECES = st.sampled_from(
-    ["river", "The", "a", "b", "ab", " ", ", ", "-", "\n", "é", "日本", "7", "'s ", "🙂"]
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.lists(PIECES, max_size=14).map("".join), min_size=1, max_size=5), st.integers(1, 5))
-def test_hashes_are_equal_where_the_words_are(made: list[str], n: int) -> None:
-    expected = [(gram, i) for i, text in enumerate(made) for gram in plain_grams(text, n)]
-    hashes, owner = words(made).grams(n)
-    assert owner.tolist() == [i for _, i in expected]
-    known = {}
-    for value, (gram, _) in zip(hashes.tolist(), expected, strict=True):
-        assert known.setdefault(gram, value) == value
-    assert len(set(known.values())) == len(known)
 
 
 def tasks(root: Path) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ SAID = {  # defects A13: rows, and the conversation that each means
     ),
     "an empty input beside a context": (
         {"instruction": "q", "input": "", "context": "c", "output": "a"},
-        Conversation((Exchange("q", "a", "c"),)),
+        Conversation((Exchange("q", "a"),)),
     ),
     "a system column": (
         {"system": "s", "instruction": "q", "output": "a"},
@@ -208,7 +208,8 @@ def test_file_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
 
 def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
     """defects D2: directories of save_to_disk, of a data set and of several splits."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     made = datasets.Dataset.from_dict({"text": texts(100)})
     made.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": made, "test": made.select([1])}).save_to_disk(str(tmp_path / "two"))

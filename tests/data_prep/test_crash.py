@@ -135,7 +135,7 @@ def test_all_jobs_of_an_array_at_once(corpus: tuple[Path, dict[str, bytes], floa
 def kill_a_worker(job: Job, out: Path) -> None:
     """Once there is something to encode; the fork server's children are the workers."""
     while job.process.poll() is None:
-        if (out / "plan.npz").exists():
+        if (out / "plan.parquet").exists():
             workers = [p for p in job.children() if p.ppid() != job.process.pid]
             if workers:
                 workers[0].kill()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -136,12 +137,12 @@ def test_an_overlap_report_of_nonsense_is_one_line(
         assert "contamination.json is damaged" in capsys.readouterr().err
 
 
-def test_a_plan_that_is_packed_is_refused(tmp_path: Path, prepared: Path) -> None:
+def test_a_plan_that_unpacks_without_end_is_refused(tmp_path: Path, prepared: Path) -> None:
     config = data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, block=512)
     load_plan(config)
-    with np.load(prepared / "plan.npz") as plan:
-        np.savez_compressed(prepared / "plan.npz", **dict(plan))
-    with pytest.raises(UserError, match="packed"):
+    table = pq.read_table(prepared / "plan.parquet")
+    pq.write_table(pa.concat_tables([table] * 50_000), prepared / "plan.parquet", compression="zstd")
+    with pytest.raises(UserError, match="more pieces than bytes"):
         load_plan(config)
 
 

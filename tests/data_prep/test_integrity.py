@@ -159,9 +159,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings.json is missing or damaged"),
     "settings are edited": (lambda d: edit(d / "settings.json", block=64), "data.block=64, the recipe says"),
     "settings are a list": (lambda d: (d / "settings.json").write_text("[]"), "settings.json is missing or"),
-    "the plan is cut": (lambda d: os.truncate(d / "plan.npz", 500), "plan.npz is damaged"),
-    "the plan is flipped": (lambda d: flip(d / "plan.npz", 300), "plan.npz is damaged"),
-    "the plan is gone": (lambda d: (d / "plan.npz").unlink(), "its plan.npz is gone; run prepare"),
+    "the plan is cut": (lambda d: os.truncate(d / "plan.parquet", 500), "plan.parquet is damaged"),
+    "the plan is flipped": (lambda d: flip(d / "plan.parquet", 300), "plan.parquet is damaged"),
+    "the plan is gone": (lambda d: (d / "plan.parquet").unlink(), "its plan.parquet is gone; run prepare"),
 }  # fmt: skip
 
 
@@ -335,7 +335,8 @@ def test_reports_matter_to_prepare(config: DataConfig) -> None:
 
 # defects B1
 def listing(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    files = (p for p in directory.rglob("*") if ".planning" not in p.parts)
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files if p.is_file()}
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -367,7 +368,7 @@ def test_files_put_beside_the_data_survive(config: DataConfig, force: bool) -> N
         own.parent.mkdir(exist_ok=True)
         own.write_text("the only copy")
         if not force:
-            (config.dir / "plan.npz").unlink(missing_ok=True)
+            (config.dir / "plan.parquet").unlink(missing_ok=True)
         before = listing(config.dir)
         with pytest.raises(UserError, match=rf"{name} was not made by prepare|holds prepared data"):
             run(config_of(config.root, block=32 if not force else 64), force=force)
@@ -431,8 +432,9 @@ def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPa
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             monkeypatch.setattr("data_prep.prepare.Workers", Workers)
-            with pytest.raises(UserError, match="another job is working in"):
+            with pytest.raises(UserError) as caught:
                 run(config, force=True)
+            assert caught.value.code == "in-use"
             tried.append("force")
 
     monkeypatch.setattr("data_prep.prepare.Workers", Meanwhile)

@@ -170,7 +170,7 @@ def rejected(tmp_path: Path, **data: Any) -> dict[str, int]:
     """Prepare, and what was rejected."""
     config = data_config(tmp_path, **({"sources": [{"files": "a.*"}]} | data))
     run(config)
-    return Assignment.load(config.dir / "plan.npz").summary["rejected"]
+    return Assignment.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 @pytest.mark.parametrize("case", ERRORS)

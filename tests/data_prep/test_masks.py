@@ -40,6 +40,7 @@ DIALOGUES = st.builds(
     Conversation,
     st.lists(EXCHANGES, min_size=1, max_size=4).map(tuple),
     st.one_of(st.just(""), SAID),
+    unsupervised=st.just(()),
 )
 
 

@@ -42,7 +42,7 @@ Documents = list[list[int]]
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=40), max_size=30),
+    st.lists(st.lists(st.integers(0, 60_000), max_size=40), max_size=30),
     st.integers(2, 16),
     st.lists(st.integers(0, 30), max_size=4),
 )
@@ -50,29 +50,34 @@ def test_blocks_are_the_documents_cut(documents: Documents, block: int, splits: 
     """Whatever portions the documents arrive in."""
     packer = BlockPacker(block)
     cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
-    ids, segments, counts, valid = [], [], [], []
+    ids, segments, counts, sources, valid = [], [], [], [], []
     for a, b in pairwise(cuts):
         flat = np.array([t for d in documents[a:b] for t in d], np.uint16)
-        rows = packer.add(flat, np.array([len(d) for d in documents[a:b]], np.int64))
+        rows = packer.add(
+            flat, np.array([len(d) for d in documents[a:b]], np.int64), np.arange(a, b, dtype=np.uint64)
+        )
         assert rows.ids.dtype == np.uint16
         assert (rows.lengths == block).all() and rows.lengths.sum() == len(rows.ids)
         ids += rows.ids.tolist()
         segments += rows.segments.tolist()
         counts += rows.segment_counts.tolist()
+        sources += rows.sources.tolist()
         valid += rows.valid.tolist()
 
     stream = [(t, d, i) for d, document in enumerate(documents) for i, t in enumerate(document)]
     full = len(stream) // block
     assert ids == [t for t, _, _ in stream[: full * block]]
     assert packer.remainder == len(stream) - full * block
-    expected, expected_valid = [], []
+    expected, expected_sources, expected_valid = [], [], []
     for row in range(full):
         owners = [d for _, d, _ in stream[row * block : (row + 1) * block]]
         runs = [owners.count(d) for d in sorted(set(owners))]
         expected.append(runs)
+        expected_sources += sorted(set(owners))
         expected_valid.append(sum(r - 1 for r in runs))
     assert segments == [r for runs in expected for r in runs]
     assert counts == [len(runs) for runs in expected]
+    assert sources == expected_sources
     assert valid == expected_valid
 
 
@@ -99,16 +104,18 @@ def test_packed_examples_keep_their_tokens_and_spans(made: list[Example]) -> Non
     starts = np.cumsum(lengths) - lengths
     spans = [np.array(s, np.int64).reshape(-1, 2) for _, s in made]
     found = {}
-    for row in packed_rows(flat, starts, lengths, spans, 24):
+    for row in packed_rows(flat, starts, lengths, spans, np.arange(len(made), dtype=np.uint64) // 2, 24):
         assert row.lengths.tolist() == [row.segments.sum()] and row.segments.sum() <= 24
         at = 0
         supervised = np.zeros(len(row.ids), bool)
         for a, b in row.spans.reshape(-1, 2):
             supervised[a:b] = True
         targets = 0
-        for length in row.segments:
+        for segment, length in enumerate(row.segments):
             own = slice(at, at + length)
-            found[int(row.ids[at]) // 100] = (row.ids[own].tolist(), supervised[own].tolist())
+            number = int(row.ids[at]) // 100
+            assert row.sources[segment] == number // 2
+            found[number] = (row.ids[own].tolist(), supervised[own].tolist())
             targets += int(supervised[at + 1 : at + length].sum())
             at += length
         assert row.valid.tolist() == [targets]

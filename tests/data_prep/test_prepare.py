@@ -38,7 +38,7 @@ from tests.helpers.corpus import (
 
 def rows_of(config: DataConfig, split: int = 0) -> list[str]:
     """The texts that the plan gave to a split, in order, copies included."""
-    plan, inputs, found = Assignment.load(config.dir / "plan.npz"), open_inputs(config), []
+    plan, inputs, found = Assignment.load(config.dir / "plan.parquet"), open_inputs(config), []
     for shard in range(split * config.shards, (split + 1) * config.shards):
         for part in plan.parts(inputs, shard):
             for row, copies in zip(parse(part.payload, part.spec), part.copies, strict=True):
@@ -47,7 +47,7 @@ def rows_of(config: DataConfig, split: int = 0) -> list[str]:
 
 
 def rejected(config: DataConfig) -> dict[str, int]:
-    return Assignment.load(config.dir / "plan.npz").summary["rejected"]
+    return Assignment.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 def documents(tmp_path: Path, count: int = 400) -> list[str]:
@@ -84,7 +84,8 @@ def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
     documents(tmp_path)
     config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
     run(config)
-    before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in config.dir.rglob("*") if p.name != ".lock"}
+    files = [p for p in config.dir.rglob("*") if not {".planning", ".jobs"} & set(p.parts)]
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in files}
     assert run(config)[:-1] == [f"{config.dir} is already prepared; nothing to do"]
     assert before == {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in before}
 
@@ -242,7 +243,7 @@ def test_wikitext_pieces_do_not_change_documents(tmp_path: Path, monkeypatch: py
             tmp_path, dir=str(tmp_path / str(piece)), sources=[{"files": "a.txt", "format": "wikitext"}]
         )
         run(config)
-        assert (len(Assignment.load(config.dir / "plan.npz").pieces) > 5) == (piece < 1000)
+        assert (len(Assignment.load(config.dir / "plan.parquet").pieces) > 5) == (piece < 1000)
         found.append(rows_of(config))
     assert found[0] == found[1] == found[2] and len(found[0]) == len(ARTICLES)
 

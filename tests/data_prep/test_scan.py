@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -14,40 +17,31 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import data_prep.scan.planning as planning
+from common.lease import Lease
 from common.recipe import parse_section
+from data_prep import selection
 from data_prep.config import DataConfig, Source
 from data_prep.inputs import Input, TextInput
 from data_prep.prepare import prepare
 from data_prep.rows import REASONS, RowSpec, raw_rows
-from data_prep.scan import assignment, columns, near, units
-from data_prep.scan.columns import Sorter
+from data_prep.scan import assignment, near, parts, units
+from data_prep.scan.assignment import Assignment
 from data_prep.scan.near import PERMUTATIONS
-from data_prep.scan.units import divide
+from data_prep.scan.parts import Part, PartWriter, Seen
+from data_prep.scan.units import Stretch, Unit, divide
 from data_prep.selection import select
 from data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, write_jsonl
-from tests.helpers.scanned import select_in_memory, table_of
+from tests.helpers.scanned import parts_of, select_in_memory
 
 
 def small(monkeypatch: pytest.MonkeyPatch, unit: int = 2000) -> None:
-    """Units, stretches, runs and blocks so small that little data takes many of each."""
+    """Units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((columns, "STRETCH", 7), (assignment, "STRETCH", 7), (columns, "RUN", 8), (columns, "BLOCK", 2)),
-        *((columns, "FAN", 2), (near, "TOGETHER", 4), (units, "UNIT", unit), (units, "POLL", 0.01)),
+        *((assignment, "STRETCH", 7), (parts, "GROUP", 7), (selection, "BATCH", 2048), (near, "BATCH", 4)),
+        *((units, "UNIT", unit), (units, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.integers(0, 3), st.integers(0, 9)), max_size=120))
-def test_any_pairs_come_sorted(pairs: list[tuple[int, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-        small(patch)
-        sorter = Sorter(Path(place))
-        for start in range(0, len(pairs), 5):
-            first, second = zip(*pairs[start : start + 5], strict=True)
-            sorter.add(np.array(first, np.uint64), np.array(second, np.uint64))
-        found = [tuple(pair) for block in sorter.blocks() for pair in block.tolist()]
-    assert found == sorted(pairs)
 
 
 ROWS = st.lists(
@@ -63,16 +57,23 @@ ROWS = st.lists(
     weights=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     splits=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     dedup=st.sampled_from(["none", "exact", "near"]),
+    signed=st.integers(1, 2),
 )
 def test_rows_are_selected_as_if_all_were_in_memory(
-    drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str
+    drawn: list[tuple[int, ...]],
+    weights: list[int],
+    splits: list[int],
+    dedup: str,
+    signed: int,
 ) -> None:
     """Against the definition, row by row, whatever the sizes of parts, stretches and runs."""
     source, hashes, chars, kind, change = np.array(sorted(drawn, key=lambda row: row[0])).T
     reasons = np.where(chars == 5, 7, 0)
     signatures = np.repeat(kind[:, None] * 1000, PERMUTATIONS, 1) + np.arange(PERMUTATIONS)
     signatures[:, 100:] += change[:, None] * 17  # alike in most bands, and 0.78 in all, or the same
-    signatures = signatures[reasons == 0].astype(np.uint32)
+    signatures = np.stack(
+        [signatures, np.repeat(hashes[:, None] // 3 + 5000, PERMUTATIONS, 1)][:signed], axis=1
+    )
     tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
     tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
     config = parse_section(DataConfig, tree, "data")
@@ -80,8 +81,8 @@ def test_rows_are_selected_as_if_all_were_in_memory(
     expected = select_in_memory(config, *arrays, source, hashes, chars, reasons, signatures)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         small(patch)
-        signed = signatures if dedup == "near" else None
-        table = table_of(Path(name), source, hashes, chars, reasons, signed, part=11)
+        stored = signatures if dedup == "near" else None
+        table = parts_of(Path(name), source, hashes, chars, reasons, stored, size=11)
         found = select(table, config, *arrays, Path(name))
         assert (found.shard[:].tolist(), found.copies[:].tolist()) == expected[:2]
     assert found.rejected.sum(axis=0).tolist() == np.bincount(expected[2], minlength=len(REASONS)).tolist()
@@ -199,7 +200,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         run(config)
     assert scanned == list(range(7))
-    rows = config.dir / ".new/scan/000002.rows"
+    rows = config.dir / ".new/scan/000002.pieces"
     rows.write_bytes(rows.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
@@ -219,24 +220,78 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_one(
     small(monkeypatch)
     config = corpus(tmp_path)
     place = config.dir / ".new/scan"
-    held: list[Any] = []
+    other = Lease(place, "000001.lease")
     set_up = planning.set_up
 
     def taken(*arguments: Any) -> None:
         set_up(*arguments)
-        held.append((place / "000001.lock").open("w"))
-        held[0].write("node-7, process 12")
-        held[0].flush()
-        fcntl.flock(held[0], fcntl.LOCK_EX)
+        assert other.acquire()
 
     def released(line: str) -> None:
         said.append(line)
         if "waiting for" in line:
-            held[0].close()  # it died, and its part was never written
+            other.release()  # it died, and its part was never written
 
     said: list[str] = []
     monkeypatch.setattr("data_prep.prepare.set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
     (waiting,) = (line for line in said if "waiting for" in line)
-    assert "1 of " in waiting and "node-7, process 12" in waiting
+    assert "1 of " in waiting and f"process {os.getpid()} on " in waiting
     assert verify(config.dir)[1] == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(code, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    small(monkeypatch)
+    config = corpus(tmp_path)
+    jobs = [threading.Thread(target=run, args=(config, (i, 2))) for i in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert verify(config.dir)[1] == [] and len(list(config.dir.glob("*/manifest.json"))) == 2
+
+
+def test_notes_have_no_limit(tmp_path: Path) -> None:
+    """A unit of as many inputs as a source with a limit may have."""
+    inputs = 200_000
+    unit = Unit(0, tuple(Stretch(i, 0, None) for i in range(inputs)), 1)
+    identity = {"name": "a" * 60, "bytes": 12345, "sha256": "f" * 64}
+    with contextlib.ExitStack() as files:
+        writer = PartWriter(tmp_path / unit.name, files)
+        writer.close()
+    writer.finish("key", [Seen(i, identity, rows=1, columns=["text"]) for i in range(inputs)])
+    assert Part.read(tmp_path, unit, "other") is None
+    part = Part.read(tmp_path, unit, "key")
+    assert part is not None
+    seen = part.seen()
+    assert len(seen) == inputs and seen[-1] == Seen(inputs - 1, identity, rows=1, columns=["text"])
+
+
+def test_a_plan_says_the_same_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever one of its bytes is flipped."""
+    small(monkeypatch)
+    run(config := corpus(tmp_path, shards=2))
+    path = config.dir / "plan.parquet"
+    whole, inputs = path.read_bytes(), planning.planned_inputs(config)
+
+    def content(plan: Assignment) -> tuple[Any, ...]:
+        parts = [(p.name, p.copies.tolist()) for s in range(4) for p in plan.parts(inputs, s)]
+        return plan.pieces.tolist(), plan.summary, parts
+
+    expected = content(Assignment.load(path))
+    noticed = 0
+    for i in range(0, len(whole), 1 + len(whole) // 300):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x41]) + whole[i + 1 :])
+        try:
+            assert content(Assignment.load(path)) == expected, i
+        except AssertionError:
+            raise
+        except Exception:
+            noticed += 1
+    assert noticed > 100

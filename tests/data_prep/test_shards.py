@@ -82,6 +82,36 @@ def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], 
     return ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))
 
 
+@pytest.mark.parametrize("overlong", ["text", "split"])
+def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> None:
+    """Parts of a long text or example in several rows, and its copies, are of one document."""
+    if overlong == "text":
+        wholes = texts(40)
+        write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in wholes])
+        options: dict[str, Any] = {"kind": "text"}
+    else:
+        rows = [{"instruction": "Say it.", "input": "", "output": text} for text in texts(40, sentences=30)]
+        write_jsonl(tmp_path / "a.jsonl", rows)
+        wholes = [row["output"] for row in rows]
+        options = {"kind": "instruct", "overlong": "split", "block": 100}
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
+    run(config)
+    data = train_set(config)
+    tokenizer = load_tokenizer(config.dir / "tokenizer")
+    fits: dict[int, set[int]] = {}  # of each source: the rows whose text its segments can all be parts of
+    for row in range(len(data)):
+        ids, segments = data._row(row)[:2]
+        sources = data.sources_of(row)
+        assert len(sources) == len(segments)
+        for end, length, source in zip(np.cumsum(segments), segments, sources.tolist(), strict=True):
+            text = tokenizer.decode(ids[end - length : end], skip_special_tokens=True)
+            text = text.rpartition("### Response:")[2].strip()
+            near = {i for i, whole in enumerate(wholes) if text in whole}
+            fits[source] = fits.get(source, near) & near
+    assert len(fits) == 40 < data.manifest.segments / 2
+    assert sorted(row for rows in fits.values() for row in rows) == list(range(40))
+
+
 @pytest.mark.parametrize("kind", ["text_config", "instruct_config", "split_config"])
 def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequest) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
@@ -270,7 +300,7 @@ def test_verify_counts_targets_again(instruct_config: DataConfig) -> None:
     counts[4] -= 1
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as out:
-        out.write_table(table.set_column(3, "valid", pa.array(counts)))
+        out.write_table(table.set_column(4, "valid", pa.array(counts)))
     shard.write_bytes(sink.getvalue())
     changes = {"sha256": hashlib.sha256(sink.getvalue()).hexdigest(), "bytes": len(sink.getvalue())}
     shards = [manifest.shards[0].model_copy(update=changes), *manifest.shards[1:]]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from common.errors import UserError
+from data_prep.inputs import TableInput, TextInput
 from data_prep.rows import Rejected, parse
 from data_prep.sources import open_inputs
+from data_prep.verify import verify
 from tests.helpers.corpus import alpaca_rows, data_config, file_bytes, run, texts, train_set, write_jsonl
 
 GOOD = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
@@ -75,6 +81,35 @@ ERRORS: dict[str, tuple[str, bytes, str]] = {
         b'text,n\n"' + b"word, " * 800,
         "after line 1: not a row .* quote",
     ),
+    "a quote that a later one closes": (
+        "a.csv",
+        f'text,n\n"an open quote, 1\n{GOOD}'.encode(),
+        "after line 1: not a row .* quote",
+    ),
+    "a quote that opens in the last row": (
+        "a.csv.gz",
+        gzip.compress(f'text,n\n{GOOD}"cut he'.encode()),
+        r"a.csv.gz row 10: wrong type \(line 11: ",
+    ),
+    "a quote in the middle of the file, and no other": (
+        "a.csv",
+        b"text,n\n"
+        + b"".join(f"{i} {'x' if i - 5 else chr(34)},1\n".encode() for i in range(9))
+        + b'"open,1\n'
+        + b"words,1\n" * 200,
+        "after line 10: not a row .* quote",
+    ),
+    "text after a closing quote": (
+        "a.csv",
+        f'text,n\n{GOOD}"He" said,1\n'.encode(),
+        r"row 10: wrong type \(line 11: ",
+    ),
+    "quotes as in a csv file": (
+        "a.tsv",
+        b'text\tn\n"a ""word"" of it"\t1\n',
+        r"row 1: wrong type \(a field is quoted as in a csv",
+    ),
+    "a line break in quotes": ("a.tsv", b'text\tn\n"one\ntwo"\t1\n', r"row 1: wrong type \(1 fields"),
     "one line and no end": ("a.csv", b"text,n\n" + b"word " * 900, "after line 1: .*too long"),
 }
 
@@ -160,3 +195,48 @@ def test_an_array_that_is_called_jsonl_is_told(tmp_path: Path) -> None:
             UserError, match=rf"a{i}.jsonl is one array, not a row on each line; call it a{i}.json"
         ):
             run(data_config(tmp_path, sources=[{"files": f"a{i}.jsonl"}]))
+
+
+def test_a_tsv_file_has_no_quotes(tmp_path: Path) -> None:
+    """Each line is a row, and all of a field is text."""
+    fields = ['"Well', 'he said "no"', '"all of it"', '"', "5\" and 6'", "plain"]
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "".join(f"{f} x\t{i}\n" for i, f in enumerate(fields)))
+    (one,) = open_inputs(data_config(tmp_path, sources=[{"files": "a.tsv"}]))
+    rows = [row for piece in one.pieces() for row in parse(piece.payload or [], one.spec)]
+    assert rows == [f"{field} x" for field in fields]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "a.parquet", "a.json"])
+def test_rows_are_read_a_few_times_however_many_shards(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats that cannot be entered in the middle are gone through once for all shards of a split."""
+    rows = [{"text": text} for text in texts(6000, sentences=1)]
+    if name == "a.csv":
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["text"], *([row["text"]] for row in rows)])
+    elif name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    elif name == "a.json":
+        (tmp_path / name).write_text(json.dumps(rows))
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    opened: list[int] = []
+    for kind in (TextInput, TableInput):
+        real = kind._opened
+
+        def counting(self: Any, start: int, real: Any = real) -> Any:
+            opened.append(start)
+            return real(self, start)
+
+        monkeypatch.setattr(kind, "_opened", counting)
+    config = data_config(tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.002, block=8)
+    with contextlib.suppress(UserError):  # so few rows are held out that some shards have none
+        run(config)
+    assert len(opened) <= 4  # to compare words with texts, for each split, and once more
+    whole = data_config(
+        tmp_path, dir=str(tmp_path / "b"), sources=[{"files": name}], shards=12, validation_fraction=0.02
+    )
+    run(whole)
+    assert not verify(whole.dir)[1]

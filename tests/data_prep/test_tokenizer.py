@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
@@ -20,8 +23,9 @@ from data_prep.tokenizer import (
     tokenizer_fingerprint,
     train_sentencepiece,
 )
+from data_prep.verify import verify
 from data_prep.words import encoder
-from tests.helpers.corpus import texts, tiny_tokenizer
+from tests.helpers.corpus import data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
 
@@ -170,3 +174,87 @@ def test_other_kinds_of_sentencepiece_models_are_refused(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match="not a plain BPE"):
         load_tokenizer(prefix.with_suffix(".model"))
+
+
+def test_lines_of_any_length_are_trained_on(tmp_path: Path) -> None:
+    """sentencepiece leaves out lines above 4,192 bytes: a document in each is none at all."""
+    words = ["слово", "дело", "тело", "море", "поле", "небо", "река", "вода", "лето", "зима", "день", "ночь"]
+    rng = random.Random(0)
+    short = [" ".join(rng.choices(words, k=8)) for _ in range(2000)]
+    for name, lines in {
+        "short": short,
+        "long": [" ".join(short)],
+        "one word": ["".join(short).replace(" ", "") * 3],
+    }.items():
+        place = tmp_path / name
+        train_sentencepiece(lines, 320, place / "tokenizer.model")
+        ids = load_tokenizer(place).encode(short[0], add_special_tokens=False)
+        assert len(ids) < len(short[0]) / 1.9, name
+
+
+def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_right_cure(tmp_path: Path) -> None:
+    many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
+    for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
+        with pytest.raises(UserError) as error:
+            train_sentencepiece(lines, size, tmp_path / "tokenizer.model")
+        assert error.value.code == code
+        least = re.search(r"data\.train_tokenizer=(\d+)", str(error.value))
+        assert (least is not None) == (code == "vocabulary-too-small")
+        if least is not None:
+            train_sentencepiece(lines, int(least[1]), tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
+def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> None:
+    """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
+    place = tmp_path / "tokenizer"
+    place.mkdir()
+    source = tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form
+    (place / form).write_bytes(source.read_bytes())
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    rows = [{"text": text} for text in texts(80)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    for begins in (True, False):
+        text = json.dumps(config | {"add_bos_token": begins})
+        (place / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        prepared = data_config(
+            tmp_path, tokenizer=str(place), sources=[{"files": "a.jsonl"}], dir=str(tmp_path / str(begins))
+        )
+        run(prepared)
+        data = train_set(prepared)
+        assert (data.manifest.bos_id is not None) == begins
+        ids = np.concatenate([data.batch(np.array([row]))["input_ids"][0] for row in range(len(data))])
+        assert (1 in ids) == begins
+        own = load_tokenizer(prepared.dir / "tokenizer")
+        auto = AutoTokenizer.from_pretrained(prepared.dir / "tokenizer")
+        auto.save_pretrained(tmp_path / "again")
+        for tokenizer in (own, auto, load_tokenizer(place), load_tokenizer(tmp_path / "again")):
+            assert (tokenizer("a b").input_ids[0] == 1) == begins
+            assert tokenizer.bos_token == "<s>"  # a chat_template may write it
+            assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
+        assert not verify(prepared.dir)[1]
+
+
+def test_the_fingerprint_does_not_depend_on_how_a_file_is_written(shared_data: Path, tmp_path: Path) -> None:
+    """As published tokenizer.json files have it: empty prefixes, and other marks on special tokens."""
+    original = load_tokenizer(shared_data / "tokenizers/gpt2")
+    tree = json.loads(original.backend_tokenizer.to_str())
+    tree["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "unk_token": None}
+    tree["added_tokens"][0]["normalized"] = True
+    tree["decoder"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == tokenizer_fingerprint(original)
+    tree["normalizer"] = {"type": "NFC"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(original)
+
+
+def test_a_tokenizer_that_drops_merges_by_chance_is_saved_without(tmp_path: Path) -> None:
+    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text(encoding="utf-8"))
+    tree["model"]["dropout"] = 0.5
+    place = tmp_path / "noisy"
+    place.mkdir()
+    (place / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    names = (tiny_tokenizer() / "tokenizer_config.json").read_bytes()
+    (place / "tokenizer_config.json").write_bytes(names)
+    assert save_tokenizer(place, None, tmp_path / "saved") == tokenizer_facts(tiny_tokenizer())

@@ -12,7 +12,7 @@ import pytest
 from common.errors import UserError
 from eval.compare import compare_pair, regression, table
 from eval.results import read_models
-from eval.store import publish_sealed
+from eval.store import replace, seal
 from tests.helpers.evaluating import command
 from tests.helpers.results import COMPARED, fabricated, write_model, write_result
 from tests.helpers.said import lines
@@ -25,7 +25,9 @@ def test_a_clear_regression_is_one(tmp_path: Path) -> None:
     assert verdict.regressions and "sst2 -20.0 points" in verdict.summary
     assert "mean -10.0 points" in verdict.summary
     assert not regression(bad, good).regressions  # better is no regression
-    assert not regression(good, good).regressions
+    with pytest.raises(UserError) as error:
+        regression(good, good)
+    assert error.value.code == "own-baseline"
     assert "-20.0" in table(good, bad) and "*" in table(good, bad).splitlines()[2]
 
 
@@ -176,7 +178,7 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     path = tmp_path / "models" / "b" / "trec.json"
     view = json.loads(path.read_text())
     sealed = tmp_path / "store" / view["key"] / "result.json"
-    publish_sealed(sealed, view["result"])
+    replace(sealed, seal(view["result"]))
     assert lines(command("compare", "a", "b", "--results", tmp_path)[2]) == []
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, out, err = command("compare", "a", "b", "--results", tmp_path)
@@ -184,8 +186,8 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     assert f"skipped {path}: it differs from the result that the store has sealed" in err
     assert command("report", tmp_path)[0] == 0
     page, markdown = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert ">unreadable</span>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
-    assert [line for line in markdown.splitlines() if "| unreadable |" in line and " b" in line]
+    assert "<b>unreadable</b>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
+    assert [line for line in markdown.splitlines() if "| unreadable |" in line and "| b |" in line]
     sealed.write_text("{")  # what is damaged itself cannot contradict
     assert "trec" in read_models([tmp_path])[1].results
 
@@ -197,7 +199,7 @@ def test_a_model_whose_only_result_is_damaged_keeps_its_row(tmp_path: Path) -> N
     (tmp_path / "models" / "b" / "notes.json").write_text("{}")
     code, out, _ = command("report", tmp_path)
     assert code == 0 and "report of 2 models on 1 task:" in out
-    assert (tmp_path / "report.html").read_text().count(">unreadable</span>") == 1
+    assert (tmp_path / "report.html").read_text().count("<b>unreadable</b>") == 1
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:

@@ -114,13 +114,14 @@ def test_perplexities_equal_naive_ones(world: Path, sampled: Path) -> None:
     result = json.loads((sampled / "quality.json").read_text())
     _, found = read_records(sampled)
     model = EvaluatedModel(str(world / "oracle"))
-    exact = [
-        naive_per_token(
-            world / "oracle", [(split_ids(model.tokenizer, r["prefix"], "")[0], r["ids"]) for r in part]
-        )
-        for part in (found[:12], found[12:])
-    ]
-    assert result["ppl_oracle"]["nats_per_token"]["values"] == pytest.approx(exact, abs=1e-6)
+    exact = naive_per_token(
+        world / "oracle", [(split_ids(model.tokenizer, r["prefix"], "")[0], r["ids"]) for r in found]
+    )
+    oracle = result["ppl_oracle"]
+    assert oracle["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)
+    assert oracle["perplexity"]["mean"] == pytest.approx(math.exp(exact), rel=1e-6)
+    assert oracle["perplexity"]["low"] < math.exp(exact) < oracle["perplexity"]["high"]
+    assert (oracle["perplexity"]["n"], oracle["perplexity"]["unit"]) == (6, "prefixes")
     human = [split_ids(model.tokenizer, "", r["prefix"] + r["reference"]) for r in found[:12:2]]
     assert result["ppl_test"]["nats_per_token"] == pytest.approx(
         naive_per_token(world / "small", human), abs=1e-6
@@ -146,6 +147,36 @@ def test_the_oracle_of_its_own_samples_is_at_its_floor(world: Path, sampled: Pat
     assert result["ppl_oracle"] == result["ppl_oracle_floor"]
 
 
+def test_models_are_compared_on_the_same_prefixes(world: Path, sampled: Path) -> None:
+    """The difference of each measure is that of the means; other prefixes are said, not paired."""
+    arguments = ["--data", world / "data", "--tokens", 9, "--samples", 2, "--seeds", "0,1"]
+    directories = [sampled]
+    for number, options in enumerate((["--corpus", "ptb"], ["--prefix", "the cat", "--prefix", "a dog"])):
+        name = f"other-{number}"
+        common = ["--model", world / "oracle", "--name", name, "--out", world / "out"]
+        assert command("generate", *common, *options, *arguments[number and 2 :])[0] == 0
+        directories += (world / "out/models" / name / "generated").iterdir()
+    code, out, _ = command("quality", *directories, "--out", world / "out", "--oracle", world / "oracle")
+    assert code == 0 and "prefixes are not the same" in out and "(6 prefixes)" in out
+    first, same, other = (json.loads((d / "quality.json").read_text()) for d in directories)
+    assert "differences" not in first and isinstance(other["differences"], str)
+    for name in ("tokens", "repetition_2", "ended"):
+        found = same["differences"][name]
+        assert found["mean"] == pytest.approx(same["text"][name]["mean"] - first["text"][name]["mean"])
+        assert found["low"] <= found["mean"] <= found["high"] and found["unit"] == "prefixes"
+    nats = [result["ppl_oracle"]["nats_per_token"]["mean"] for result in (first, same)]
+    assert same["differences"]["nats_per_token"]["mean"] == pytest.approx(nats[1] - nats[0])
+
+
+def test_texts_that_are_all_empty_have_no_perplexity(world: Path) -> None:
+    """After a prefix every continuation may be empty; so may all of them."""
+    model = EvaluatedModel(str(world / "small"))
+    found = likelihood.continuations(model, [([5, 6, 7], []), ([5, 6, 7], []), ([8, 9], [10])])
+    assert found.nll[:2].tolist() == [0, 0] and found.tokens.tolist() == [0, 0, 1]
+    assert math.isfinite(found.per_token)
+    assert math.isnan(likelihood.continuations(model, [([5, 6], []), ([5, 6], [])]).per_token)
+
+
 def test_a_text_longer_than_the_context_is_cut_into_windows(world: Path) -> None:
     model = EvaluatedModel(str(world / "small"))
     text = "the cat sat on the mat " * 40
@@ -163,17 +194,18 @@ def test_text_metrics_by_hand() -> None:
     texts = ["a b a b a", "c d", "c"]
     assert text_metrics.distinct(texts, 1) == 4 / 8
     assert text_metrics.distinct(texts, 2) == 3 / 5
-    assert text_metrics.repetition(texts, 2) == pytest.approx((2 / 4 + 0) / 2)
-    assert text_metrics.distinct(["a"], 2) == 0.0 and text_metrics.repetition(["a"], 2) == 0.0
-    assert text_metrics.variety(texts)["words"] == pytest.approx(8 / 3)
+    assert [text_metrics.repetition(text, 2) for text in texts] == [2 / 4, 0.0, None]
+    assert text_metrics.distinct(["a"], 2) == 0.0
 
 
 def test_rouge_equals_the_package() -> None:
-    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rougeL"])
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rouge1", "rougeL"])
     pairs = [("the cat sat on a mat", "a cat sat on the mat"), ("dogs", "a dog"), ("", "nothing")]
     found = text_metrics.rouge(*map(list, zip(*pairs, strict=True)))
     for name in ("rouge1", "rougeL"):
-        assert found[name] == np.mean([scorer.score(human, text)[name].fmeasure for text, human in pairs])
+        assert found[name] == [scorer.score(human, text)[name].fmeasure for text, human in pairs]
 
 
 def test_the_released_protocol_repeats_its_flaws() -> None:
@@ -187,12 +219,11 @@ def test_intervals() -> None:
     assert (found["mean"], found["n"]) == (3.0, 3) and found["low"] == pytest.approx(
         3 - 4.302653 / math.sqrt(3)
     )
-    assert quality.interval([2.0])["low"] is None
+    assert quality.by_seed([0], [2.0])["low"] is None
 
 
 def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
     """A text against itself at the ceiling, GPT-2 XL between, the corpus's words shuffled near the floor."""
-    pytest.importorskip("mauve")
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
     fields = ("text", "sampled_gpt2_xl")
     human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:200] for field in fields)

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from common.page.parts import page
+from common.report.document import Document
 from eval import store
 from eval.compare import table
 from eval.generation.records import read_records
-from eval.icl.retrieve import MINILM, Encoder, checked_encoder, encoder_path
+from eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
 from eval.report.gather import gather
-from eval.report.page import html
-from eval.report.summary import markdown
+from eval.report.page import document
 from eval.results import read_models
 from eval.targets import HEADER_BYTES, NotWholeError, Target, _as_long_as_it_says
 from tests.helpers.results import fabricated, write_model, write_result
@@ -27,7 +26,7 @@ from tests.helpers.results import fabricated, write_model, write_result
 
 
 def test_the_installed_sentence_model_is_the_published_one() -> None:
-    assert checked_encoder("minilm") == encoder_path("minilm")
+    assert checked_encoder("minilm") == str(encoder_path("minilm"))
 
 
 @pytest.mark.parametrize("change", ["modules.json", "tokenizer.json", "model.safetensors", "more.json"])
@@ -87,7 +86,7 @@ def test_a_result_of_nonsense_is_skipped(tmp_path: Path, case: str) -> None:
     path.write_text(json.dumps(view))
     report = gather([tmp_path], {})
     assert "sst2" not in next(m for m in report.models if m.name == "emo").results
-    assert "a result of another version" in html(report) and markdown(report)
+    assert "a result of another version" in document(report).html()
 
 
 @pytest.mark.parametrize("key", ["../../..", "/etc", "a" * 31, "A" * 32, 7])
@@ -128,7 +127,7 @@ def test_names_stay_on_their_line(tmp_path: Path) -> None:
 
 
 def test_a_page_tells_the_browser_to_run_nothing() -> None:
-    text = page("<script>x</script>", "a", [])
+    text = Document("<script>x</script>", ["a"], "", []).html()
     assert "Content-Security-Policy" in text and "default-src 'none'" in text and "<script" not in text
 
 

@@ -20,7 +20,7 @@ from eval.judging.existing import read_existing
 from eval.judging.judged import Judged
 from eval.judging.pairs import labelled
 from eval.judging.results import summary
-from eval.judging.win_rates import bootstrap, length_controlled, paired
+from eval.judging.win_rates import length_controlled, paired
 
 # Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
 # make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
@@ -124,28 +124,6 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
     assert found["consistency"] == pytest.approx(alike)
     assert found["human"]["agreement"]["value"] == pytest.approx(right)
     assert found["counts"]["changed"] == sum(a != b for a, b in zip(straight, second, strict=True))
-
-
-def test_intervals_cover_as_often_as_they_say() -> None:
-    """Samples of 60 questions with 1 to 3 pairs that agree: intervals hold the truth as often as they say."""
-    rng, hits, plain = np.random.default_rng(0), 0, 0
-    for seed in range(200):
-        sizes = rng.integers(1, 4, 60)
-        wins = np.repeat(rng.random(60) < 0.4, sizes).astype(float)
-        questions = [str(i) for i, size in enumerate(sizes) for _ in range(size)]
-        (one,) = bootstrap(wins[:, None], questions, draws=250, seed=seed)
-        (other,) = bootstrap(wins[:, None], [str(i) for i in range(len(wins))], draws=250, seed=seed)
-        hits += one.low <= 0.4 <= one.high
-        plain += other.low <= 0.4 <= other.high
-    assert 0.9 <= hits / 200 <= 0.98
-    assert plain / 200 < hits / 200 - 0.05  # drawing pairs instead of questions would promise too much
-
-
-def test_bootstrap_is_repeatable_and_of_all_columns() -> None:
-    values = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
-    found = bootstrap(values, list("abcd"))
-    assert found == bootstrap(values, list("abcd"))
-    assert found[0].low == pytest.approx(1 - found[1].high) and found[0].high == pytest.approx(1.0)
 
 
 def test_no_difference_has_no_small_p() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from eval.cli import parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 
+SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
+
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Any:
@@ -28,7 +31,7 @@ def slurm(tmp_path: Path) -> Any:
     calls = tmp_path / "calls"
     stubs = {
         "srun": 'shift; [ -n "${FAKE_CODE:-}" ] && exit "$FAKE_CODE"; exec "$@"',
-        "scontrol": f'echo "scontrol $*" >> {calls}',
+        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {calls}',
         "sbatch": f'echo "sbatch $*" >> {calls}',
         "python": f'exec {sys.executable} "$@"',
     }
@@ -40,10 +43,9 @@ def slurm(tmp_path: Path) -> Any:
         calls.unlink(missing_ok=True)
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         given = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
-        script = (REPO / "launch/slurm/evaluate.sbatch").read_text()
         # The script puts the checkout's own environment first; the stand-ins must win.
-        copy = tmp_path / "evaluate.sbatch"
-        copy.write_text(script.replace("PATH=$PWD/.venv/bin:$PATH", "PATH=$PATH"))
+        copy = tmp_path / "slurm_script"
+        copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
         done = subprocess.run(
             ["bash", copy, *map(str, arguments)],
             cwd=REPO,
@@ -67,7 +69,7 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
     run.mkdir()
     code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20", FAKE_CODE="0")
     assert code == 0, out
-    assert calls == [f"sbatch --begin=now+20minutes launch/slurm/evaluate.sbatch {run} {data} --tasks sst2"]
+    assert calls == [f"sbatch --begin=now+20minutes {SCRIPT} {run} {data} --tasks sst2"]
     shutil.copytree(model, run / "export")
     code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20")
     assert (code, calls) == (0, []), out  # the final export is done: no further pass
@@ -85,6 +87,9 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
         assert calls == (["scontrol requeue 7"] if requeued else [])
     assert slurm(tmp_path, tmp_path, FAKE_CODE="75", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
+    early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
+    code, _, calls = slurm(early, tmp_path, FAKE_CODE="2", EVERY="20")
+    assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")
 
 
 def read(path: Path) -> str:
@@ -101,15 +106,18 @@ def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
     document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
     job = document["spec"].get("jobTemplate", document)["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    verb, *arguments = container["args"]
+    command = container["args"]
+    if "command" in container:
+        command = shlex.split(command[0].splitlines()[-1].removeprefix("exec launch/entrypoint.sh "))
+    verb, *arguments = command
     assert verb == "watch"  # the image's, which is `python -m eval watch`
     literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
     for literal in literals["configMapGenerator"][0]["literals"]:
         setting, _, value = literal.partition("=")
-        arguments = [argument.replace(f"$({setting})", value) for argument in arguments]
+        arguments = [re.sub(rf"\$\(?{setting}\b\)?", value, argument) for argument in arguments]
     parsed = parser().parse_args([verb, *arguments])
     assert (parsed.once, parsed.until_finished) == (once, not once)
-    assert "$(" not in f"{parsed.run_dir} {parsed.data}"
+    assert "$" not in f"{parsed.run_dir} {parsed.data}"
     codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
     assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
 

@@ -11,9 +11,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from common.errors import UserError
-from eval.icl.openicl_baselines import RETRIEVERS, openicl_retrieve
+from eval.icl.encoder import Encoder
+from eval.icl.openicl_baselines import openicl_retrieve
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
-from eval.icl.retrieve import DenseRetriever, Encoder, GroupRetriever, top_k
+from eval.icl.retrieve import DenseRetriever, GroupRetriever, top_k
+from eval.icl.settings import RETRIEVERS
 from eval.icl.task_data import load_data
 from eval.icl.tasks import load_task
 from eval.model import EvaluatedModel
@@ -109,7 +111,7 @@ def test_the_cache_belongs_to_the_encoder(tmp_path: Path) -> None:
     """Another model must not be served these vectors."""
     import shutil
 
-    from eval.icl.retrieve import encoder_path
+    from eval.icl.encoder import encoder_path
 
     other = tmp_path / "other"
     shutil.copytree(encoder_path("minilm"), other)
@@ -119,8 +121,8 @@ def test_the_cache_belongs_to_the_encoder(tmp_path: Path) -> None:
 
 
 def test_an_unknown_sentence_model_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot load sentence model 'no-such-model'") as error:
-        Encoder("no-such-model", tmp_path)(["x"])
+    with pytest.raises(UserError, match="no-such-model does not exist") as error:
+        Encoder("no-such-model", tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -156,7 +158,7 @@ def test_the_dense_retriever_is_openicls_with_the_same_neighbours(shared_data: P
         theirs = TopkRetriever(
             reader,
             ice_num=8,
-            sentence_transformers_model_name=ours.encoder.path,
+            sentence_transformers_model_name=str(ours.encoder.path),
             tokenizer_name=tokenizer,
             batch_size=16,
         )

@@ -31,7 +31,7 @@ from eval.icl.job import Job, run_all
 from eval.icl.settings import Settings
 from eval.icl.tasks import select_tasks
 from eval.model import EvaluatedModel
-from eval.store import Entry, StoreConflictError, lease, publish
+from eval.store import Entry, lease
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.said import lines
 
@@ -49,14 +49,18 @@ def child(function: Callable[..., None], *arguments: Any) -> Any:
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def test_publishing_twice(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "result.json"
-    assert publish(path, "one")
-    assert not publish(path, "one")  # equal: nothing happens
-    with pytest.raises(StoreConflictError):
-        publish(path, "two")
-    assert path.read_text() == "one"
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"]  # no temporary files stay
+def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
+    """Whoever comes later, woken up or with other rounding, changes nothing; what is damaged is replaced."""
+    entry, rows = Entry(tmp_path, {"k": 1}), range(1)
+    for prediction in "ab":
+        Entry(tmp_path, {"k": 1}).finish_chunk(0, rows, [{"row": 0, "prediction": prediction}])
+    assert entry.chunk(0) == [{"row": 0, "prediction": "a"}]
+    (path,) = tmp_path.rglob("00000.json")
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary files stay
+    path.write_text("{", encoding="utf-8")
+    entry = Entry(tmp_path, {"k": 1})
+    entry.finish_chunk(0, rows, [{"row": 0, "prediction": "b"}])
+    assert entry.chunk(0) == [{"row": 0, "prediction": "b"}]
 
 
 def test_the_key_covers_everything_and_nothing_else(tmp_path: Path) -> None:
@@ -141,14 +145,6 @@ def test_a_stopped_holder_elsewhere_expires(tmp_path: Path, monkeypatch: pytest.
     assert not lease(tmp_path, "work").acquire()  # it beats
     first._stop.set()  # the machine dies
     _until(lambda: lease(tmp_path, "work").acquire(), 3)
-
-
-def test_a_superseded_holder_cannot_change_a_result(tmp_path: Path) -> None:
-    entry = Entry(tmp_path, {"k": 1})
-    assert entry.finish_chunk(0, [{"row": 0, "prediction": "a"}])  # by the new holder
-    assert not entry.finish_chunk(0, [{"row": 0, "prediction": "a"}])  # by the old one, which woke up
-    with pytest.raises(StoreConflictError):
-        entry.finish_chunk(0, [{"row": 0, "prediction": "b"}])
 
 
 def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -360,6 +356,7 @@ def test_a_report_does_not_believe_damaged_records(world: Path, tmp_path: Path) 
 def test_damaged_digests_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """defects D3"""
     monkeypatch.setenv("EVAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "YOUNG_SECONDS", 0.0)
     (tmp_path / "a.bin").write_bytes(b"x" * 1000)
     wanted = store.digest_files(tmp_path, [tmp_path / "a.bin"])
     [remembered] = (tmp_path / "cache" / "digests").iterdir()
@@ -376,7 +373,6 @@ INTERRUPTED = (
     (DiskFullError("no space left while writing /x/a; make room in /x"), 75, "run the same command again"),
     (ConnectionError("reset"), 75, "run the same command again to resume"),
     (torch.OutOfMemoryError("out of memory"), 75, "lower --budget"),
-    (StoreConflictError("a exists with another content"), 1, "another content"),
 )
 
 

@@ -536,7 +536,6 @@ def test_wandb_waits_for_the_end_of_the_run(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two writers would spoil the run's lines there; `--until-finished` ends after both."""
-    pytest.importorskip("wandb", reason="wandb is not installed (an extra)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     shutil.copytree(world / "models" / "4", run / "export")

@@ -15,9 +15,10 @@ import pytest
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from experiments import report
 from experiments import sweep as engine
 from experiments.__main__ import main
-from experiments.table import gather, markdown
+from experiments.table import gather
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, opened, pretend, start, sweep
 
@@ -66,7 +67,7 @@ def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
     assert gap["mean"] == pytest.approx(-0.55)
     assert gap["p_holm"] == gap["p"]
     assert emo["measures"]["letters"]["mean"] == 5
-    assert "Does EMO help?" in markdown(results)
+    assert "Does EMO help?" in report.sweep(results).markdown()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
@@ -75,7 +76,7 @@ def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, reci
     results = gather(work)
     assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
-    assert "No number of validation_nll: emo-1, emo-2." in markdown(results)
+    assert "No number of dev nats: emo-1, emo-2." in report.sweep(results).markdown()
     (tmp_path / "out/emo-1.json").write_text("{}")
     with pytest.raises(UserError, match=r"emo-1.json:letters.0") as error:
         gather(work)
@@ -223,4 +224,4 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.25"]
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
-    assert "| emo | 0.25† |" in markdown(results) and "end of its grid" in markdown(results)
+    assert "0.25 (end)" in report.sweep(results).markdown()

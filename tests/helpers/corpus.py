@@ -143,7 +143,8 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
                 ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
                 zeros = np.zeros(1000, np.int64)
                 domain = zeros.astype(np.uint16)
-                writer.add(PackedRows(ids, full, halves, two, none, zeros, full - 2, domain))
+                each = rng.integers(0, 1 << 63, 2000, dtype=np.uint64)
+                writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, domain))
             infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
     manifest = Manifest(

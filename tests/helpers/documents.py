@@ -48,7 +48,7 @@ FOREIGN = {  # options of commands that are not here to be asked
     "sbatch": {"--array", "--dependency", "--nodes", "--parsable"},
     "docker": {
         *("--build-arg", "--entrypoint", "--gpus", "--read-only"),
-        *("--secret", "--shm-size", "--tmpfs", "--user"),
+        *("--secret", "--shm-size", "--tmpfs", "--user", "--device", "--network", "--ulimit"),
         "--index-url",  # pip's, in a build argument
     },
     "kubectl": {"--from-file"},

@@ -1,4 +1,4 @@
-"""One rank of the test of `fuse_causal_lm` under what people wrap models in: python -m ... DIRECTORY
+"""One rank of the test of both doors under what people wrap models in: python -m ... DIRECTORY
 
 Every case is one step of SGD on this rank's half of a batch; what comes out is compared with one plain
 process that takes the whole batch. Half of the tokens of the second rank are ignored: a mean of means would
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from pipeline.hf import fuse_causal_lm
+from pipeline.hf import FusedLossMixin, fuse_causal_lm
 from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5
-CASES = ("ddp", "fsdp2", "checkpointing", "autocast", "compile", "normalised", "own")
+CASES = ("ddp", "fsdp2", "checkpointing", "autocast", "compile", "normalised", "own", "trainer")
 OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # else EMO
 
 
@@ -68,8 +68,29 @@ def alone(case: str) -> dict[str, Tensor]:
     return {"loss": loss} | {name: p.detach() for name, p in model.named_parameters()}
 
 
-def together(case: str) -> dict[str, Tensor]:
+class FusedTrainer(FusedLossMixin, Trainer):
+    pass
+
+
+def by_trainer(directory: str) -> dict[str, Tensor]:
+    """Return the logged loss and the parameters after a Trainer's step of two micro-batches on every rank."""
+    ids, labels = batch()
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids.tolist(), labels.tolist(), strict=True)]
+    micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
+    step = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    args = TrainingArguments(directory, use_cpu=True, ddp_backend="gloo", **micro, **step, **quiet)
+    model = tiny_llama(VOCAB, num_hidden_layers=2)
+    trainer = FusedTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    loss = torch.tensor(trainer.state.log_history[0]["loss"])
+    return {"loss": loss} | {name: p.detach() for name, p in model.named_parameters()}
+
+
+def together(case: str, directory: str) -> dict[str, Tensor]:
     """This rank's part; the sum of the losses and the whole parameters."""
+    if case == "trainer":
+        return by_trainer(directory)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model: Any = build(case)
     wrapped = model
@@ -95,7 +116,7 @@ def together(case: str) -> dict[str, Tensor]:
 def main(directory: str) -> None:
     """Every case, by all ranks; rank 0 writes what came out."""
     dist.init_process_group("gloo")
-    found = {case: together(case) for case in CASES}
+    found = {case: together(case, directory) for case in CASES}
     if dist.get_rank() == 0:
         torch.save(found, Path(directory) / "found.pt")
     dist.barrier()

@@ -156,13 +156,11 @@ def make_judgements(here: Path) -> None:
 
 @target("judgements", make_judgements, "judgements/b.json", "judgements/b.jsonl")
 def judgements(here: Path) -> None:
+    from common.report.document import Document
     from eval.report import judged as shown
 
     found = results.read_judgements([here], lambda line: None)
     beside = shown.pairings(found, [])
-    numbers = [one.found for one in found]
-    assert "\x1b" not in store.dump(shown.as_json(found, beside))
-    text = "\n".join(shown.markdown(found, beside))
-    for part in (shown._table, shown._human, shown._shown):  # the figure takes a second
-        text += part(numbers)
+    page = Document("", [*shown.answers(found), ""], "", shown.sections(found, beside), shown.picture(found))
+    text = page.html() + page.markdown()
     assert "<script" not in text and "\x1b" not in text

@@ -252,7 +252,7 @@ def make_verified(here: Path) -> None:
     make_verified,
     *PREPARED,
     "prepared/settings.json",
-    "prepared/plan.npz",
+    "prepared/plan.parquet",
     "prepared/train/contamination.json",
     "prepared/tokenizer/tokenizer_config.json",
 )
@@ -310,8 +310,8 @@ def tokenizer(here: Path) -> None:
 # --- runs and checkpoints ---------------------------------------------------------------------------------
 
 STATE = {
-    "step": 3, "tokens": 10, "ranks": 1, "zero_stage": 1, "groups": [2], "frozen": 0, "cost": None,
-    "progress": {"metrics": {"steps": 1, "loss": 0.5}, "guard": {}}, "data_fingerprint": "f",
+    "step": 3, "tokens": 10, "ranks": 1, "groups": [2], "frozen": 0, "identity": {"data": "f"},
+    "progress": {"metrics": {"steps": 1, "loss": 0.5}, "guard": {}},
 }  # fmt: skip
 RECORDS = [{"step": 1, "tokens": 5, "nll": 2.0, "lr": 1e-3}, {"step": 2, "tokens": 9, "validation_nll": None}]
 
@@ -328,7 +328,7 @@ def make_run(here: Path) -> None:
     (partial / "state.json").write_text(json.dumps(STATE))
     checkpoint.write_complete(partial, describe(partial, list_files(partial)))
     checkpoint.publish(here, 3)
-    resume.claim(_run_config(here), "f")
+    resume.claim(_run_config(here), {"data": "f"})
     (here / "metrics.jsonl").write_text(rows(RECORDS))
     (here / "export").mkdir()
     (here / "export/export.json").write_text(json.dumps({"step": 3, "tokens": 10, "objective": "emo"}))
@@ -354,7 +354,7 @@ def run_directory(here: Path) -> None:
     from pipeline import resume
     from pipeline.run_dir import problem, read_export_info, read_metrics
 
-    resume.compare(_run_config(here), "f")
+    resume.compare(_run_config(here), {"data": "f"})
     problem(here / "step-000003")
     saved = resume._read(here / "step-000003")
     assert saved.step + saved.tokens >= saved.step or saved.tokens < 0
@@ -441,40 +441,25 @@ def make_results(here: Path) -> None:
     (here / "models/metrics.jsonl").write_text(rows(RECORDS))
 
 
-@target("results", make_results, "models/emo/model.json", "models/emo/sst2.json", "models/emo/samples.json")
+@target(
+    "results",
+    make_results,
+    *(f"models/{name}" for name in ("emo/model.json", "emo/sst2.json", "emo/samples.json", "metrics.jsonl")),
+)
 def results(here: Path) -> None:
     from eval.compare import regression, table
-    from eval.report import evidence, summary
-    from eval.report.gather import as_json, gather
+    from eval.report.gather import gather
+    from eval.report.page import document
     from eval.results import pick, read_models
 
-    report = gather([here], {})
-    assert "\x1b" not in store.dump(as_json(report))
-    text = summary.markdown(report)
-    for part in (
-        evidence.samples,
-        evidence.confusions,
-        evidence.worst,
-        evidence.settings,
-        evidence.made_with,
-    ):
-        text += part(report)
-    assert "<script" not in text and "\x1b" not in text
+    page = document(gather([here], {"base": here / "models"}))
+    text = page.html() + page.markdown()
+    assert "<script" not in text and "\x1b" not in text + page.json()
     models = read_models([here], lambda line: None)
     if len(models) > 1:
         text = table(pick(models, "base"), pick(models, "emo"))
         text += regression(pick(models, "base"), pick(models, "emo")).summary
         assert "\x1b" not in text
-
-
-@target("report", make_results, "models/emo/model.json", "models/emo/sst2.json", "models/metrics.jsonl")
-def report(here: Path) -> None:
-    """With its figures, which take a second."""
-    from eval.report import page
-    from eval.report.gather import gather
-
-    text = page.html(gather([here], {"base": here / "models"}))
-    assert "<script" not in text and "\x1b" not in text
 
 
 def make_records(here: Path) -> None:

@@ -1,14 +1,15 @@
-"""A page as a browser reads it, far enough to see what stands in it and what it asks for."""
+"""A page as a browser reads it: what stands in it, what it asks for, and whether everybody can use it."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from itertools import pairwise
 
 
 class Page(HTMLParser):
-    """Tags that are open, text, addresses."""
+    """Tags, tables, headings, labels and addresses; fails on what is not closed or cannot be used."""
 
-    VOID = {"meta", "br", "link", "img", "path", "use", "rect"}
+    VOID = {"meta", "br", "link", "img", "path", "use", "rect", "circle", "line", "polyline", "polygon"}
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -16,16 +17,42 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.ids: list[str] = []
+        self.labels: list[str] = []
+        self.tables: list[list[list[str]]] = []  # rows of texts; notes stand behind a space
+        self.headings: list[tuple[str, str]] = []
         self.feed(text)
         assert not self.open, f"unclosed: {self.open}"
+        assert not {"script", "link", "iframe", "img"} & set(self.tags)
+        assert self.tags.count("main") == self.tags.count("h1") == 1
+        assert self.headings[0][0] == "h1", "the answer comes first"
+        levels = [int(name[1]) for name, _ in self.headings]
+        assert all(b - a < 2 for a, b in pairwise(levels)), "a heading level is left out"
+        assert len(set(self.ids)) == len(self.ids) and len(set(self.labels)) == len(self.labels)
+        inside = {f"#{name}" for name in self.ids}
+        assert all(a in inside for a in self.addresses if a.startswith("#")), "a link leads nowhere"
+        assert not [a for a in self.addresses if "://" in a], "an address outside the file"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data"):
-                self.addresses.append(value or "")
-            if name == "id":
-                self.ids.append(value or "")
+        known = dict(attrs)
+        self.addresses += [v or "" for n, v in attrs if n in ("src", "href", "xlink:href", "data")]
+        self.ids += [known["id"] or ""] if "id" in known else []
+        if known.get("role") in ("img", "region"):
+            self.labels.append(f"{known['role']} {known['aria-label']}")
+        if "tabindex" in known:
+            assert known["role"] == "region" and known["aria-label"]
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            assert (tag == "th") == ("scope" in known)
+            assert (tag == "th") == ("thead" in self.open or not self.tables[-1][-1]), "a row has no heading"
+            self.tables[-1][-1].append("")
+        if tag == "small":
+            self.tables[-1][-1][-1] += " "
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append((tag, ""))
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -37,3 +64,25 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+        if self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings[-1] = self.headings[-1][0], (self.headings[-1][1] + data).strip()
+
+    @property
+    def answer(self) -> str:
+        """Return the first line."""
+        return self.headings[0][1]
+
+    @property
+    def sections(self) -> list[str]:
+        """Return the titles of the sections."""
+        return [text for name, text in self.headings if name == "h2"]
+
+    def table(self, first: str, *others: str) -> list[dict[str, str]]:
+        """Return the rows of the table whose head begins with these."""
+        head = [first, *others]
+        (found,) = (t for t in self.tables if t[0][: len(head)] == head)
+        return [dict(zip(found[0], row, strict=True)) for row in found[1:]]

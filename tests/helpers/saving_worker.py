@@ -3,6 +3,7 @@
 late      a checkpoint's export is not written before a later step was taken
 limited   no file may be larger than 120 KiB
 hung      a write of rank 1 never ends
+damaged   a weight of rank 0 is not finite after the second step
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from eval.targets import targets
 from pipeline import export, saving
 from pipeline.cli import leave, run_recipe
-from pipeline.engine import Snapshots
+from pipeline.engine import Engine, Snapshots
 from pipeline.run_dir import checkpoints, read_metrics, step_of
 from pipeline.stop import Watch
 from tests.helpers.launching import wait_for
@@ -65,8 +66,20 @@ def hung(run_dir: Path) -> None:
         Snapshots.write = lambda self: threading.Event().wait()  # type: ignore[assignment, method-assign, return-value]
 
 
+def damaged(run_dir: Path) -> None:
+    step = Engine.train_step
+
+    def stepped(self: Engine, *args: Any, **options: Any) -> Any:
+        sums = step(self, *args, **options)
+        if os.environ["RANK"] == "0" and self.ds.global_steps == 2:
+            self.ds.optimizer.fp32_partitioned_groups_flat[0].data[7] = float("inf")
+        return sums
+
+    Engine.train_step = stepped  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir="))
-    {"late": late, "limited": limited, "hung": hung}[what](Path(run_dir))
+    {"late": late, "limited": limited, "hung": hung, "damaged": damaged}[what](Path(run_dir))
     leave(run_recipe("text", Watch(), arguments))

@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.config import DataConfig
+from data_prep.inputs import Place
 from data_prep.rows import CODE
-from data_prep.scan.near import PERMUTATIONS, band_shape
-from data_prep.scan.parts import ROW, Note, Seen
-from data_prep.scan.table import Table
+from data_prep.scan.near import band_shape
+from data_prep.scan.parts import Part, PartWriter, Seen
+from data_prep.scan.piece import ScannedPiece
 from data_prep.scan.units import Stretch, Unit
 
 
-def table_of(
+def parts_of(
     place: Path,
     source: np.ndarray,
     hashes: np.ndarray,
     chars: np.ndarray | int = 1,
     reasons: np.ndarray | int = 0,
     signatures: np.ndarray | None = None,
-    part: int = 1000,
-) -> Table:
-    """Rows in parts of `part` rows each, every part with a piece for each source in it."""
-    signed = np.zeros((0, PERMUTATIONS), np.uint32) if signatures is None else signatures
-    rows = np.empty(len(hashes), ROW)
-    rows["hash"], rows["chars"], rows["reason"] = hashes, chars, reasons
-    units, notes, done = [], [], 0
-    for number, start in enumerate(range(0, max(1, len(rows)), part)):
-        own, unit = rows[start : start + part], Unit(number, (Stretch(0, 0, None),), 1)
-        inputs, counts = np.unique(source[start : start + part], return_counts=True)
-        pieces = np.array([[i, 0, 0, n, 0] for i, n in zip(inputs, counts, strict=True)], np.int64)
-        usable = 0 if signatures is None else int((own["reason"] == 0).sum())
-        own.tofile(place / f"{unit.name}.rows")
-        pieces.tofile(place / f"{unit.name}.pieces")
-        signed[done : done + usable].tofile(place / f"{unit.name}.near")
-        done += usable
-        units.append(unit)
-        notes.append(Note("", len(own), len(pieces), usable, [Seen(int(i)) for i in inputs]))
-    return Table(place, units, notes)
+    size: int = 1000,
+) -> list[Part]:
+    """Rows in parts of `size` rows each, every part with a piece for each source in it."""
+    chars, reasons = (np.broadcast_to(values, len(hashes)) for values in (chars, reasons))
+    parts = []
+    for number, start in enumerate(range(0, max(1, len(hashes)), size)):
+        unit, end = Unit(number, (Stretch(0, 0, None),), 1), min(start + size, len(hashes))
+        inputs, begins = np.unique(source[start:end], return_index=True)
+        with contextlib.ExitStack() as files:
+            writer = PartWriter(place / unit.name, files)
+            bounds = [*(start + begins).tolist(), end]
+            for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
+                signed = None if signatures is None else signatures[first:last].astype(np.uint32)
+                columns = (hashes[first:last].astype(np.uint64), chars[first:last].astype(np.uint32))
+                codes = reasons[first:last].astype(np.uint8)
+                piece = ScannedPiece(Place(0, 0), *columns, codes, signed, 0, None, (set(), set()), 0)
+                writer.add(i, piece)
+            writer.close()
+        writer.finish("", [Seen(i) for i in inputs.tolist()])
+        part = Part.read(place, unit, "")
+        assert part is not None
+        parts.append(part)
+    return parts
 
 
 def select_in_memory(
@@ -58,12 +64,11 @@ def select_in_memory(
     copies = [int(weights[one]) for one in source]
     split = [int(splits[one]) for one in source]
     usable = [row for row in range(count) if not reason[row]]
-    number = {row: at for at, row in enumerate(usable)}
     if config.dedup != "none":
         _keep_best({row: int(hashes[row]) for row in usable}, split, copies, reason, CODE["duplicate"])
     if config.dedup == "near":
         left = [row for row in usable if not reason[row]]
-        group = _components(left, number, signatures, config.near_threshold)
+        group = _components(left, signatures, config.near_threshold)
         _keep_best(group, split, copies, reason, CODE["near_duplicate"])
     shard = [-1] * count
     for one in range(len(config.splits)):
@@ -88,19 +93,21 @@ def _keep_best(
             kept.add(which)
 
 
-def _components(
-    left: list[int], number: dict[int, int], signatures: np.ndarray, threshold: float
-) -> dict[int, int]:
-    """Row -> group: similar ones, compared with the first and the last before that agrees in a band."""
+def _components(left: list[int], signatures: np.ndarray, threshold: float) -> dict[int, int]:
+    """Row -> group: similar ones, compared with the first and the last before that agrees in a band.
+
+    signatures: uint32 [rows, 1 or 2, PERMUTATIONS]; those of a row together agree in a band, each is similar.
+    """
+    both = signatures.min(axis=1)
     bands, width = band_shape(threshold)
     group = {row: row for row in left}
     for band in range(bands):
         alike: dict[bytes, list[int]] = {}
         for row in left:
-            own = signatures[number[row]]
-            others = alike.setdefault(own[band * width : (band + 1) * width].tobytes(), [])
+            others = alike.setdefault(both[row, band * width : (band + 1) * width].tobytes(), [])
             for other in (others[0], others[-1]) if others else ():
-                if (own == signatures[number[other]]).mean() >= threshold and group[row] != group[other]:
+                same = (signatures[row] == signatures[other]).mean(axis=1)
+                if (same >= threshold).all() and group[row] != group[other]:
                     old, new = max(group[row], group[other]), min(group[row], group[other])
                     group = {one: new if g == old else g for one, g in group.items()}
             others.append(row)

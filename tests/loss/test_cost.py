@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -94,13 +95,13 @@ def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch
     h, w = torch.randn(300, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype)
     labels, cost = batch(3), CostEmbedding.from_weight(torch.randn(V, H).to(dtype))
     computed: list[int] = []
-    product = cost.cosines
+    costs = CostEmbedding.costs
 
-    def counting(targets: Tensor, out: Tensor | None = None) -> Tensor:
+    def counting(self: CostEmbedding, targets: Tensor, out: Tensor | None = None) -> Tensor:
         computed.extend(targets.tolist())
-        return product(targets, out)
+        return costs(self, targets, out)
 
-    monkeypatch.setattr(cost, "cosines", counting)
+    monkeypatch.setattr(CostEmbedding, "costs", counting)
     sums = fused_linear_loss(h, w, labels, make(name), cost, memory_mb=2)
     assert sorted(computed) == sorted(set(labels.tolist()) - {-100})
     want = fused_linear_loss(h, w, labels, make(name), CostEmbedding(cost.rows), memory_mb=64)
@@ -327,8 +328,9 @@ def test_costs_of_numbers() -> None:
     pieces = ["<s>", "1", "\u2581" + "12", "\u01207", "x1", "\u00b2", "-3", "0"]
     cost = number_cost(pieces, 10)
     rows = cost.costs(torch.tensor([1, 2, 0, 9]))
-    assert rows[0].tolist() == [0, 0, 11, 6, 0, 0, 0, 1, 0, 0]
-    assert rows[1].tolist() == [0, 11, 0, 5, 0, 0, 0, 12, 0, 0]
+    eleven, twelve = (9 * (1 + math.log(d / 9)) for d in (11, 12))
+    assert rows[0].tolist() == pytest.approx([0, 0, eleven, 6, 0, 0, 0, 1, 0, 0])
+    assert rows[1].tolist() == pytest.approx([0, eleven, 0, 5, 0, 0, 0, twelve, 0, 0])
     assert not rows[2:].any()
     assert cost.placed(torch.device("cpu"), torch.bfloat16) is cost
     assert cost.fingerprint != number_cost(["1", "2"], 10).fingerprint
@@ -338,7 +340,7 @@ def test_costs_of_numbers() -> None:
 
 @pytest.mark.parametrize("cache_mb", [0.0, 0.01])
 def test_the_number_token_loss(cache_mb: float) -> None:
-    """demd under such costs is sum_i p_i |v_i - v_y| over the numbers, and nothing elsewhere."""
+    """demd is sum_i p_i |v_i - v_y| over the digits, less for what is further off, and nothing elsewhere."""
     torch.manual_seed(0)
     pieces = ["a", "b", *map(str, range(10)), "100"]
     values = torch.tensor([torch.nan, torch.nan, *range(10), 100.0], dtype=torch.float64)
@@ -349,8 +351,73 @@ def test_the_number_token_loss(cache_mb: float) -> None:
     sums.loss.backward()
     wide = h.detach().double().requires_grad_()
     distance = (values[None] - values[labels][:, None]).abs().nan_to_num(nan=0.0)
+    distance = torch.where(distance <= 9, distance, 9 * (1 + (distance.clamp(min=9) / 9).log()))
     want = ((wide @ w.detach().double().T).softmax(-1) * distance).sum()
     want.backward()
     bound = 2e-3 if cache_mb else 1e-5
     assert sums.loss.item() == pytest.approx(want.item(), rel=bound)
     assert relative_error(h.grad, wide.grad) < bound
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+@pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_small_costs_keep_their_digits_in_half_precision(
+    weight_dtype: torch.dtype,
+    model_dtype: torch.dtype,
+    instructions: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
+    monkeypatch.setattr("pipeline.loss.products._lacks_instructions", lambda: not instructions)
+    generator = torch.Generator().manual_seed(0)
+    base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
+    E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)
+    want = cost_matrix(E)[torch.arange(600), torch.arange(600) + 600]
+    assert float(want.min()) < 6e-4
+    cost = CostEmbedding.from_weight(E).placed(torch.device("cpu"), model_dtype)
+    rows = {"exact": cost.costs(torch.arange(600))}
+    rows["cached"] = rows["exact"].half()
+    if cost.rows.dtype == torch.float16:  # as kernels of a GPU read them
+        rows["from cosines"] = (1 - cost.cosines(torch.arange(600))).clamp(min=0)
+    for name, costs in rows.items():
+        twins = costs[torch.arange(600), torch.arange(600) + 600].double()
+        assert float(((twins - want) / want).abs().max()) <= 0.05, name
+
+
+def test_costs_never_overflow() -> None:
+    """Tokens of eight and of four hundred digits, raw embeddings of any size; in the cache's float16 too."""
+    numbers = [*map(str, range(12)), "100", "66666666", "9" * 400]
+    cost = number_cost(["a", *numbers], len(numbers) + 1)
+    rows = cost.costs(torch.arange(len(numbers) + 1)).half()
+    assert rows.isfinite().all()
+    assert not rows[0].any()
+    values = torch.tensor([min(float(n), torch.finfo(torch.float32).max) for n in numbers]).double()
+    distance = (values - values[:, None]).abs()
+    want = torch.where(distance <= 9, distance, 9 * (1 + (distance.clamp(min=9) / 9).log()))
+    torch.testing.assert_close(rows[1:, 1:].double(), want, rtol=1e-3, atol=1e-3)
+    assert (rows[1, 1:].diff() > 0).all()  # further off costs more
+    for size in (1e-30, 1.0, 1e30):
+        E = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * size
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            costs = CostEmbedding.from_weight(E, dtype).costs(torch.arange(40))
+            assert 0 <= float(costs.min()) <= float(costs.max()) <= 2.01
+
+
+@pytest.mark.parametrize("cache_mb", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_with_a_huge_number_trains(dtype: torch.dtype, cache_mb: float) -> None:
+    """GPT-2 has a token 66666666: with or without a cache, the gradient is autograd's."""
+    torch.manual_seed(0)
+    cost = number_cost(["a", *map(str, range(10)), "1999", "66666666"], 13).cached(cache_mb)
+    h, w = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (20, 13))
+    labels = torch.arange(20) % 13
+    sums = fused_linear_loss(h, w, labels, get_objective("demd"), cost)
+    sums.loss.backward()
+    wide = h.detach().double().requires_grad_()
+    C = cost.costs(torch.arange(13)).double()
+    want = ((wide @ w.detach().double().T).softmax(-1) * C[labels]).sum()
+    want.backward()
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3 if cache_mb else 1e-5
+    assert sums.loss.item() == pytest.approx(want.item(), rel=bound)
+    assert relative_error(h.grad, wide.grad) <= bound

@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import triton
 
 from tests.conftest import REPO
-
-triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def run(*command: str, **environment: str) -> str:
@@ -53,10 +52,7 @@ for V in (32000, 50257):
 @pytest.fixture(scope="module")
 def report() -> list[str]:
     """What the static report says, and then of kernels on rows without padding."""
-    try:
-        assert triton.knobs.nvidia.ptxas.path
-    except RuntimeError as error:
-        pytest.skip(f"nothing can be compiled for GPUs here: {error}")
+    assert triton.knobs.nvidia.ptxas.path  # comes with triton
     return run("-c", COMPILE).splitlines()
 
 

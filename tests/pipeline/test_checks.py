@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from common.errors import UserError
-from data_prep.shards import MANIFEST, TokenDataset
+from data_prep.shards import TokenDataset
 from pipeline import resume
 from pipeline.config import load_config
 from pipeline.planning.checks import check
@@ -119,8 +118,7 @@ def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> Non
 
 def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"run_dir={tmp_path}"])
-    fingerprint = json.loads((recipe.parent / "data/train" / MANIFEST).read_text())["fingerprint"]
-    resume.claim(config, fingerprint)
+    resume.claim(config, check(config, ranks=1, here=True).identity)
     check(config, ranks=1, here=True)
     with pytest.raises(UserError, match=r"was started with train\.lr=0\.001"):
         check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, here=True)
@@ -171,3 +169,43 @@ def test_sources_tell_how_long_the_run_will_be(
     assert "GPU-hours" in printed and "the number of steps is an estimate" in printed
     missing = load_config(path, ["data.sources=[{files: none.txt}]"])
     assert estimated_rows(missing.data) is None
+
+
+NO_TRANSFORMERS = {
+    "mamba": {"hidden_size": 32, "state_size": 4},
+    "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1},
+    "falcon_mamba": {"hidden_size": 32, "state_size": 4},
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize("family", NO_TRANSFORMERS)
+def test_what_is_no_transformer_is_refused(recipe: Path, tmp_path: Path, family: str) -> None:
+    """By the plan as by training: all is counted in heads and layers."""
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    shape = NO_TRANSFORMERS[family] | {"vocab_size": 384, "num_hidden_layers": 2}
+    tree["model"]["architecture"] = {"model_type": family, **shape}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    for refuse in (lambda config: print_plan(config, 1), lambda config: check(config, 1, here=True)):
+        with pytest.raises(UserError) as error:
+            refuse(load_config(path, []))
+        assert error.value.code == "architecture"
+
+
+def test_a_model_of_text_within_another_is_planned(recipe: Path, tmp_path: Path) -> None:
+    """Its vocabulary and context stand in a section of their own."""
+    text = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    tree["model"]["architecture"] = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert print_plan(load_config(path, []), 1)

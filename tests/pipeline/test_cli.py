@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 from torch import OutOfMemoryError
-from torch.distributed import DistNetworkError, DistStoreError
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
-from common.files import DiskFullError
 from pipeline import cli
 from pipeline.report.console import Console
 from pipeline.stop import STARTING, Watch
@@ -145,46 +141,6 @@ def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
     assert (done.returncode, done.stdout) == (ExitCode.STOPPED, "last words\n")
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), ExitCode.FAILURE),
-        (DiskFullError("no space left while writing runs/a; make room in runs"), ExitCode.FAILURE),
-        (SafetensorError("Error while serializing: I/O error (os error 28)"), ExitCode.FAILURE),
-        (SafetensorError("Error while deserializing header"), ExitCode.MISTAKE),
-        (FileNotFoundError(errno.ENOENT, "No such file", "costs.pt"), ExitCode.MISTAKE),
-        (PermissionError(errno.EACCES, "Permission denied", "runs"), ExitCode.MISTAKE),
-        (OSError(errno.ESTALE, "Stale file handle"), ExitCode.FAILURE),
-        (DistNetworkError("The client socket has timed out"), ExitCode.FAILURE),
-        (DistStoreError("wait timeout after 600000ms"), ExitCode.FAILURE),
-    ],
-)
-@pytest.mark.parametrize("advanced", [False, True])
-def test_resuming_is_offered_only_where_it_helps(error: Exception, code: ExitCode, advanced: bool) -> None:
-    """defects D4; whether or not a step was done, these pass by themselves or never."""
-    found, line = cli._explain(error, advanced)
-    assert found == code
-    assert line is not None and ("resume" in line) == (code == ExitCode.FAILURE)
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (KeyError("x"), False),
-        (OSError("CUDA_HOME environment variable is not set"), False),  # no nvcc, when something compiles
-        (ImportError("libcudart.so.13"), False),
-        (RuntimeError("NCCL error: invalid usage (Duplicate GPU detected)"), False),
-        (OutOfMemoryError("CUDA out of memory"), True),
-        (MemoryError(), True),
-    ],
-)
-def test_what_fails_before_the_first_step_fails_again(error: Exception, line: bool) -> None:
-    """And what is unexpected keeps its traceback."""
-    assert cli._explain(error, advanced=False)[0] == ExitCode.MISTAKE
-    assert (cli._explain(error, advanced=False)[1] is not None) == line
-    assert cli._explain(error, advanced=True)[0] == ExitCode.FAILURE
 
 
 def test_a_mistake_of_another_host_is_said_there(

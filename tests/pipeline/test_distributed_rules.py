@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.run_dir import HEARTBEAT, STATE, checkpoints
+from common.exit_codes import ExitCode
+from pipeline import identity
+from pipeline.run_dir import BAD_BATCHES, HEARTBEAT, STATE, checkpoints
 from tests.helpers import launching
 from tests.helpers.launching import wait_for_step
+
+# An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
+LOST = """
+import torch
+from pipeline.loss.objectives import Coefficients
+
+
+def lost(m):
+    new = (m > 5.945) & (m < 5.955)
+    return Coefficients(torch.where(new, float("nan"), m), A=torch.ones_like(m))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +64,35 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
     name = "transformer.h.1.mlp.c_fc.weight"
     assert (exported.get_parameter(name) - first.get_parameter(name)).abs().max() > 1e-4
     assert json.loads((run_dir / HEARTBEAT).read_text())["doing"] == "finished"
+
+
+def test_a_run_does_not_go_on_with_another_program(recipe: Path, tmp_path: Path) -> None:
+    """Edited between two launches: one line, exit code 2, and the run stays as it was."""
+    run_dir, objective = tmp_path / "run", tmp_path / "mine.py"
+    objective.write_text("def mine(m, *, strength=1.0):\n    return strength + 0 * m\n")
+    options = [str(recipe), f"run_dir={run_dir}", f"objective.name={objective}:mine"]
+    options += ["train.steps=3", "train.save_every=1"]
+    done = launching.run_alone(*options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    shutil.rmtree(run_dir / "export")
+    objective.write_text("def mine(m, *, strength=1.0):\n    return strength + 0 * m  # !\n")
+    done = launching.run_alone(*options)
+    assert done.returncode == ExitCode.MISTAKE and "Traceback" not in done.stdout, done.stdout
+    assert len([line for line in done.stdout.splitlines() if line.startswith("error: ")]) == 1
+    state = json.loads((checkpoints(run_dir)[-1] / STATE).read_text(encoding="utf-8"))
+    assert state["identity"].keys() == identity.PARTS.keys()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Path, stage: int) -> None:
+    run_dir, objective = tmp_path / "run", tmp_path / "lost.py"
+    objective.write_text(LOST)
+    options = ["train.steps=2", f"deepspeed=ds_configs/zero{stage}.json", f"objective.name={objective}:lost"]
+    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert len((run_dir / BAD_BATCHES).read_text(encoding="utf-8").splitlines()) == 2
+    first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`fuse_causal_lm` on two real ranks: DDP, FSDP2, gradient checkpointing, autocast, a compiled body."""
+"""The fused loss on two real ranks: DDP, FSDP2, checkpointing, autocast, a compiled body, a Trainer."""
 
 from __future__ import annotations
 

@@ -139,7 +139,6 @@ def test_muon_needs_whole_gradients() -> None:
 @pytest.mark.parametrize(
     ("zero", "overrides", "message"),
     [
-        ('"stage": 0', MUON, "train.optimizer=muon needs ZeRO stage 1, 2 or 3"),
         ('"stage": 2, "reduce_scatter": true', MUON, "train.optimizer=muon needs ZeRO"),
         ('"stage": 3, "offload_optimizer": {"device": "cpu"}', MUON, "train.optimizer=muon needs ZeRO"),
         ('"stage": 2', (*MUON, "model.lora.r=4"), "not for the factors of model.lora"),
@@ -171,7 +170,12 @@ def test_copies_of_weights_stay_in_a_host(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_file_may_leave_zero_out(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"wall_clock_breakdown": false}')
-    assert zero_stage(resolved(path)) == 0
+    assert zero_stage(resolved(path)) == 1
+    for content in ('{"zero_optimization": {}}', '{"zero_optimization": {"stage": 0}}'):
+        path.write_text(content)
+        with pytest.raises(UserError) as error:
+            resolved(path)
+        assert error.value.code == "zero-stage"
     path.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": null}}')
     assert zero_stage(resolved(path)) == 2
 

@@ -1,10 +1,13 @@
-"""The examples run as they stand, and an objective of one's own gives the same losses through every door."""
+"""Examples and the README's snippets run as they stand; an own objective is the same through every door."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
-from tests.helpers.families import tiny_llama
+from tests.helpers.families import family, tiny_llama
 
 OWN = "examples/my_objective.py:unsure"
 VOCAB = 400
@@ -37,9 +40,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     tiny_llama(VOCAB).save_pretrained(tmp_path / "model")
     load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text("\n".join(texts(400)))
+    (tmp_path / "text.txt").write_text("\n".join(texts(400)), encoding="utf-8")
     rows = ({"prompt": f"Say {i}.", "completion": text} for i, text in enumerate(texts(20)))
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     monkeypatch.chdir(REPO)
     return tmp_path
 
@@ -59,10 +62,32 @@ def test_trainer(place: Path) -> None:
 
 
 def test_sft_trainer(place: Path) -> None:
-    pytest.importorskip("trl", reason="trl is not installed (it is no dependency)")
     module = example("sft_trainer")
     losses = module.main(str(place / "model"), str(place / "rows.jsonl"), OWN, str(place / "out"))
     assert len(losses) == 5
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
+def test_without_arguments(name: str) -> None:
+    """The usage, before anything is imported that takes seconds."""
+    command = [sys.executable, "-X", "importtime", str(REPO / "examples" / f"{name}.py")]
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert result.returncode == 2
+    assert "usage: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "| torch" not in result.stderr
+
+
+def test_the_snippet_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, on a machine without a GPU too; only the model is another GPT-2."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    hub = "openai-community/gpt2"
+    assert hub in snippet
+    family("gpt2", vocab_size=VOCAB, n_positions=256).save_pretrained(place / "model")
+    (place / "text.txt").rename(place / "notes.txt")
+    monkeypatch.chdir(place)
+    exec(snippet.replace(hub, str(place / "model")), {"__name__": "snippet"})
 
 
 def test_the_same_losses_through_every_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,9 @@ def model(family: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
     plain = AutoModelForCausalLM.from_config(settings).eval()
     if not lora:
         return plain, config
-    adapted = add_lora(plain, ModelConfig(architecture={"model_type": family}, lora=config.model.lora)).eval()
+    adapted = add_lora(
+        plain, ModelConfig(architecture={"model_type": family}, lora=config.model.lora), 0
+    ).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:

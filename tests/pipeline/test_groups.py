@@ -12,6 +12,7 @@ from common.errors import UserError
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.model import add_lora
 from pipeline.planning.optimizer import parameter_groups
+from tests.helpers.families import family as of_family
 from tests.pipeline.test_export import FAMILIES
 
 
@@ -42,7 +43,7 @@ def test_the_groups_are_those_of_trainer(family: str) -> None:
 
 def test_adapters_are_one_group() -> None:
     config = ModelConfig(architecture={"model_type": "gpt2"}, lora=LoraConfig(r=4))
-    adapted = add_lora(model("gpt2"), config)  # type: ignore[arg-type]
+    adapted = add_lora(model("gpt2"), config, 0)  # type: ignore[arg-type]
     (group,) = parameter_groups(adapted, 0.1)
     assert group["weight_decay"] == 0.1
     assert len(group["params"]) == sum(p.requires_grad for p in adapted.parameters())
@@ -87,3 +88,10 @@ def test_muon_refuses_matrices_that_are_stored_transposed() -> None:
 def test_only_gains_do_not_decay() -> None:
     (group,) = parameter_groups(nn.LayerNorm(4), 0.1)
     assert group["weight_decay"] == 0.0
+
+
+def test_muon_refuses_experts_in_one_tensor() -> None:
+    """They would be left to AdamW, at its rate, without a word."""
+    with pytest.raises(UserError) as error:
+        parameter_groups(of_family("mixtral"), 0.1, use_muon=True)
+    assert error.value.code == "muon-dimensions"

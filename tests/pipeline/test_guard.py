@@ -36,7 +36,10 @@ def test_good_steps_leave_no_trace(tmp_path: Path) -> None:
     assert not (tmp_path / BAD_BATCHES).exists()
 
 
-@pytest.mark.parametrize("bad", [sums(math.nan), sums(math.inf), sums(2.0, applied=False)])
+LOSS_ALONE = sums(2.0)._replace(loss=math.nan)
+
+
+@pytest.mark.parametrize("bad", [sums(math.nan), sums(math.inf), sums(2.0, applied=False), LOSS_ALONE])
 def test_a_bad_step_is_told_and_its_rows_are_kept(tmp_path: Path, bad: Sums) -> None:
     watch = guard(tmp_path)
     assert "step 7 skipped" in (watch.observe(7, bad, lambda: ROWS) or "")
@@ -60,11 +63,22 @@ def test_a_spike_is_noted_or_ends_the_run(tmp_path: Path) -> None:
         for step in range(20):
             assert watch.observe(step, sums(2.0 + step % 2), lambda: ROWS) is None
         if stops:
-            with pytest.raises(UserError, match="jumped to 9 at step 20"):
+            with pytest.raises(UserError) as error:
                 watch.observe(20, sums(9.0), lambda: ROWS)
+            assert error.value.code == "spike"
         else:
             assert "jumped to 9" in (watch.observe(20, sums(9.0), lambda: ROWS) or "")
     assert [r["reason"] for r in recorded(tmp_path)] == ["spike", "spike"]
+
+
+def test_a_loss_that_jumps_alone_is_a_spike(tmp_path: Path) -> None:
+    """As where transport costs are at fault, and likelihoods are as usual."""
+    watch = guard(tmp_path, spike_factor=3)
+    for step in range(20):
+        watch.observe(step, sums(2.0), lambda: ROWS)
+    assert watch.observe(20, sums(2.0)._replace(loss=100.0), lambda: ROWS) is not None
+    assert watch.observe(21, sums(math.inf)._replace(loss=20.0), lambda: ROWS) is not None
+    json.dumps(watch.state(), allow_nan=False)
 
 
 def test_a_resumed_run_judges_as_an_undisturbed_one(tmp_path: Path) -> None:

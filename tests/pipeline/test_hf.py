@@ -19,6 +19,7 @@ from pipeline.loss import (
     LIVE,
     CostEmbedding,
     Ramp,
+    fused_linear_loss,
     get_objective,
     logits_loss,
     shift_left,
@@ -139,7 +140,8 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
 
 def test_mixin_with_lora(tmp_path: Path) -> None:
     """Adapters train, the head stays frozen."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     base = tiny_llama(VOCAB)
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     head = base.lm_head.weight.detach().clone()
@@ -152,12 +154,19 @@ def test_mixin_with_lora(tmp_path: Path) -> None:
 
 def test_mixin_refusals(tmp_path: Path) -> None:
     given = {"args": arguments(tmp_path), "train_dataset": rows()}
-    with pytest.raises(UserError, match="needs a loaded model"):
+    with pytest.raises(UserError) as error:
         EmoTrainer(model="some/name", **given)
-    with pytest.raises(UserError, match="compute_metrics cannot be used"):
-        EmoTrainer(model=tiny_llama(VOCAB), compute_metrics=lambda _: {}, **given)
+    assert error.value.code == "needs-model"
+    for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
+        with pytest.raises(UserError) as error:
+            EmoTrainer(model=tiny_llama(VOCAB), **{name: lambda *_: {}}, **given)
+        assert error.value.code == "needs-logits"
     with pytest.raises(UserError, match="did you mean emo"):
         EmoTrainer(model=tiny_llama(VOCAB), objective="emoo", **given)
+    given["train_dataset"] = [{"input_ids": row["input_ids"]} for row in rows()]
+    with pytest.raises(UserError) as error:
+        EmoTrainer(model=tiny_llama(VOCAB), **given).train()
+    assert error.value.code == "no-labels"
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "hyperclovax", "cohere", "phi", "opt"])
@@ -285,37 +294,6 @@ def test_examples_of_the_docstring_run(i: int, tmp_path: Path) -> None:
     assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("how", ["function", "mixin"])
-def test_trl(how: str, tmp_path: Path) -> None:
-    """TRL's SFTTrainer takes both doors."""
-    trl = pytest.importorskip("trl", reason="trl is not installed (it is no dependency)")
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"<eos>": VOCAB - 1}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="<eos>", pad_token="w0"
-    )
-    from datasets import Dataset
-
-    ids = [{"input_ids": row["input_ids"]} for row in rows()]
-    settings = arguments(tmp_path).to_dict()
-    kept = {
-        key: settings[key] for key in ("max_steps", "learning_rate", "use_cpu", "report_to", "save_strategy")
-    }
-    args = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=6, bf16=False, **kept)
-    model = tiny_llama(VOCAB)
-    before = parameters(model)
-    given = {"args": args, "train_dataset": Dataset.from_list(ids), "processing_class": tokenizer}
-    if how == "function":
-        cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = trl.SFTTrainer(model=model, compute_loss_func=loss_function("emo", cost), **given)
-    else:
-        trainer = type("EmoSFTTrainer", (FusedLossMixin, trl.SFTTrainer), {})(model=model, **given)
-    trainer.train()
-    assert relative_error(parameters(model), before) > 1e-3
-
-
 def test_labels_that_were_shifted_already() -> None:
     """They would be shifted a second time; said at the first call, whatever is ignored."""
     model = tiny_llama(VOCAB)
@@ -343,3 +321,46 @@ def test_a_schedule_under_the_trainer(tmp_path: Path) -> None:
     for step, share in enumerate((0.0, 0.5, 1.0, 1.0)):
         want = (1 - share) * logged["emo2"][step] + share * logged["mle"][step]
         assert logged["sum"][step] == pytest.approx(want, rel=1e-5)
+
+
+def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
+    """It would stay at its first step, without a word; given for a step, it is what it is there."""
+    moving = weighted_sum(
+        [(get_objective("emo"), Ramp(1.0, 0.0, 2)), (get_objective("mle"), Ramp(0.0, 1.0, 2))]
+    )
+    z, labels = torch.randn(2, LENGTH, VOCAB), torch.randint(VOCAB, (2, LENGTH))
+    cost = CostEmbedding.from_weight(torch.randn(VOCAB, 5))
+    doors = (
+        lambda: loss_function(moving, cost),
+        lambda: EMOLoss(moving),
+        lambda: fuse_causal_lm(tiny_llama(VOCAB), moving),
+        lambda: logits_loss(z, labels, moving, cost),
+        lambda: fused_linear_loss(z[..., :8], torch.randn(VOCAB, 8), labels, moving, cost),
+    )
+    for door in doors:
+        with pytest.raises(UserError) as error:
+            door()
+        assert error.value.code == "schedule-without-step"
+    assert EMOLoss(moving.at(5))(z, labels, cost) == EMOLoss("mle")(z, labels)
+    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
+    fuse_causal_lm(model, moving.at(0))
+    model.get_output_embeddings().use(moving.at(2))
+    fuse_causal_lm(plain, "mle")
+    torch.testing.assert_close(model(labels, labels=labels).loss, plain(labels, labels=labels).loss)
+
+
+@pytest.mark.parametrize("kind", ["mixin", "function"])
+def test_a_batch_without_anything_to_predict(kind: str, tmp_path: Path) -> None:
+    """Its loss is 0, and no weight becomes NaN."""
+    model = tiny_llama(VOCAB)
+    before = parameters(model)
+    data = [{"input_ids": row["input_ids"], "labels": [-100] * LENGTH} for row in rows()]
+    given: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
+    if kind == "mixin":
+        trainer: Trainer = EmoTrainer(**given)
+    else:
+        cost = CostEmbedding.from_weight(model.lm_head.weight)
+        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **given)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0
+    torch.testing.assert_close(parameters(model), before, rtol=0, atol=0)

@@ -145,7 +145,7 @@ BOMB = "a0: &a0 {x: 1, y: 1}\n" + "".join(
 def test_a_config_of_a_run_is_bounded(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(UserError, match=message):
-        resume.compare(config(tmp_path), "f")
+        resume.compare(config(tmp_path), {"data": "f"})
 
 
 def test_metrics_hold_numbers(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_secrets_are_kept_out_of_config_yaml(tmp_path: Path, override: str) -> N
 def test_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
     written = config(tmp_path)
-    resume.claim(written, "f")
+    resume.claim(written, {"data": "f"})
     text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
     assert "s3cret" not in text
 

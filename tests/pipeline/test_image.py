@@ -78,6 +78,16 @@ def test_health_is_how_long_a_run_has_been_at_what_it_does(image: Path) -> None:
     assert re.fullmatch(r"no progress for 20\d s\n", health().stdout)
 
 
+def test_a_start_that_hangs_before_its_first_heartbeat_is_not_healthy(image: Path) -> None:
+    beat = image / "heartbeat.json"
+    given = {"PIPELINE_HEARTBEAT": str(beat), "HANG_SECONDS": "1"}
+    assert call(image, "prepare", "recipe.yaml", **given).returncode == 0 and not beat.exists()
+    assert call(image, "continual", "recipe.yaml", **given).returncode == 0
+    assert call(image, "health", PIPELINE_HEARTBEAT=str(beat)).returncode == 0
+    time.sleep(2.1)
+    assert call(image, "health", **given).returncode == 1
+
+
 def argument(name: str) -> str:
     """What an ARG of the Dockerfile is unless given."""
     found = re.search(rf"^ARG {name}=(.*)$", DOCKERFILE, re.MULTILINE)
@@ -105,6 +115,7 @@ def test_what_runs_in_the_image_needs_is_installed() -> None:
     found = re.search(r"--no-install-recommends((?:[^&])+)&&", DOCKERFILE)
     assert found
     packages = set(found[1].replace("\\", "").split())
+    assert {"libibverbs1", "ibverbs-providers"} <= packages  # what NCCL loads for InfiniBand
     assert {"tini", "g++", "python3-dev", "libaio-dev", "openssh-client", "pdsh", "make"} <= packages
 
 

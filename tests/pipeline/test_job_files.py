@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,26 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.campaigns.kubernetes import problems, render, targets
+from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
 from tests.conftest import REPO
 
 # Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
 SRUN = """#!/bin/bash
 env > "$SLURM_SUBMIT_DIR/environment"
-for one in $STAND_IN_REPORTS; do echo "4711 ${one#*=}" > "$PIPELINE_RANK_REPORTS/${one%%=*}"; done
+echo "$PWD" "$@" > "$SLURM_SUBMIT_DIR/called"
+for one in $STAND_IN_REPORTS; do
+    words=${one#*=}
+    echo "4711 ${words/@/ }" > "$PIPELINE_RANK_REPORTS/${one%%=*}"
+done
 exit "$STAND_IN_CODE"
 """
 SCONTROL = """#!/bin/bash
 case $1 in
-    show) echo node-1; echo node-2 ;;
+    show) [ "$2" = hostnames ] && printf 'node-1\nnode-2\n' && exit
+        printf '   ReqNodeList=(null) ExcNodeList=%s\n' "$STAND_IN_EXCLUDED"
+        printf '   Command=%s a b\n' "$STAND_IN_COMMAND" ;;
     requeue) touch "$SLURM_SUBMIT_DIR/requeued" ;;
+    update) echo "$@" > "$SLURM_SUBMIT_DIR/updated" ;;
 esac
 """
 
@@ -41,8 +47,11 @@ class Job:
         given |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
         given |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
         given["PATH"] = f"{directory}:{os.environ['PATH']}"
+        given |= {"STAND_IN_EXCLUDED": "(null)", "STAND_IN_COMMAND": str(REPO / "launch/slurm" / name)}
+        spooled = directory / "slurm_script"  # as slurmd runs it
+        spooled.write_text((REPO / "launch/slurm" / name).read_text())
         done = subprocess.run(
-            ["bash", str(REPO / "launch/slurm" / name), "continual", "recipe.yaml"],
+            ["bash", str(spooled), "continual", "recipe.yaml"],
             env={key: value for key, value in os.environ.items() if "OMP" not in key} | given | environment,
             capture_output=True,
             text=True,
@@ -50,6 +59,9 @@ class Job:
         )
         self.code, self.directory = done.returncode, directory
         self.again = (directory / "requeued").exists()
+        self.called = (directory / "called").read_text().split()
+        updated = directory / "updated"
+        self.updated = updated.read_text().strip() if updated.exists() else ""
         lines = (directory / "environment").read_text().splitlines()
         self.environment = dict(line.split("=", 1) for line in lines if "=" in line)
 
@@ -65,6 +77,7 @@ class Job:
         (1, "rank-0=1 rank-1=1", 1, True),
         (75, "rank-0=75 rank-1=75", 75, True),
         (1, "", 1, True),  # nothing could be written
+        (134, "rank-0=1@node-2 rank-1=", 134, True),  # a GPU of node-2 failed
     ],
 )
 def test_which_ends_of_training_are_queued_again(
@@ -73,6 +86,29 @@ def test_which_ends_of_training_are_queued_again(
     job = Job(tmp_path, "train.sbatch", srun, reports)
     assert (job.code, job.again) == (expected, again)
     assert not list((tmp_path / "runs").glob(".ranks-*"))
+
+
+@pytest.mark.parametrize(
+    ("reports", "before", "excluded"),
+    [
+        ("rank-0=1 rank-8=1@node-2 rank-9=1@node-2", "(null)", "node-2"),
+        ("rank-0=1@node-1 rank-8=1@node-2", "node-5", "node-5,node-1,node-2"),
+        ("rank-0=1 rank-8=1", "node-5", ""),
+        ("rank-0=75 rank-8=75", "(null)", ""),
+    ],
+)
+def test_a_node_whose_hardware_failed_is_excluded(
+    tmp_path: Path, reports: str, before: str, excluded: str
+) -> None:
+    job = Job(tmp_path, "train.sbatch", 1, reports, STAND_IN_EXCLUDED=before)
+    assert job.again and job.updated == (f"update JobId=17 ExcNodeList={excluded}" if excluded else "")
+
+
+def test_jobs_may_be_submitted_from_anywhere(tmp_path: Path) -> None:
+    """Slurm runs a copy of the file; paths of the command are those of the directory that it was given in."""
+    job = Job(tmp_path, "train.sbatch", 0)
+    assert job.called[0] == str(tmp_path) and f"{REPO}/launch/continual.sh" in job.called
+    assert job.environment["PATH"].startswith(f"{REPO}/.venv/bin:")
 
 
 def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
@@ -89,7 +125,8 @@ def test_every_rank_gets_its_cores(tmp_path: Path, name: str) -> None:
 
 
 def test_every_job_file_that_calls_srun_is_tested_for_it() -> None:
-    calling = {path.name for path in (REPO / "launch/slurm").glob("*") if "\nsrun " in path.read_text()}
+    files = (REPO / "launch/slurm").glob("*")
+    calling = {path.name for path in files if re.search(r"^ *srun ", path.read_text(), re.MULTILINE)}
     assert calling == {"train.sbatch", "evaluate.sbatch"}
 
 
@@ -112,6 +149,53 @@ def test_kubernetes_starts_again_what_may_pass() -> None:
     rules = kubernetes("train.yaml")["spec"]["podFailurePolicy"]["rules"]
     found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
     assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
+
+
+def test_pods_avoid_nodes_that_are_marked_and_name_their_own() -> None:
+    pod = kubernetes("train.yaml")["spec"]["template"]["spec"]
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert term == {"matchExpressions": [{"key": "emo/broken", "operator": "DoesNotExist"}]}
+    (container,) = pod["containers"]
+    assert container["env"][0]["name"] == "NODE_NAME"  # pipeline.stop.node_name
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+@pytest.mark.parametrize(("state", "evaluates"), [("absent", False), ("training", True), ("done", False)])
+def test_a_scheduled_pass_without_work_ends_well(tmp_path: Path, state: str, evaluates: bool) -> None:
+    run = tmp_path / "emo"
+    if state != "absent":
+        run.mkdir()
+    if state == "done":
+        (run / "eval/watch/done").mkdir(parents=True)
+        (run / "eval/watch/done/emo.json").touch()
+    entry = tmp_path / "launch/entrypoint.sh"
+    entry.parent.mkdir()
+    entry.write_text('#!/bin/sh\necho "called: $*"\n')
+    entry.chmod(0o755)
+    job = kubernetes("evaluate.yaml")["spec"]
+    assert job["concurrencyPolicy"] == "Forbid"
+    (container,) = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    environment = os.environ | {"RUN_DIR": str(run), "DATA": "hub"}
+    done = subprocess.run(
+        ["sh", "-c", *container["args"]], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and ("called: watch" in done.stdout) == evaluates
+
+
+def test_with_infiniband_a_pod_does_not_fall_back_to_tcp() -> None:
+    patch = yaml.safe_load((REPO / "launch/k8s/rdma/train.yaml").read_text())
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert {"name": "NCCL_NET", "value": "IB"} in container["env"]
+
+
+def test_a_pod_does_not_wait_for_ever_for_the_first() -> None:
+    """The wait ends with a failure, which is tried again."""
+    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
+    (line,) = (line for line in container["args"][0].splitlines() if "getent" in line)
+    short = line.replace("600", "0.2").replace("getent hosts", "false")
+    assert subprocess.run(["sh", "-c", short], timeout=30).returncode == 1
 
 
 def test_the_pods_of_the_cron_job_are_those_of_jobs() -> None:
@@ -138,9 +222,15 @@ def test_pods_are_probed_by_the_images_health_check() -> None:
 
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)
 def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
-    if shutil.which("kustomize") is None:
-        pytest.skip("kustomize is not here; make cluster-test gets one")
-    assert problems(render(target, "kustomize")) == []
+    command = installed_kustomize()
+    if command is None:
+        pytest.skip("needs the network: make cluster-test fetches kustomize")
+    assert problems(render(target, command)) == []
+    base = os.path.relpath(REPO / "launch/k8s", tmp_path.resolve())
+    elsewhere = (target / "kustomization.yaml").read_text().replace("../..", base)
+    if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
+        (tmp_path / "kustomization.yaml").write_text(elsewhere)
+        assert render(tmp_path, command) == render(target, command)
 
 
 def test_disagreement_and_rights_are_seen() -> None:

@@ -30,6 +30,7 @@ from pipeline.model import (
     load_pretrained,
     measuring,
     model_config,
+    training_objective,
 )
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
@@ -57,7 +58,7 @@ def test_measuring_reports_demd_for_mle_and_leaves_training_as_it_was() -> None:
 
 def test_adapters_leave_the_head_alone() -> None:
     model = small("llama")
-    wrapped = add_lora(model, ModelConfig(path="x", lora={"r": 2}))  # type: ignore[arg-type]
+    wrapped = add_lora(model, ModelConfig(path="x", lora={"r": 2}), 0)  # type: ignore[arg-type]
     trainable = [n for n, p in wrapped.named_parameters() if p.requires_grad]
     assert trainable
     assert all(".lora_" in n and "lm_head" not in n for n in trainable)
@@ -164,14 +165,14 @@ def test_adapters_on_layers_that_do_not_exist(targets: str | list[str], message:
     model = family("llama")
     names = [n for n, _ in model.named_parameters()]
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        add_lora(model, choice(lora={"r": 2, "targets": targets}))
+        add_lora(model, choice(lora={"r": 2, "targets": targets}), 0)
     assert "\n" not in str(caught.value)
     assert [n for n, _ in model.named_parameters()] == names
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ".*self_attn.[qv]_proj", ["self_attn.q_proj"]])
 def test_adapters_where_they_are_wanted(targets: str | list[str]) -> None:
-    wrapped = add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}))
+    wrapped = add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}), 0)
     assert any("q_proj.lora_A" in n for n, _ in wrapped.named_parameters())
 
 
@@ -340,9 +341,9 @@ def test_the_revision_of_the_model_is_that_of_its_costs(
 
     monkeypatch.setattr("pipeline.model.load_cost", load)
     config = run_config("owner/name", tmp_path, revision="abc")
-    load_losses(config, 61)
+    load_losses(config, training_objective(config), 61)
     other = config.objective.model_copy(update={"cost": "other/model"})
-    load_losses(config.model_copy(update={"objective": other}), 61)
+    load_losses(config.model_copy(update={"objective": other}), training_objective(config), 61)
     assert asked == [("owner/name", "abc"), ("other/model", None)]
 
 
@@ -377,7 +378,7 @@ def test_the_architecture_must_be_that_of_the_weights(shared_data: Path) -> None
 def test_the_probe_reaches_the_model_inside_its_adapters() -> None:
     # defects A1, A2
     model = family("opt")
-    wrapped = add_lora(model, choice(lora={"r": 2}))
+    wrapped = add_lora(model, choice(lora={"r": 2}), 0)
     fuse_model(model, get_objective("mle"))
     engine = SimpleNamespace(model=wrapped, ds=wrapped, world=SimpleNamespace(device=torch.device("cpu")))
     config = run_config("x", Path("x"), lora={"r": 2})

@@ -145,4 +145,3 @@ def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert scored.model == str(config.run_dir / "export")
     shown = parser().parse_args(report[3:])
     assert shown.run == [f"{scored.name}={config.run_dir}"] and shown.results == [scored.out]
-    assert shown.baseline == ["base"]

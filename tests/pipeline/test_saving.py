@@ -12,6 +12,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 from common.exit_codes import ExitCode
+from pipeline.engine import DamagedError, Snapshots
 from pipeline.run_dir import EXPORT, HF, INITIAL, checkpoints, problem, step_of
 from tests.helpers import launching
 from tests.helpers.saving_worker import LAST, SEEN
@@ -100,3 +101,28 @@ def test_a_write_that_never_ends_ends_the_run(recipe: Path, tmp_path: Path) -> N
     (line,) = errors(done.stdout)
     assert "after step 2 cannot be written (nothing was written for 0.05 minutes" in line
     assert not checkpoints(tmp_path / "run")
+
+
+def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
+    options = ["train.save_every=1", "train.export_checkpoints=false", "train.async_save=false"]
+    done = run("damaged", 2, recipe, tmp_path / "run", *options)
+    assert done.returncode == ExitCode.MISTAKE, done.stdout
+    (line,) = errors(done.stdout)
+    assert "after step 2 cannot be written" in line
+    assert [step_of(d) for d in checkpoints(tmp_path / "run")] == [1]
+    assert not list((tmp_path / "run").glob("step-*.partial")) and not (tmp_path / "run" / EXPORT).exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_buffers_may_hold_what_is_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight, mask = torch.ones(3, dtype=dtype), torch.tensor([0.0, -torch.inf])
+    state = {"module": {"w": weight, "mask": mask}, "buffer_names": ["mask"], "step": torch.tensor(3)}
+    snapshots = Snapshots(None)
+    snapshots.save(state, str(tmp_path / "good.pt"))
+    assert snapshots.write() == [tmp_path / "good.pt"]
+    weight[1] = torch.nan
+    snapshots.save(state, str(tmp_path / "bad.pt"))
+    with pytest.raises(DamagedError) as error:
+        snapshots.write()
+    assert error.value.code == "not-finite" and not (tmp_path / "bad.pt").exists()

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from common.exit_codes import ExitCode
-from pipeline.stop import REPORTS, StopRequest, Watch
+from pipeline.stop import REPORTS, StopRequest, Watch, _grace
 from tests.conftest import REPO
 
 # A rank in the named phase. The main thread is inside one call, as it would be in a collective.
@@ -131,3 +132,32 @@ def test_a_file_is_a_request(tmp_path: Path) -> None:
 def test_a_time_limit_is_a_request(tmp_path: Path) -> None:
     assert StopRequest(tmp_path, 60, Nothing()).reason is None
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, Nothing()).reason or "")
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "seconds"),
+    [
+        ("python -m torch.distributed.run a.py", {}, 20),
+        ("torchrun --shutdown-timeout 900 a.py", {}, 890),
+        ("torchrun --shutdown_timeout=900 a.py", {}, 890),
+        ("torchrun --shutdown-timeout=4 a.py", {}, 2),
+        ("torchrun a.py", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, 590),
+        ("torchrun a.py", {"PET_SHUTDOWN_TIMEOUT": "600"}, 590),
+        ("torchrun --shutdown-timeout 60 a.py", {"PET_SHUTDOWN_TIMEOUT": "600"}, 50),
+        ("torchrun --shutdown-timeout", {}, 20),
+        ("python -m deepspeed.launcher.launch a.py", {"PET_SHUTDOWN_TIMEOUT": "600"}, 20),
+    ],
+)
+def test_a_rank_takes_the_time_that_its_launcher_gives(
+    monkeypatch: pytest.MonkeyPatch, command: str, environment: dict[str, str], seconds: float
+) -> None:
+    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _grace(command.split()) == seconds
+
+
+def test_torchrun_still_has_the_options_that_the_docs_name() -> None:
+    options = {option for action in torchrun_parser()._actions for option in action.option_strings}
+    assert {"--shutdown-timeout", "--signals-to-handle"} <= options

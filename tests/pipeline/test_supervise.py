@@ -182,3 +182,23 @@ def test_threads_that_wait_leave_the_cpu_to_others(script: str, given: dict[str,
     environment = {key: os.environ[key] for key in kept} | given
     said = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, env=environment, text=True)
     assert said == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["nowhere.yaml"], 2),
+        (["--stps"], 2),
+        (["launch/recipes/wikitext2-small.yaml", "x=1"], 2),
+    ],
+)
+def test_help_and_mistakes_are_answered_without_the_launcher(arguments: list[str], code: int) -> None:
+    """Nothing that takes seconds is started: no `deepspeed` is on the path here."""
+    command = [sys.executable, str(REPO / "launch" / "supervise.py"), "launch/continual.sh", *arguments]
+    done = subprocess.run(
+        command, cwd=REPO, env=os.environ | {"PATH": ""}, capture_output=True, encoding="utf-8"
+    )
+    assert done.returncode == code, done.stderr
+    assert "usage: ./launch/continual.sh" in done.stdout if code == 0 else done.stderr.count("\n") <= 4
+    assert "is not installed" not in done.stderr

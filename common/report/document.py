@@ -1,0 +1,249 @@
+"""A report: its answer, one picture, then tables; as a page for browsers, as Markdown, or as JSON.
+
+The page is one file without scripts and without anything from elsewhere. Text is data and is escaped wherever
+it is put; what could act on a terminal or turn the direction of writing is written as an escape.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+from markupsafe import Markup
+
+from common.errors import UserError
+from common.files import finite, write_text
+from common.report.figure import HEIGHT, ROW, Figure, style
+from common.text import markdown as escaped
+from common.text import printable
+
+ARROWS = {"better": "↑", "worse": "↓"}
+STDOUT = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str
+    note: str = ""  # in small letters below: an interval, a second name
+    tone: str = ""  # better, worse, unclear, best, quiet
+    mark: int | str | None = ""  # series whose colour and marker stand in front; None: one of the grey ones
+    shade: float = 0  # of the background, 0 to 1
+
+    @property
+    def arrow(self) -> str:
+        """Return the arrow that says what the colour says of a number."""
+        return ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
+
+    def markdown(self) -> str:
+        """Return it on one line."""
+        parts = [self.text, self.arrow, f"({self.note})" if self.note else ""]
+        text = escaped(" ".join(part for part in parts if part))
+        return f"**{text}**" if self.tone == "best" else text
+
+
+Row = Sequence[Cell | str]
+
+
+@dataclass
+class Table:
+    """Rows whose first cell is their heading. The first `words` columns hold words, the others numbers."""
+
+    kind: ClassVar[str] = "table"
+    head: Sequence[str] | str  # a text has ` | ` between its columns
+    rows: Sequence[Row]
+    caption: str = ""
+    words: int = 1
+    label: str = ""  # where a section has several tables
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Return the titles of the columns."""
+        return self.head.split(" | ") if isinstance(self.head, str) else self.head
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """Return the rows with every value as a cell."""
+        return [[v if isinstance(v, Cell) else Cell(v) for v in row] for row in self.rows]
+
+    def markdown(self) -> list[str]:
+        """Return its lines."""
+        lines = [[escaped(text) for text in self.columns], ["---"] * len(self.columns)]
+        lines += [[cell.markdown() for cell in row] for row in self.cells]
+        label = [f"**{escaped(self.label)}**", ""] if self.label else []
+        return [*label, *(f"| {' | '.join(line)} |" for line in lines), "", escaped(self.caption)]
+
+
+@dataclass
+class Items:
+    """A list of texts, or of links with where they lead."""
+
+    kind: ClassVar[str] = "items"
+    items: Sequence[str] | Mapping[str, str]
+    title: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def markdown(self) -> list[str]:
+        """Return its lines."""
+        return [escaped(self.title), "", *(f"- {escaped(item)}" for item in self.items)]
+
+
+@dataclass
+class Quote:
+    """A text that somebody or something wrote: after `before`, below `title`."""
+
+    kind: ClassVar[str] = "quote"
+    text: str
+    before: str = ""
+    title: str = ""
+
+    def markdown(self) -> list[str]:
+        """Return it as a line."""
+        return [f"> {escaped(' '.join(part for part in (self.title, self.before + self.text) if part))}"]
+
+
+@dataclass
+class Fold:
+    """Blocks that are folded away below their title."""
+
+    kind: ClassVar[str] = "fold"
+    title: str
+    blocks: Sequence[Block]
+    mark: int | str | None = ""
+
+    def __bool__(self) -> bool:
+        return any(self.blocks)
+
+    def markdown(self) -> list[str]:
+        """Return its lines."""
+        return [f"**{escaped(self.title)}**", "", *_lines(self.blocks)]
+
+
+Block = str | Table | Items | Quote | Fold | Figure
+
+
+class Section:
+    """A heading and the blocks below it that are not empty; left out where these are text alone."""
+
+    def __init__(self, title: str, *blocks: Block, page_only: bool = False) -> None:
+        """page_only: it is not in Markdown."""
+        self.title, self.page_only = title, page_only
+        self.blocks = [block for block in blocks if block]
+
+    def __bool__(self) -> bool:
+        return any(not isinstance(block, str) for block in self.blocks)
+
+
+@dataclass
+class Document:
+    """A report. data: its numbers, for JSON."""
+
+    title: str
+    answer: Sequence[str]  # sentences; the first is the heading
+    about: str
+    sections: Sequence[Section]
+    picture: Figure | None = None
+    remarks: Sequence[str] = ()  # what to know before trusting the numbers
+    notice: str = ""
+    data: Any = field(default_factory=dict)
+
+    def html(self) -> str:
+        """Return the page."""
+        labels: Counter[str] = Counter()
+
+        def unique(label: str) -> str:
+            labels[label] += 1
+            return label if labels[label] == 1 else f"{label} ({labels[label]})"
+
+        page = _templates().get_template("page.html.jinja")
+        return page.render(doc=self, sections=[s for s in self.sections if s], unique=unique)
+
+    def markdown(self) -> str:
+        """Return the same numbers for a pull request or a terminal, without figures and long texts."""
+        head, *texts = self.answer
+        lines = [f"# {escaped(head)}", "", *_lines([*texts, self.about, Items(self.remarks)])]
+        for section in self.sections:
+            if section and not section.page_only:
+                lines += [f"## {escaped(section.title)}", "", *_lines(section.blocks)]
+        return "\n".join([*lines, *_lines([self.notice])]).rstrip() + "\n"
+
+    def json(self) -> str:
+        """Return its numbers."""
+        return json.dumps(finite(self.data), indent=1, allow_nan=False) + "\n"
+
+    def write(self, out: str | Path, names: Sequence[str] = ("report.html",)) -> Path | None:
+        """Write it where `--out` says; return the page, or what was written instead, or None for stdout.
+
+        A directory (one that exists, ends with a slash or has no suffix) gets the files `names`; a path that
+        ends with .html, .md or .json is that file; `-` is Markdown on stdout. Raises UserError where nothing
+        can be written.
+        """
+        if str(out) == STDOUT:
+            sys.stdout.write(self.markdown())
+            return None
+        formats = {".html": self.html, ".htm": self.html, ".md": self.markdown, ".json": self.json}
+        folder, target = folder_of(out), Path(out)
+        files = [folder / name for name in names] if folder == target else [target]
+        if files[0].suffix.lower() not in formats:
+            accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
+            raise UserError(f"--out {out}: give {accepted}", code="report-out")
+        texts = {file: formats[file.suffix.lower()]() for file in files}
+        for file, text in texts.items():
+            save(file, text)
+        return files[0]
+
+
+def folder_of(out: str | Path) -> Path:
+    """Return the directory that a report with this `--out` is written into."""
+    path = Path(out)
+    whole = path.is_dir() or str(out).endswith("/") or not (path.suffix or str(out) == STDOUT)
+    return path if whole else path.parent
+
+
+def save(file: Path, text: str) -> None:
+    """Write a file, whole or not at all. Raises UserError where that cannot be."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}); give another path", code="report-out"
+        ) from None
+
+
+def _lines(blocks: Sequence[Block]) -> list[str]:
+    """Return blocks as lines of Markdown, each followed by an empty one."""
+    visible = [b for b in blocks if b and not isinstance(b, Figure)]
+    return [line for b in visible for line in (*([escaped(b)] if isinstance(b, str) else b.markdown()), "")]
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    def safe(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
+        autoescape=True,
+        finalize=safe,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["css"] = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
+    environment.globals |= {"style": style, "ROW": ROW, "HEIGHT": HEIGHT}
+    environment.tests["text"] = lambda value: isinstance(value, str)
+    return environment

@@ -1,0 +1,44 @@
+"""NumPy arrays as Arrow's and back, without pandas: pyarrow's own conversions import it, half a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+
+def array_of(values: np.ndarray) -> pa.Array:
+    """Return numbers as an Arrow array that shares their memory."""
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def lists_of(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
+    """Return lists of numbers; offsets: where each begins among the values, and their number."""
+    child = array_of(values)
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(offsets, np.int32))]
+    return pa.Array.from_buffers(pa.list_(child.type), len(offsets) - 1, buffers, children=[child])
+
+
+def texts_of(values: Sequence[str]) -> pa.Array:
+    """Return texts as an Arrow array."""
+    encoded = [value.encode() for value in values]
+    offsets = np.append(0, np.cumsum([len(value) for value in encoded])).astype(np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers)
+
+
+def numbers_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Return the whole numbers of a column without nulls, or those in all of its lists."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    if pa.types.is_list(column.type):
+        chunks = [chunk.flatten() for chunk in chunks]
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    dtype = np.dtype(str(kind))  # Arrow calls whole numbers as NumPy does
+    parts = [
+        np.frombuffer(chunk.buffers()[1], dtype, len(chunk), chunk.offset * dtype.itemsize)
+        for chunk in chunks
+        if len(chunk)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])

@@ -1,0 +1,215 @@
+"""What decides a run's numbers besides the keys of its recipe, digested from what was opened.
+
+    data           fingerprint of the training rows
+    validation     fingerprint of each validation set
+    scores         of each data set, the hashes of the stored log-probabilities that the objective reads
+    objective      each objective with its parameters, defaults included
+    program        hash of every file of an objective that is a program
+    normalisation  which rows share a mean, where the objective divides its weights by one
+    model          what the model's configuration says of its architecture
+    adapters       how the adapters were made
+    deepspeed      what DeepSpeed's configuration decides of the numbers
+    cost           fingerprint of the cost embedding
+
+It is written into config.yaml and every checkpoint. A run that resumes must be the same in all parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from common.errors import UserError, one_line
+from common.provenance import REPOSITORY
+from data_prep.scores import Scores
+from data_prep.shards import TokenDataset
+from pipeline.config import Batch, RunConfig
+from pipeline.loss.objectives import BUILT_IN
+from pipeline.loss.registry import ENTRY_POINTS, Objective
+from pipeline.planning.ds_file import decisive
+
+Identity = dict[str, Any]  # part -> JSON value
+
+# Of each part: what it is called in a message, and how it is put right.
+PARTS = {
+    "data": ("training data", "prepare the rows again that it was started with"),
+    "validation": ("validation set", "restore data.validation and its rows"),
+    "scores": ("stored scores", "write the scores again with the model that they were from"),
+    "objective": ("objective", "set its parameters in objective.params to what they were"),
+    "program": ("objective program", "restore the file"),
+    "normalisation": (
+        "number of rows that an objective with normalised weights sees together",
+        "set train.micro_batch, and start as many ranks, as before",
+    ),
+    "model": ("model configuration", "restore the config.json of model.path"),
+    "adapters": ("way to make adapters", "install the version of peft that it was started with"),
+    "deepspeed": ("DeepSpeed configuration", "restore the file that `deepspeed` names"),
+    "cost": ("cost embedding", "put the old model back where model.path or objective.cost names it"),
+}
+# Of a model's configuration: what says where it is from and how it is held, not what it computes.
+NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
+ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments", "launch")
+
+
+def of_data(data: TokenDataset, validation: Mapping[str, TokenDataset]) -> Identity:
+    """Return what rows are trained on and measured."""
+    return {
+        "data": data.fingerprint,
+        "validation": {name: rows.fingerprint for name, rows in validation.items()},
+    }
+
+
+def of_scores(scores: Sequence[Scores | None]) -> Identity:
+    """Return which log-probabilities an objective reads beside the rows."""
+    read = [column for column in scores if column is not None]
+    hashes = {column.data.directory.name: [shard.sha256 for shard in column.about.shards] for column in read}
+    return {"scores": {name: _digest(found) for name, found in hashes.items()}}
+
+
+def of_objective(parts: Sequence[Objective], programs: Mapping[str, str], batch: Batch) -> Identity:
+    """Return what is minimised. programs: what `programs` returned before the objectives were made."""
+    together: Any = None
+    if any(part.normalised for part in parts) and batch.accumulation > 1:
+        together = {"micro_batch": batch.micro, "ranks": batch.ranks}
+    return {
+        "objective": [{"name": part.name, "params": dict(part.params)} for part in parts],
+        "program": dict(programs),
+        "normalisation": together,
+    }
+
+
+def of_model(settings: PretrainedConfig, model: Any) -> Identity:
+    """Return what the model computes, apart from its weights. model: with its adapters, on any device."""
+    told = {k: v for k, v in settings.to_diff_dict().items() if k not in NOT_ARCHITECTURE}
+    adapters = None
+    if hasattr(model, "peft_config"):
+        (made,) = model.peft_config.values()
+        adapters = {k: v for k, v in made.to_dict().items() if k not in NOT_ADAPTERS}
+    return {"model": _digest(told), "adapters": None if adapters is None else _digest(adapters)}
+
+
+def of_deepspeed(ds_config: Mapping[str, Any]) -> Identity:
+    """Return what DeepSpeed's configuration decides."""
+    return {"deepspeed": decisive(ds_config)}
+
+
+def check_same(run_dir: Path, before: Any, now: Identity) -> None:
+    """Raise UserError naming the first thing that has changed since `before` was written.
+
+    Parts that `now` does not have are not known yet, and not compared.
+    """
+    if not isinstance(before, dict):
+        raise UserError(
+            f"{run_dir} does not say what it was trained with: another version of this program made it; "
+            "continue it with that version, or set run_dir to a new directory",
+            code="other-version",
+        )
+    for part, value in now.items():
+        if part in before and before[part] == value:
+            continue
+        what, cure = PARTS[part]
+        raise UserError(
+            f"{run_dir} was trained with another {what}: {_difference(before.get(part), value)}; {cure}, or "
+            "set run_dir to a new directory",
+            code=f"changed-{part}",
+        )
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Return where two parts differ, in words."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        key = next(key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key))
+        if key not in now:
+            return f"{key} is gone"
+        return f"{key} is new" if key not in before else f"{key}: {_difference(before[key], now[key])}"
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return next(_difference(*pair) for pair in zip(before, now, strict=True) if pair[0] != pair[1])
+    return f"it was {_short(before)} and is {_short(now)}"
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message; of a hash its beginning."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    is_hash = len(text) == 64 and not set(text) - set("0123456789abcdef")
+    return text[:12] if is_hash else one_line(text, 80)
+
+
+def _digest(value: Any) -> str:
+    """Return the sha256 of a JSON value, whatever the order of its keys and sets."""
+    text = json.dumps(value, sort_keys=True, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def programs(config: RunConfig) -> dict[str, str]:
+    """Return the sha256 of each file of the recipe's objectives that are programs, by module or file name.
+
+    These are the file that the recipe or an installed package names and, of the modules that it imports,
+    those of its own package and those that are part of no installed library. Call it again once the
+    objectives are made: what they import is known then, and whether a file was changed meanwhile.
+    """
+    hashes: dict[str, str] = {}
+    for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
+        if name in BUILT_IN:
+            continue
+        where = name.rpartition(":")[0]
+        if not where:
+            points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+            where = next((point.module for point in points if point.name == name), "")
+        path = Path(where) if where.endswith(".py") else _file_of(where)
+        if path is not None:
+            _add_program(hashes, path.name if where.endswith(".py") else where, path, where.split(".")[0])
+    return hashes
+
+
+def _add_program(hashes: dict[str, str], name: str, path: Path, package: str) -> None:
+    """Add a file to `hashes`, and the modules that it imports."""
+    try:
+        content = path.read_bytes()
+        tree = ast.parse(content)
+    except (OSError, SyntaxError, ValueError):
+        return  # whoever imports it says more
+    if name in hashes:
+        return
+    hashes[name] = hashlib.sha256(content).hexdigest()
+    for node in ast.walk(tree):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = name.rsplit(".", node.level)[0] if node.level else ""
+            base = ".".join(filter(None, (parent, node.module)))
+            modules = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        for module in modules:
+            found = _file_of(module)
+            if found is not None and (module.split(".")[0] == package or _is_of_user(module, found)):
+                _add_program(hashes, module, found, package)
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the Python file of a module that was imported, or can be; None for what has none."""
+    try:
+        loaded = sys.modules.get(module)
+        spec = getattr(loaded, "__spec__", None) or importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    origin = spec.origin if spec is not None else None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _is_of_user(module: str, path: Path) -> bool:
+    """Whether a module is part neither of an installed library nor of this project."""
+    if module.split(".")[0] in ROOMS and path.is_relative_to(REPOSITORY):
+        return False
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return not any(path.is_relative_to(library) for library in libraries)

@@ -1,0 +1,131 @@
+"""What all reports have in common: sentences, tables in two formats, figures, where they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.report import figure
+from common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
+from common.report.figure import Axis, Curve, Curves, Dot, Dots, Figure
+from common.report.numbers import DASH, MINUS, Effect, changes, difference, formatted
+from common.text import printable
+from tests.helpers.html import Page
+
+HOSTILE = '</td><script>alert("1")</script>|`*_[x](http://x)_*` $a$ \x1b[31m\u202e &amp;\n# x'
+NAMES = ["_a", "$x^$", "日本語", "x" * 150, "%d {0}", "{{ 7 * 7 }}", HOSTILE]
+
+
+def document(name: str = "a name", answer: str = "An answer.") -> Document:
+    table = Table(
+        ["Model", name], [[Cell(name, "a note", mark=1), Cell("12.5", "11.0 to 14.0", "better")]], name
+    )
+    dots = Dots(
+        name, [Dot(name, 1, 12.5, 11.0, 14.0), Dot("alone", 2, 12.0, float("nan"), float("nan"))], 0.0
+    )
+    curves = Curves(name, [Curve(0, [(1.0, 2.0)], [(1.0, 3.0)])])
+    blocks = [table, Figure(name, [dots, curves], name, [(0, name)], [name]), Items([name], name)]
+    sections = [
+        Section(name, *blocks, Fold(name, [Quote(name, name, name)], 1)),
+        Section("Never", Table(["x"], []), "text alone"),
+    ]
+    return Document(name, [answer, name], name, sections, None, [name], name, {"x": float("inf")})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_text_is_data(name: str) -> None:
+    page, markdown = document(name).html(), document(name).markdown()
+    assert Page(page).sections == [printable(name)]
+    assert "<script" not in page and "\x1b" not in page + markdown and "\u202e" not in page + markdown
+    table = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "a cell broke its row"
+    assert "<" not in markdown and len([x for x in markdown.splitlines() if x.startswith("#")]) == 2
+
+
+def test_both_formats_have_the_numbers_and_the_answer_first() -> None:
+    page, markdown = Page(document().html()), document().markdown()
+    assert page.tables[0][1] == ["a name a note", "12.5 ↑ 11.0 to 14.0"]
+    assert "| a name (a note) | 12.5 ↑ (11.0 to 14.0) |" in markdown
+    assert page.answer == "An answer." and markdown.startswith("# An answer.\n")
+
+
+def effect(label: str, value: float, direction: int) -> Effect:
+    return Effect(label, value, value - 2, value + 2, direction)
+
+
+def test_differences_in_words() -> None:
+    mle, emo = effect("mle", 9.0, 1), effect("emo", 7.7, 1)
+    said = "mle improves by 9.0 points (95 % interval 7.0 to 11.0) and emo by 7.7 (5.7 to 9.7)"
+    assert changes([mle, emo], "points") == said
+    worse = changes([effect("a", -3.0, -1), effect("b", 0.5, 0)], "points")
+    assert worse == (
+        "a gets worse by 3.0 points (95 % interval 1.0 to 5.0), "
+        f"b shows no clear change (+0.5, {MINUS}1.5 to +2.5)"
+    )
+    many = changes([effect(str(i), i, 1 if i > 2 else 0) for i in range(30)], "points")
+    assert "27 improve and 3 show no clear change, of 30" in many and "29 improves by 29.0 points" in many
+    assert f"emo and mle do not differ measurably: {MINUS}1.2" in difference(
+        effect("emo", -1.2, 0), "mle", "points"
+    )
+    assert "emo is worse than mle by 4.0" in difference(effect("emo", -4.0, -1), "mle", "points")
+    assert (formatted(-0.00001, "{:.2f}"), formatted(-1.5, "{:.1f}"), formatted(None)) == (
+        "0.00",
+        f"{MINUS}1.5",
+        DASH,
+    )
+
+
+def test_long_curves_keep_their_spikes() -> None:
+    points = [(float(i), 6.0 if i % 9000 == 7 else 1.0) for i in range(100_000)]
+    curve = Curve(0, points)
+    assert len(curve.points) <= figure.MOST and sum(high == 6.0 for _, _, high in curve.band) == 12
+    assert max(y for _, y in curve.points) < 1.1 and not Curve(0, points[:400]).band
+    panel = Curves("loss", [curve])
+    assert panel.axes[1].high > 6 and "<polygon" in Document("", ["x"], "", [], Figure("f", [panel])).html()
+
+
+def test_series_differ_by_more_than_colour() -> None:
+    looks = [figure.style(i) for i in range(40)]
+    assert len(set(looks)) == 40 and len({look.marker for look in looks[1:7]}) == 6
+    css = (Path(figure.__file__).parent / "page.css").read_text(encoding="utf-8")
+    assert all(css.count(f"--s{i + 1}:") == 2 for i in range(figure.COLOURS)), "light and dark"
+
+
+@pytest.mark.parametrize(
+    "values", [(0.0, 1.0), (3.0, 3.0), (-1e-6, 1e-6), (1e9, 3e9), (0.0, 0.0), (2.9, 97.0)]
+)
+def test_an_axis_has_a_few_round_numbers(values: tuple[float, float]) -> None:
+    ticks = Axis.over(values).ticks
+    assert 2 <= len(ticks) <= 7 and all(0 <= place <= 1 for place, _ in ticks)
+
+
+def test_where_a_report_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.d").mkdir()
+    report, names = document(), ("report.html", "report.md", "results.json")
+    for out, expected in (
+        (".", "."),
+        ("there.d", "there.d"),
+        ("new/", "new"),
+        ("new.d/", "new.d"),
+        ("plain", "plain"),
+    ):
+        assert report.write(out, names) == Path(expected) / "report.html"
+        assert all((tmp_path / expected / name).is_file() for name in names)
+    for out in ("a/x.html", "a/x.md", "a/x.json"):
+        assert report.write(out, names) == Path(out)
+    assert [p.name for p in sorted((tmp_path / "a").iterdir())] == ["x.html", "x.json", "x.md"]
+    assert json.loads((tmp_path / "a/x.json").read_text(encoding="utf-8")) == {"x": None}
+    assert report.write("-", names) is None and capsys.readouterr().out == report.markdown()
+    assert not (tmp_path / "-").exists()
+    (tmp_path / "file").write_text("")
+    for out in ("x.pdf", "file/x.html"):
+        with pytest.raises(UserError) as error:
+            report.write(out, names)
+        assert error.value.code == "report-out"

@@ -1,0 +1,217 @@
+"""Near duplicates and contamination in any script, and what of an instruction row is compared."""
+
+from __future__ import annotations
+
+import json
+import random
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep.contamination import Finder, collect
+from data_prep.grams import WORD, split
+from data_prep.scan.assignment import Assignment
+from data_prep.scan.near import signatures
+from data_prep.templates import Chat, Conversation, Exchange
+from tests.helpers.corpus import data_config, run, sentence, texts, write_jsonl
+from tests.helpers.scripts import TEXTS
+
+
+def nfd(text: str) -> str:
+    return unicodedata.normalize("NFD", text)
+
+
+def wide(text: str) -> str:
+    """Letters and digits in full width."""
+    return "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
+
+
+def hyphenated(text: str) -> str:
+    """With soft hyphens and joiners, which are not seen."""
+    return "".join(c + "\u00ad\u2060" if c.isalpha() else c for c in text)
+
+
+SAME = {"upper": str.upper, "NFD": nfd, "NFKC": lambda t: unicodedata.normalize("NFKC", t), "wide": wide}
+SAME |= {"hyphenated": hyphenated, "spaced": lambda t: t.replace(" ", " \n\u3000 ")}
+
+
+def similarity(a: str, b: str) -> float:
+    first, second = signatures([a, b], "text")
+    return float((first == second).mean())
+
+
+@pytest.mark.parametrize("script", TEXTS)
+def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
+    text = TEXTS[script]
+    for name, change in SAME.items():
+        if script == "thai" and name == "spaced":  # spaces there end sentences
+            continue
+        assert similarity(text, change(text)) == 1, name
+    changed = text[: len(text) // 2] + text[len(text) // 2 + 1 :]  # a letter is missing
+    assert 0.6 < similarity(text, changed) < 1
+    assert similarity(text, text[: len(text) // 2]) < 0.75
+    assert all(similarity(text, other) < 0.1 for name, other in TEXTS.items() if name != script)
+
+
+@pytest.mark.parametrize("script", TEXTS)
+def test_near_duplicates_go_in_any_script(tmp_path: Path, script: str) -> None:
+    """Of long texts of one script, one of which comes again with a letter less."""
+    rng = random.Random(3)
+    parts = [TEXTS[script][i : i + 12] for i in range(0, len(TEXTS[script]) - 12, 6)]
+    rows = ["".join(rng.sample(parts, len(parts)) * 2) for _ in range(12)]
+    rows += [rows[4][:70] + rows[4][71:], rows[7].upper()]
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], dedup="near", shards=1)
+    run(config)
+    rejected = Assignment.load(config.dir / "plan.parquet").summary["rejected"]
+    assert sum(rejected.values()) == 2, "exact where the script has no capitals"
+
+
+@pytest.mark.parametrize("script", TEXTS)
+def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> None:
+    rows = [{"text": text} for text in TEXTS.values()]
+    write_jsonl(tmp_path / "nlu/own/test.jsonl", rows)
+    grams = collect(tmp_path / "nlu", 8)
+    finder, number = Finder(grams), list(TEXTS).index(script)
+    text = TEXTS[script]
+    for name, change in (SAME | {"none": str}).items():
+        if script == "thai" and name == "spaced":
+            continue
+        hits, documents = finder.overlap([sentence(random.Random(1)), f"xyz {change(text)} xyz"])
+        assert documents == 1
+        owners = set(grams.pairs[np.isin(grams.pairs[:, 0], hits), 1].tolist())
+        assert owners == {number}, name
+        assert len(hits) == (grams.pairs[:, 1] == number).sum(), name
+    few = text[: len(text) // 12]  # about four words are no overlap of eight
+    assert finder.overlap([few])[1] == 0
+
+
+def test_runs_are_about_as_long_in_every_script() -> None:
+    """... in words of a translation, 9 to 14 a sentence here; a character is no word."""
+    same = ["We ate dinner in a small restaurant near the station last night"]
+    same += [
+        "昨日の夜、私たちは駅の近くの小さなレストランで夕食を食べました",
+        "昨天晚上我们在车站附近的一家小餐馆吃了晚饭",
+    ]
+    same += ["เมื่อคืนนี้เราทานอาหารเย็นที่ร้านอาหารเล็กๆใกล้สถานี"]
+    words = split(same).totals(4) / WORD
+    assert (words > 8).all() and (words < 18).all()
+
+
+@pytest.mark.parametrize("texts_", [["", " "], ["👍🏽", "\u200b"], ["e\u0301", "\u0301"], ["\0", "a\0b"], []])
+def test_what_has_no_words_does_no_harm(texts_: list[str]) -> None:
+    for punctuation in (False, True):
+        hashes, text = split(texts_, punctuation).grams(2, short=True)
+        assert len(hashes) == len(text)
+    assert len(signatures(list(texts_), "text")) == len(texts_)
+
+
+def test_runs_are_the_same_beside_any_other_text() -> None:
+    """A text's hashes do not depend on the texts that it is hashed with."""
+    every = list(TEXTS.values()) + texts(5)
+    hashes, owner = split(every).grams(5)
+    for number, text in enumerate(every):
+        assert hashes[owner == number].tolist() == split([text]).grams(5)[0].tolist()
+    assert len(np.unique(hashes)) == len({*hashes.tolist()})
+
+
+# --- instructions -----------------------------------------------------------------------------------------
+
+
+def rejected(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> dict[str, int]:
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    common = {"kind": "instruct", "block": 1024, "shards": 1, "dedup": "near"}
+    run(config := data_config(tmp_path, sources=[{"files": "a.jsonl"}], **(common | data)))
+    summary = Assignment.load(config.dir / "plan.parquet").summary
+    found: dict[str, int] = summary["rejected"]
+    return found
+
+
+def passage(rng: random.Random, words: int = 150) -> str:
+    text = ""
+    while len(text.split()) < words:
+        text += f" {sentence(rng)} {rng.randrange(10**6)}"
+    return text
+
+
+def asked(form: str, system: str, context: str, question: str, answer: str) -> dict[str, Any]:
+    """A row in one of the forms in which such rows come."""
+    if form == "input":
+        return {"instruction": question, "input": context, "output": answer, "system": system}
+    content = f"{context}\n\n{question}" if form == "before" else f"{question}\n\n{context}"
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"messages": [{"role": "system", "content": system}, *talk] if system else talk}
+
+
+@pytest.mark.parametrize("form", ["input", "before", "after"])
+@pytest.mark.parametrize("answers", ["long", "short", "yes or no"])
+def test_questions_on_one_passage_are_all_kept(tmp_path: Path, form: str, answers: str) -> None:
+    rng = random.Random(5)
+    rows = []
+    for _ in range(12):
+        context = passage(rng)
+        for _ in range(5):
+            answer = {
+                "long": passage(rng, 40),
+                "short": sentence(rng, 2, 4),
+                "yes or no": rng.choice(["Yes", "No"]),
+            }
+            rows.append(asked(form, "", context, sentence(rng, 6, 12), answer[answers]))
+    assert rejected(tmp_path, rows) == {}
+
+
+@pytest.mark.parametrize("form", ["input", "before"])
+def test_a_system_message_or_examples_that_all_share_are_not_compared(tmp_path: Path, form: str) -> None:
+    rng = random.Random(6)
+    shared = passage(rng, 200)
+    rows = [asked(form, shared, "", sentence(rng, 8, 14), sentence(rng)) for _ in range(20)]
+    rows += [
+        asked(
+            form, "", f"{shared}\nReview: {sentence(rng, 8, 14)}", "Sentiment:", rng.choice(["good", "bad"])
+        )
+        for _ in range(20)
+    ]
+    assert rejected(tmp_path, rows) == {}
+
+
+def test_near_duplicates_among_instructions_go(tmp_path: Path) -> None:
+    """... whatever their system messages; the same answer to another question stays."""
+    rng = random.Random(7)
+    rows = []
+    for form in ("input", "before"):
+        context, question, answer = passage(rng), sentence(rng, 8, 14), passage(rng, 120)
+        changed = answer.replace(answer.split()[60], "other", 1)
+        rows += [
+            asked(form, "", context, question, answer),
+            asked(form, "Be brief.", context, question, changed),
+        ]
+        rows.append(asked(form, "", passage(rng), sentence(rng, 8, 14), answer))
+        rows.append(asked(form, "", context, question.upper() + "!", "Yes"))
+        rows.append(asked(form, "Be brief.", context, question.upper() + "!", " yes"))
+    assert rejected(tmp_path, rows) == {"near_duplicate": 4}
+
+
+def test_chats_compare_what_user_and_assistant_say(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    tool, question, answer = passage(rng), passage(rng, 30), passage(rng, 60)
+
+    def chat(system: str, user: str, said: str, result: str) -> Chat:
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+        }
+        talk = [{"role": "system", "content": system}, {"role": "user", "content": user}, call]
+        talk += [{"role": "tool", "content": result}, {"role": "assistant", "content": said}]
+        return Chat(json.dumps(talk))
+
+    rows = [chat("", question, answer, ""), chat(passage(rng), question, answer, tool)]
+    rows += [chat("", question, passage(rng, 60), ""), chat("", passage(rng, 30), answer, "")]
+    plain = Conversation((Exchange(question, answer),), passage(rng))
+    first, second, *others = signatures(rows, "instruct")
+    assert (first == second).all()
+    assert all((first == other).mean(axis=1).min() < 0.2 for other in others)
+    assert (signatures([plain], "instruct")[0, 0] == first[0]).all()

@@ -1,0 +1,112 @@
+"""--fail-on-regression is a function of stored results: who computed them, and when, makes no difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval import store
+from tests.helpers.evaluating import command, tiny_model, write_tasks
+from tests.helpers.results import fabricated
+
+GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gates")
+    tiny_model(root / "model")
+    write_tasks(root / "data", ["sst2", "trec"], train=20, test=8)
+    return root
+
+
+def evaluated(run: Path, name: str) -> None:
+    """Mark a checkpoint as any watcher does that has evaluated it."""
+    mark = {"name": name, "state": "evaluated", "files": "f", "asked": {"a": "evaluated"}}
+    store.replace(run / "eval/watch/done" / f"{name}.json", store.dump(mark))
+
+
+def watch(run: Path, data: Path, *options: Any) -> int:
+    arguments = ["watch", run, "--once", "--no-report", "--tasks", "sst2", "--data", data]
+    return command(*arguments, "--fail-on-regression", "base", *options)[0]
+
+
+def test_a_watch_answers_the_same_however_often_it_is_asked(world: Path, tmp_path: Path) -> None:
+    """Nothing is left to evaluate in any of these passes: other watchers, or earlier ones, did it."""
+    data, out = world / "data", tmp_path / "eval"
+    fabricated(out, "base", {"sst2": GOOD})
+    fabricated(out, "run-step-000001", {"sst2": GOOD})
+    evaluated(tmp_path, "run-step-000001")
+    assert [watch(tmp_path, data) for _ in range(2)] == [0, 0]
+    fabricated(out, "run-step-000002", {"sst2": BAD})
+    assert watch(tmp_path, data) == 0  # no checkpoint of this run yet
+    evaluated(tmp_path, "run-step-000002")
+    assert [watch(tmp_path, data) for _ in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("lost", ["task", "model", "result"])
+def test_a_watch_without_all_results_gives_no_verdict(lost: str, world: Path, tmp_path: Path) -> None:
+    out, name = tmp_path / "eval", "run-step-000001"
+    fabricated(out, "base", {"sst2": GOOD, "trec": GOOD})
+    fabricated(out, name, {"sst2": GOOD} if lost == "task" else {"sst2": GOOD, "trec": GOOD})
+    evaluated(tmp_path, name)
+    if lost == "model":
+        (out / "models" / name / "model.json").write_text("{", encoding="utf-8")
+    if lost == "result":
+        (out / "models" / name / "trec.json").unlink()
+    assert [watch(tmp_path, world / "data") for _ in range(2)] == [2, 2]
+
+
+@pytest.mark.parametrize("who", ["base", "new", "both"])
+def test_compare_gives_no_verdict_where_a_result_is_damaged(who: str, tmp_path: Path) -> None:
+    """Also where both are: a task is no less missing because nobody has it."""
+    for name in ("base", "new"):
+        fabricated(tmp_path, name, {"sst2": GOOD, "trec": GOOD})
+        if who in (name, "both"):
+            (tmp_path / "models" / name / "trec.json").write_text("{", encoding="utf-8")
+    code, _, err = command("compare", "base", "new", "--results", tmp_path, "--fail-on-regression")
+    assert code == 2 and "trec" in err
+    assert command("compare", "base", "new", "--results", tmp_path, "--fail-on-regression", "sst2")[0] == 0
+
+
+@pytest.mark.parametrize(("base", "new"), [("sst2,trec", "sst2"), ("sst2", "sst2,trec")])
+def test_run_gives_no_verdict_where_a_task_is_missing(
+    base: str, new: str, world: Path, tmp_path: Path
+) -> None:
+    arguments = ["run", "--model", world / "model", "--data", world / "data", "--out", tmp_path]
+    assert command(*arguments, "--name", "base", "--tasks", base)[0] == 0
+    gated = [*arguments, "--name", "new", "--fail-on-regression", "base", "--tasks"]
+    assert [command(*gated, new)[0] for _ in range(2)] == [2, 2]
+    assert command(*arguments, "--name", "base", "--tasks", "sst2,trec")[0] == 0
+    assert command(*gated, "sst2,trec")[0] == 0
+
+
+def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> None:
+    fabricated(tmp_path, "base", {"sst2": GOOD})
+    fabricated(tmp_path, "new", {"sst2": BAD})
+    compare = ["compare", "base", "new", "--results", tmp_path]
+    run = ["run", "--model", world / "model", "--data", world / "data", "--out", tmp_path, "--tasks", "sst2"]
+    assert command(*compare, "--fail-on-regression", "--max-drop", "nan")[0] == 2
+    assert command(*compare, "--max-drop", 1)[0] == 2  # alone it would decide nothing
+    assert command(*run, "--max-drop", 1)[0] == 2
+    assert command(*run, "--name", "base", "--fail-on-regression", "base")[0] == 2
+    assert command("compare", "new", "new", "--results", tmp_path, "--fail-on-regression")[0] == 2
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(world: Path, tmp_path: Path) -> None:
+    """As in `eval run | head -1`: 141, as after SIGPIPE, and not a word."""
+    arguments = ["run", "--model", world / "model", "--data", world / "data", "--tasks", "sst2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eval", *map(str, arguments), "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 141 and b"roken pipe" not in errors and b"Traceback" not in errors

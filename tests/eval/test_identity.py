@@ -1,0 +1,372 @@
+"""A result's key covers what was opened, in the order in which it was read; what changes is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import eval.model
+from common.errors import UserError
+from data_prep.tokenizer import load_tokenizer, save_tokenizer
+from eval.icl.encoder import Encoder, encoder_path
+from eval.icl.job import Job, run_all
+from eval.icl.settings import Settings
+from eval.icl.tasks import load_task, select_tasks
+from eval.model import EvaluatedModel
+from eval.results import pick, read_models
+from tests.helpers.evaluating import command, tiny_model, write_tasks
+
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("identity")
+    tiny_model(directory / "model")
+    write_tasks(directory / "data", ["sst2"], train=20, test=8)
+    return directory
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(root / "model", tmp_path / "model"))
+
+
+@pytest.fixture
+def adapted(copy: Path) -> Path:
+    """A whole model with an adapter beside it."""
+    base = AutoModelForCausalLM.from_pretrained(copy)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model: Any = peft.get_peft_model(base, config)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    model.save_pretrained(copy / "adapter")
+    for file in (copy / "adapter").glob("adapter*"):
+        file.rename(copy / file.name)
+    shutil.rmtree(copy / "adapter")
+    return copy
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def logits(directory: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return EvaluatedModel(str(directory)).model(input_ids=torch.arange(1, 9)[None]).logits
+
+
+# --- the model --------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: Path, root: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    digests = {EvaluatedModel(str(root / "model")).digest}
+    for alpha in (8, 64):
+        edit_json(adapted / "adapter_config.json", lora_alpha=alpha)
+        digests.add(EvaluatedModel(str(adapted)).digest)
+        model: Any = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(root / "model"), adapted
+        )
+        with torch.inference_mode():
+            expected = model(input_ids=torch.arange(1, 9)[None]).logits
+        assert torch.allclose(logits(adapted), expected, atol=1e-5)
+        assert not torch.allclose(logits(adapted), base(input_ids=torch.arange(1, 9)[None]).logits, atol=0.1)
+    edit_weights(adapted / ADAPTER, lambda w: next(iter(w.values())).add_(1))
+    digests.add(EvaluatedModel(str(adapted)).digest)
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, ADAPTER])
+@pytest.mark.parametrize("how", ["missing", "renamed"])
+def test_a_tensor_that_is_missing_with_an_adapter_is_refused(file: str, how: str, adapted: Path) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        tensor = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
+        if how == "renamed":
+            weights["extra.weight"] = tensor
+
+    edit_weights(adapted / file, spoil)
+    with pytest.raises(UserError, match="does not hold the weights"):
+        _ = EvaluatedModel(str(adapted)).model
+
+
+def test_an_adapter_without_its_weights_is_refused(adapted: Path) -> None:
+    (adapted / ADAPTER).unlink()
+    with pytest.raises(UserError) as error:
+        EvaluatedModel(str(adapted))
+    assert error.value.code == "no-weights"
+
+
+@pytest.mark.parametrize("key", ["transformers_weights", "configuration_files"])
+def test_a_file_that_the_key_does_not_cover_is_not_opened(key: str, copy: Path, root: Path) -> None:
+    """transformers has more names for weights and configurations than anybody lists."""
+    other = tiny_model(copy.parent / "other", seed=1)
+    if key == "transformers_weights":
+        shutil.copy(other / WEIGHTS, copy / "other.safetensors")
+        edit_json(copy / "config.json", **{key: "other.safetensors"})
+    else:
+        text = json.loads((copy / "config.json").read_text(encoding="utf-8")) | {"rms_norm_eps": 1.0}
+        (copy / "config.4.0.0.json").write_text(json.dumps(text), encoding="utf-8")
+        edit_json(copy / "config.json", **{key: ["config.4.0.0.json"]})
+    try:
+        assert torch.equal(logits(copy), logits(root / "model"))
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json", "generation_config.json"])
+def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
+    file: str, copy: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key was derived from the old content; the model is loaded long after, from the new."""
+    other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
+    edit_json(other / "generation_config.json", eos_token_id=5)
+    load = eval.model.load_causal_lm
+
+    def swapped(path: Path, **options: Any) -> Any:
+        shutil.copy(other / file, path / "new")
+        (path / "new").rename(path / file)
+        return load(path, **options)
+
+    monkeypatch.setattr(eval.model, "load_causal_lm", swapped)
+    out = tmp_path / "out"
+    with pytest.raises(UserError) as error:
+        Job(EvaluatedModel(str(copy)), Settings(data=str(root / "data")), out).run(load_task("sst2"))
+    assert error.value.code == "changed"
+    assert not list(out.rglob("result.json")) and not list(out.rglob("chunks/*"))
+
+
+def test_files_that_were_others_only_while_they_were_loaded_are_loaded_again(
+    copy: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny_model(tmp_path / "other", seed=1)
+    load, swaps = eval.model.load_causal_lm, [copy / WEIGHTS]
+
+    def swapped(path: Path, **options: Any) -> Any:
+        if not swaps:
+            return load(path, **options)
+        file = swaps.pop()
+        file.rename(path / "old")
+        shutil.copy(other / WEIGHTS, file)
+        loaded = load(path, **options)
+        (path / "old").rename(file)
+        return loaded
+
+    monkeypatch.setattr(eval.model, "load_causal_lm", swapped)
+    assert torch.equal(logits(copy), logits(root / "model"))
+
+
+def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(encoder_path("minilm"), tmp_path / "encoder"))
+    encoder = Encoder(str(directory), tmp_path / "cache")
+    (directory / "1_Pooling" / "weights.pt").write_bytes(b"x")
+    assert Encoder(str(directory), tmp_path / "cache").digest != encoder.digest
+    with pytest.raises(UserError) as error:
+        encoder(["a text"])
+    assert error.value.code == "changed" and not list((tmp_path / "cache").rglob("*.npz"))
+
+
+def test_generation_settings_decide_sampled_text_only(copy: Path) -> None:
+    before = EvaluatedModel(str(copy))
+    digests = before.digest, before.generation_digest
+    edit_json(copy / "generation_config.json", eos_token_id=7)
+    after = EvaluatedModel(str(copy))
+    assert after.digest == digests[0] and after.generation_digest != digests[1]
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_data: Path) -> None:
+    digests = set()
+    for form in ("original", "tokenizer.json"):
+        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            (copy / file).unlink(missing_ok=True)
+        original = shared_data / "tokenizers" / name
+        if form == "original":
+            shutil.copytree(original, copy, dirs_exist_ok=True)
+        else:
+            for file in original.iterdir():
+                (copy / file.name).unlink()
+            save_tokenizer(original, None, copy)
+        digests.add(EvaluatedModel(str(copy)).tokenizer_digest)
+    assert len(digests) == 1
+
+
+def test_a_merge_that_differs_is_another_tokenizer(copy: Path, shared_data: Path) -> None:
+    for file in copy.glob("*token*"):
+        file.unlink()
+    shutil.copytree(shared_data / "tokenizers" / "gpt2", copy, dirs_exist_ok=True)
+    before = EvaluatedModel(str(copy)).tokenizer_digest
+    lines = (copy / "merges.txt").read_text(encoding="utf-8").split("\n")
+    lines.insert(40_000, lines.pop(1))  # `Ġ t`, after the words that it leads to
+    (copy / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    assert EvaluatedModel(str(copy)).tokenizer_digest != before
+
+
+@pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("bos", [True, False, None])
+@pytest.mark.parametrize("eos", [True, False, None])
+def test_a_tokenizer_adds_what_its_configuration_says(
+    form: str, bos: bool | None, eos: bool | None, copy: Path, root: Path
+) -> None:
+    if form == "tokenizer.model":
+        for file in copy.glob("*token*"):
+            file.unlink()
+        shutil.copy(root / "tokenizer" / form, copy)
+        (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    plain = EvaluatedModel(str(copy)).tokenizer_digest
+    flags = {"add_bos_token": bos, "add_eos_token": eos}
+    edit_json(
+        copy / "tokenizer_config.json", **{key: flag for key, flag in flags.items() if flag is not None}
+    )
+    model = EvaluatedModel(str(copy))
+    ids = load_tokenizer(copy)("a text", add_special_tokens=False).input_ids
+    expected = [model.tokenizer.bos_token_id] * (bos is not False) + ids
+    expected += [model.tokenizer.eos_token_id] * (eos is True)
+    assert model.tokenizer("a text").input_ids == expected
+    changed = bos is False or eos is True
+    assert (model.tokenizer_digest != plain) is changed
+
+
+def test_a_tokenizer_that_changes_meanwhile_is_refused(copy: Path, root: Path) -> None:
+    model = EvaluatedModel(str(copy))
+    assert model.tokenizer_digest  # remembered for these files by now
+    again = EvaluatedModel(str(copy))
+    assert again.tokenizer_digest == model.tokenizer_digest
+    edit_json(copy / "tokenizer_config.json", add_eos_token=True)
+    with pytest.raises(UserError) as error:
+        _ = again.tokenizer
+    assert error.value.code == "changed"
+
+
+# --- task files -------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key(root: Path, tmp_path: Path) -> None:
+    rows = [{"one": f"a{i} good film", "two": f"b{i % 5} bad book", "label": i % 2} for i in range(20)]
+    (tmp_path / "data/pair").mkdir(parents=True)
+    for split in ("train", "test"):
+        text = "".join(json.dumps(row | {"label": str(row["label"])}) + "\n" for row in rows)
+        (tmp_path / f"data/pair/{split}.jsonl").write_text(text, encoding="utf-8")
+    replace = {"a": "b", "b": "c"}
+    base: dict[str, Any] = {
+        "title": "pair",
+        "input": {"one": {"column": "one", "replace": replace}, "two": "two"},
+        "label": {"columns": ["label"], "names": {"0": ["0"], "1": ["1"]}},
+        "shots": {"count": 2},
+        "prompts": {"paper": {"text": "{one} {two} {label}"}},
+    }
+    other_inputs = base | {"input": dict(reversed(list(base["input"].items())))}
+    other_labels = base | {"label": {"columns": ["label"], "names": {"1": ["1"], "0": ["0"]}}}
+    turned = {"column": "one", "replace": dict(reversed(list(replace.items())))}
+    other_replacements = base | {"input": {"one": turned, "two": "two"}}
+    out = tmp_path / "out"
+    for i, variant in enumerate((base, other_inputs, other_labels, other_replacements)):
+        path = tmp_path / str(i) / "pair.yaml"
+        path.parent.mkdir()
+        path.write_text(yaml.safe_dump(variant, sort_keys=False), encoding="utf-8")
+        Job(EvaluatedModel(str(root / "model")), Settings(data=str(tmp_path / "data")), out).run(
+            load_task(str(path))
+        )
+    assert len(list(out.glob("store/*/result.json"))) == 4
+    assert len(list(out.glob("store/retrieval/*.json"))) == 3  # the labels' order changes no demonstrations
+
+
+# --- names ------------------------------------------------------------------------------------------------
+
+
+def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Path, tmp_path: Path) -> None:
+    tasks, settings = select_tasks("sst2"), Settings(data=str(root / "data"))
+    said: list[str] = []
+
+    def run(name: str, dtype: str) -> None:
+        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, said.append)
+
+    for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
+        run(name, dtype)
+    assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's own dtype is float32
+    assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
+    code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail-on-regression")
+    assert code == 2 and not out and "dtype: float32 and bfloat16" in err
+    said.clear()
+    run("a", "bfloat16")
+    assert "float32" in said[0] and "bfloat16" in said[0]  # what is no longer shown is said
+    assert pick(read_models([tmp_path]), "a").description["dtype"] == "bfloat16"
+
+
+def test_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
+    arguments = [
+        "run",
+        "--model",
+        root / "model",
+        "--data",
+        root / "data",
+        "--tasks",
+        "sst2",
+        "--out",
+        tmp_path,
+    ]
+    quiet = [command(*arguments)[1], command(*arguments)[1]]
+    _, loud, _ = command(*arguments, "--limit", 4)
+    assert "--name" in loud and not any("--name" in text for text in quiet)
+
+
+# --- costs ------------------------------------------------------------------------------------------------
+
+
+def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: Path) -> None:
+    arguments = ["run", "--model", str(root / "model"), "--data", str(root / "data"), "--tasks", "sst2"]
+    assert command(*arguments, "--out", tmp_path)[0] == 0
+    heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
+    program = (
+        "import sys; from eval.cli import main; code = main(); "
+        f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0 and "already known" in done.stdout, done.stderr
+    assert done.stderr.strip().endswith("[]"), done.stderr
+
+
+def test_texts_and_judgements_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
+    generate = ["generate", "--model", root / "model", "--out", tmp_path, "--samples", 1, "--tokens"]
+    said = [command(*generate, tokens)[1] for tokens in (3, 3, 4)]
+    assert ["other tokens" in text for text in said] == [False, False, True]
+    files = []
+    for i in range(3):
+        rows = [
+            {"instruction": "q", "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b",
+             "preference": 1 + i % 2}
+        ]  # fmt: skip
+        files.append(tmp_path / f"{i // 2}.json")
+        files[-1].write_text(json.dumps(rows), encoding="utf-8")
+    judge = ["judge", "--judge", "alpaca_eval", "--out", tmp_path, "--from"]
+    said = [command(*judge, file)[1] for file in files]
+    assert ["with other from" in text for text in said] == [False, False, True]

@@ -1,0 +1,374 @@
+"""TRL's SFTTrainer with the fused loss: what it prepares, logs and learns, beside a naive computation.
+
+`make doors-test` runs these with the oldest TRL that pyproject.toml allows, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Trainer
+
+from common.errors import UserError
+from pipeline.hf import FusedLossMixin, loss_function
+from pipeline.loss import CostEmbedding, Ramp, get_objective, weighted_sum
+from tests.helpers.families import VOCAB, family, tiny_llama
+from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
+from tests.pipeline.test_hf_families import FusedTrainer, stepped, without_dropout
+
+EOS = VOCAB - 1
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }} <eos> {% endgeneration %}"
+    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+Document = tuple[list[int], list[int]]  # ids and labels, aligned
+
+
+class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
+    pass
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words: w1 is 1, and so on."""
+    words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 3)), "user", "assistant", "<eos>"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    whole = Tokenizer(model)
+    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def parts() -> list[tuple[list[int], list[int]]]:
+    """Return six pairs of a prompt and a completion, of different lengths."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [(2, 3), (4, 1), (3, 6), (1, 2), (5, 5), (2, 8)]
+    drawn = [torch.randint(1, VOCAB - 3, (p + c,), generator=generator).tolist() for p, c in lengths]
+    return [(ids[:p], ids[p:]) for ids, (p, _) in zip(drawn, lengths, strict=True)]
+
+
+def documents(learn_prompts: bool) -> list[Document]:
+    """Return what a prompt and its completion are as tokens."""
+    return [(p + c + [EOS], (p if learn_prompts else [-100] * len(p)) + c + [EOS]) for p, c in parts()]
+
+
+def prompted() -> list[dict[str, Any]]:
+    return [{"prompt": words(p), "completion": " " + words(c)} for p, c in parts()]
+
+
+def texts() -> list[dict[str, Any]]:
+    return [{"text": words(p + c) + " "} for p, c in parts()]
+
+
+def conversations() -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [
+        {"messages": [{"role": r, "content": words(ids)} for r, ids in zip(roles, pair, strict=True)]}
+        for pair in parts()
+    ]
+
+
+def conversed(only_assistant: bool) -> list[Document]:
+    """Return what a conversation is as tokens."""
+    user, assistant = VOCAB - 3, VOCAB - 2
+    result = []
+    for p, c in parts():
+        question, answer = [user, *p, assistant], [*c, EOS]
+        result.append((question + answer, ([-100] * len(question) if only_assistant else question) + answer))
+    return result
+
+
+def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
+    usual = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 6,
+        "learning_rate": 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return trl.SFTConfig(str(directory), **usual | changes)
+
+
+def naive(
+    model: Any, rows: list[Document], objective: str, head: Tensor, virtual: int = 0, **options: float
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss per predicted token, every document alone, and its gradients by autograd."""
+    losses, C = [], cost_matrix(head)
+    for ids, labels in rows:
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, virtual:-1].double()
+        losses.append(losses_from_logits(logits, torch.tensor(labels[1:]), C, objective, **options)[0])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
+    "text": (texts(), documents(True), {}),
+    "completions": (prompted(), documents(False), {}),
+    "prompts too": (prompted(), documents(True), {"completion_only_loss": False}),
+    "accumulated": (
+        prompted(),
+        documents(False),
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+    ),
+    "packed": (texts(), documents(True), {"packing": True, "max_length": 16}),
+    "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
+    "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
+    "conversations": (conversations(), conversed(False), {}),
+    "answers": (conversations(), conversed(True), {"assistant_only_loss": True}),
+    "smoothed": (texts(), documents(True), {"label_smoothing_factor": 0.2}),
+    "in chunks": (texts(), documents(True), {"loss_type": "chunked_nll"}),
+    "in bfloat16": (texts(), documents(True), {"bf16": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
+    """What is predicted, what it is divided by, and that packed documents do not see each other."""
+    rows, tokens, changes = CASES[case]
+    model = tiny_llama(VOCAB)
+    smoothing = changes.get("label_smoothing_factor", 0.0)
+    want, gradients = naive(
+        copy.deepcopy(model), tokens, "emo", model.lm_head.weight.detach(), label_smoothing=smoothing
+    )
+    trainer = FusedSFTTrainer(
+        model,
+        settings(tmp_path, **changes),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        objective="emo",
+    )
+    loss, got = stepped(trainer, model)
+    bound = 2e-2 if "bf16" in changes else 1e-4
+    assert loss == pytest.approx(want, rel=bound / 5)
+    for name, gradient in gradients.items():
+        assert relative_error(got[name], gradient) <= 2 * bound, name
+    # what TRL logs beside the loss: a fused loss builds no logits for entropy and accuracy
+    logged = trainer.state.log_history[0]
+    assert logged["num_tokens"] == sum(len(ids) for ids, _ in tokens)
+    assert "entropy" not in logged
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite", "cohere", "mixtral", "opt", "falcon_h1"])
+def test_families(name: str, tmp_path: Path) -> None:
+    model = without_dropout(family(name)).train()
+    head = model.get_output_embeddings().weight.detach().clone()
+    want, gradients = naive(copy.deepcopy(model), documents(False), "emo", head)
+    # older versions of TRL ask the model's configuration alone
+    routed = name == "mixtral" and hasattr(trl.SFTConfig, "router_aux_loss_coef")
+    changes = {"router_aux_loss_coef": 0.0} if routed else {}
+    trainer = FusedSFTTrainer(
+        model,
+        settings(tmp_path, **changes),
+        train_dataset=Dataset.from_list(prompted()),
+        processing_class=tokenizer(),
+    )
+    loss, got = stepped(trainer, model)
+    assert loss == pytest.approx(want, rel=1e-5)
+    scale = max(float(g.norm()) for g in gradients.values())
+    for key, gradient in gradients.items():
+        assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key
+
+
+ADAPTERS = {
+    "lora": peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    "prompt": peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("made_by", ["trl", "peft"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
+    """The adapter's gradients are those of the wrapped model's logits, and nothing else moves."""
+    base = tiny_llama(VOCAB)
+    head = base.lm_head.weight.detach().clone()
+    options: dict[str, Any] = {"model": base}
+    torch.manual_seed(0)
+    if made_by == "trl":
+        options["peft_config"] = ADAPTERS[kind]
+    else:
+        options["model"] = peft.get_peft_model(base, ADAPTERS[kind])
+    trainer = FusedSFTTrainer(
+        **options,
+        args=settings(tmp_path),
+        train_dataset=Dataset.from_list(prompted()),
+        processing_class=tokenizer(),
+    )
+    model = trainer.model
+    plain = copy.deepcopy(model)
+    virtual = 3 if kind == "prompt" else 0
+    want, gradients = naive(plain, documents(False), "emo", head, virtual)
+    loss, got = stepped(trainer, model)
+    assert loss == pytest.approx(want, rel=1e-5)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(gradients)
+    for name in trained:
+        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * max(
+            float(g.norm()) for g in gradients.values()
+        ), name
+    assert not any(float(got[name].abs().max()) for name in set(got) - trained)
+    if kind == "prompt":
+        packed = FusedSFTTrainer(
+            model,
+            settings(tmp_path, packing=True, max_length=16),
+            train_dataset=Dataset.from_list(prompted()),
+            processing_class=tokenizer(),
+        )
+        with pytest.raises(UserError) as error:
+            packed.train()
+        assert error.value.code == "prompt-packed"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_evaluation_prediction_and_generation(tmp_path: Path) -> None:
+    model, rows = tiny_llama(VOCAB), Dataset.from_list(prompted())
+    want, _ = naive(copy.deepcopy(model), documents(False), "emo", model.lm_head.weight.detach())
+    trainer = FusedSFTTrainer(
+        model,
+        settings(tmp_path),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(want, rel=1e-5)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < want
+    prompt = torch.tensor([[1, 2, 3]])
+    fresh = tiny_llama(VOCAB)
+    fresh.load_state_dict(model.state_dict())
+    written = [m.generate(prompt, max_new_tokens=4, do_sample=False).tolist() for m in (model, fresh)]
+    assert written[0] == written[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [Trainer, trl.SFTTrainer, FusedTrainer])
+def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:
+    """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
+    model = tiny_llama(VOCAB)
+    rows = Dataset.from_list([{"input_ids": ids, "labels": labels} for ids, labels in documents(False)])
+    options = {"processing_class": tokenizer()} if first is trl.SFTTrainer else {}
+    frozen = {"learning_rate": 0.0, "bf16": True, "per_device_train_batch_size": 1}
+    first(model, settings(tmp_path, **frozen), train_dataset=rows, **options).train()
+    want, gradients = naive(
+        tiny_llama(VOCAB), documents(False), "demd", model.lm_head.weight.detach().clone()
+    )
+    trainer = FusedSFTTrainer(
+        model, settings(tmp_path), train_dataset=rows, processing_class=tokenizer(), objective="demd"
+    )
+    loss, got = stepped(trainer, model)
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
+
+
+def test_a_forward_that_somebody_replaced(tmp_path: Path) -> None:
+    model = tiny_llama(VOCAB)
+    model.forward = lambda **inputs: None
+    with pytest.raises(UserError) as error:
+        FusedTrainer(model, settings(tmp_path), train_dataset=[])
+    assert error.value.code == "forward-replaced"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_function(tmp_path: Path) -> None:
+    model = tiny_llama(VOCAB)
+    head = model.lm_head.weight.detach().clone()
+    want, gradients = naive(copy.deepcopy(model), documents(False), "emo", head)
+    trainer = trl.SFTTrainer(
+        model,
+        settings(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, loss_type="nll"),
+        train_dataset=Dataset.from_list(prompted()),
+        processing_class=tokenizer(),
+        compute_loss_func=loss_function("emo", CostEmbedding.from_weight(head)),
+    )
+    loss, got = stepped(trainer, model)
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two-losses": ({"loss_type": "dft"}, {}),
+    "two-smoothings": ({"label_smoothing_factor": 0.1}, {"loss_options": {"label_smoothing": 0.2}}),
+    "needs-logits": ({}, {"compute_metrics": lambda _: {}}),
+    "needs-teacher": ({}, {"objective": "demd_dense"}),
+    "router-loss": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Path) -> None:
+    changes, options = REFUSED[code]
+    model = family("mixtral", output_router_logits=True) if code == "router-loss" else tiny_llama(VOCAB)
+    with pytest.raises(UserError) as error:
+        FusedSFTTrainer(
+            model,
+            settings(tmp_path, **changes),
+            train_dataset=Dataset.from_list(texts()),
+            processing_class=tokenizer(),
+            **options,
+        )
+    assert error.value.code == code
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", [FusedTrainer, FusedSFTTrainer])
+def test_liger_keeps_its_layers_and_leaves_the_loss(
+    trainer: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss would replace the model's forward when training starts."""
+    applied = {}
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda _, config: applied.update(config))
+    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
+    monkeypatch.setattr("trl.trainer.sft_trainer.is_liger_kernel_available", lambda: True, raising=False)
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids, _ in documents(True)])
+    options = {"processing_class": tokenizer()} if trainer is FusedSFTTrainer else {}
+    args = settings(tmp_path, use_liger_kernel=True, per_device_train_batch_size=1)
+    trainer(tiny_llama(VOCAB), args, train_dataset=rows, eval_dataset=rows, **options).train()
+    assert applied == {"fused_linear_cross_entropy": False}
+    args = settings(tmp_path, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})
+    with pytest.raises(UserError) as error:
+        trainer(tiny_llama(VOCAB), args, train_dataset=rows, **options)
+    assert error.value.code == "two-losses"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_follows_the_steps(tmp_path: Path) -> None:
+    parts = [(get_objective("emo2"), Ramp(1.0, 0.0, 2)), (get_objective("mle"), Ramp(0.0, 1.0, 2))]
+    logged = {}
+    for name, objective in {"sum": weighted_sum(parts), "mle": "mle", "emo2": "emo2"}.items():
+        trainer = FusedSFTTrainer(
+            tiny_llama(VOCAB),
+            settings(tmp_path, learning_rate=0.0, max_steps=3),
+            train_dataset=Dataset.from_list(texts()),
+            processing_class=tokenizer(),
+            objective=objective,
+        )
+        trainer.train()
+        logged[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for step, share in enumerate((0.0, 0.5, 1.0)):
+        want = (1 - share) * logged["emo2"][step] + share * logged["mle"][step]
+        assert logged["sum"][step] == pytest.approx(want, rel=1e-5)

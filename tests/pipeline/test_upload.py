@@ -1,0 +1,177 @@
+"""Copies of checkpoints elsewhere: beside training, resumed, verified, and bounded by progress alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from pipeline import saving, upload
+from pipeline.checkpoint import prune
+from pipeline.run_dir import COMPLETE, checkpoints, problem
+from pipeline.upload import UPLOADING, Uploads, copy_checkpoint
+
+FILES = {"state.json": b"{}", "state/rank-0.pt": b"zero" * 100, "state/rank-1.pt": b"one" * 100}
+
+
+def checkpoint(run_dir: Path, step: int, files: dict[str, bytes] = FILES) -> Path:
+    directory = run_dir / f"step-{step:06d}"
+    listed = {}
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+        listed[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / COMPLETE).write_text(json.dumps({"files": listed}))
+    return directory
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are written to a store in memory."""
+    names: list[str] = []
+    open_file = MemoryFileSystem.open
+
+    def opening(self: MemoryFileSystem, path: str, mode: str = "rb", **options: object) -> object:
+        if "w" in mode and path.rpartition("/")[2] not in (COMPLETE, UPLOADING):
+            names.append(path.rpartition("/")[2])
+        return open_file(self, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", opening)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    return names
+
+
+def nothing() -> None:
+    """Progress that nobody looks at."""
+
+
+def test_a_copy_is_a_checkpoint(tmp_path: Path) -> None:
+    source, pieces = checkpoint(tmp_path / "run", 3), []
+    copy_checkpoint(source, str(tmp_path / "copies"), lambda: pieces.append(1))
+    (copied,) = checkpoints(tmp_path / "copies")
+    assert problem(copied) is None and len(pieces) == len(FILES)
+
+
+def test_what_is_there_is_not_copied_again(tmp_path: Path, opened: list[str]) -> None:
+    source, system = checkpoint(tmp_path, 3), fsspec.filesystem("memory")
+    copy_checkpoint(source, "memory://bucket", nothing)
+    assert sorted(opened) == ["rank-0.pt", "rank-1.pt", "state.json"]
+    root = f"/bucket/{source.name}"
+    assert not system.exists(f"{root}/{UPLOADING}")
+    opened.clear()
+    copy_checkpoint(source, "memory://bucket", nothing)
+    assert opened == []
+    # interrupted: a file is short, another one is missing
+    system.rm_file(f"{root}/{COMPLETE}")
+    system.pipe_file(f"{root}/{UPLOADING}", (source / COMPLETE).read_bytes())
+    system.pipe_file(f"{root}/state/rank-0.pt", b"zero")
+    system.rm_file(f"{root}/state.json")
+    opened.clear()
+    copy_checkpoint(source, "memory://bucket", nothing)
+    assert sorted(opened) == ["rank-0.pt", "state.json"]
+    assert system.cat_file(f"{root}/state/rank-0.pt") == FILES["state/rank-0.pt"]
+
+
+def test_another_checkpoint_of_the_same_name_and_sizes_is_replaced(tmp_path: Path, opened: list[str]) -> None:
+    other = {name: content[::-1] for name, content in FILES.items()}
+    for run, files in (("first", FILES), ("second", other)):
+        copy_checkpoint(checkpoint(tmp_path / run, 3, files), "memory://bucket", nothing)
+        copied = fsspec.filesystem("memory").cat_file("/bucket/step-000003/state/rank-1.pt")
+        assert copied == files["state/rank-1.pt"]
+
+
+def test_what_has_changed_since_it_was_saved_gets_no_marker(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run", 3)
+    (source / "state/rank-0.pt").write_bytes(b"none" * 100)
+    with pytest.raises(OSError, match=r"rank-0\.pt"):
+        copy_checkpoint(source, str(tmp_path / "copies"), nothing)
+    assert not checkpoints(tmp_path / "copies")
+
+
+def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    checkpoint(run, 1)
+    target.write_text("in the way")
+    uploads = Uploads(run, str(target))
+    until(lambda: not uploads.goes_on())
+    assert uploads.unfinished() == ["step-000001"]
+    target.unlink()
+    checkpoint(run, 2)
+    uploads.wake()
+    until(lambda: not uploads.goes_on())
+    assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A store that takes no piece until the event is set."""
+    go_on = threading.Event()
+
+    def copy(directory: Path, target: str, moved: Callable[[], None]) -> None:
+        go_on.wait()
+        shutil.copytree(directory, Path(target) / directory.name)
+
+    monkeypatch.setattr(upload, "copy_checkpoint", copy)
+    yield go_on
+    go_on.set()
+
+
+def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Event) -> None:
+    run = tmp_path / "run"
+    checkpoint(run, 1)
+    uploads = Uploads(run, str(tmp_path / "copies"))
+    until(lambda: uploads.current is not None)
+    for step in (2, 3):
+        checkpoint(run, step)
+    prune(run, 1, 0, uploads.current)
+    assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
+    slow.set()
+    uploads.wake()
+    until(lambda: not uploads.goes_on())
+    assert [d.name for d in checkpoints(tmp_path / "copies")] == ["step-000001", "step-000003"]
+
+
+class Lock:
+    """What the saver says to the heartbeat."""
+
+    def __init__(self) -> None:
+        self.doing: list[str] = []
+
+    def now(self, doing: str) -> None:
+        self.doing.append(doing)
+
+
+def test_the_end_waits_as_long_as_something_moves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: threading.Event
+) -> None:
+    checkpoint(tmp_path / "run", 1)
+    uploads = Uploads(tmp_path / "run", str(tmp_path / "copies"))
+    ending, lock = saving.Saver.__new__(saving.Saver), Lock()
+    ending._uploads, ending.lock, ending.group = uploads, lock, None  # type: ignore[assignment]
+    monkeypatch.setattr(saving, "gather_objects", lambda value, group: [value, (False, False)])
+    monkeypatch.setattr(upload, "STALL", 0.5)
+    began = time.monotonic()
+    threading.Thread(target=lambda: [(time.sleep(0.1), uploads._move()) for _ in range(20)]).start()
+    ending.finish_copies(lambda: False)  # longer than a stall, since there was progress; then it ends
+    assert 2 < time.monotonic() - began < 10
+    assert lock.doing[-1] == "copying"
+    monkeypatch.setattr(upload, "STALL", 100.0)
+    ending.finish_copies(lambda: True)  # who asks to stop does not wait
+    slow.set()
+    ending.finish_copies(lambda: False)
+    assert uploads.unfinished() == []
