@@ -1,4 +1,4 @@
-"""What would stop an experiment, told before its first run: every combination is looked at, none trained."""
+"""Checks of every combination of an experiment before its first run; nothing is trained."""
 
 from __future__ import annotations
 

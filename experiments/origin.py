@@ -1,4 +1,4 @@
-"""What decides the result of a run: its resolved recipe, the files that this names, and the code."""
+"""The origin of a result: the resolved recipe of a run, the files that it names, and the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How hard every objective pulls at the target's logit, over the probability that the model gives it.
+"""The pull of every objective at the target's logit, over the probability that the model gives it.
 
     python -m experiments.weights docs/objectives.svg    # the figure of docs/objectives.md, and its numbers
 

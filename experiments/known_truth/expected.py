@@ -70,7 +70,7 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
 
 
 class Settled(NamedTuple):
-    """Where training with unlimited data and capacity settles."""
+    """A fixed point, where training with unlimited data and capacity settles."""
 
     q: Tensor  # [n, V]
     residual: Tensor  # [n]: the largest entry of the expected gradient that is left
