@@ -89,7 +89,7 @@ def _check_deepspeed(config: RunConfig, batch: Batch) -> None:
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:
     """The model and the cost embedding must be there."""
-    from pipeline.loss.cost_source import load_cost
+    from pipeline.loss.cost_files import load_cost
     from pipeline.model import model_config
 
     path, cost = config.model.path, config.objective.cost

@@ -30,7 +30,7 @@ EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it wo
 
 
 class Scalars(NamedTuple):
-    """What one pass over its row says about a token, each [n], float32 (float64); None: not asked for."""
+    """The numbers of a token that one pass over its row gives, each [n], float32 (float64); None: unused."""
 
     m: Tensor  # -log p_y, nats
     p: Tensor  # p_y
@@ -52,33 +52,36 @@ class Coefficients(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a function of scalars cannot say by itself."""
+    """Properties of an objective that its function cannot express."""
 
     logit_scale: Callable[..., float] | None = None  # of its options: scalars are of softmax(scale z)
     normalised: bool = False  # weights are divided by their mean over the batch
-    warning: str | None = None  # said when the objective is chosen
+    warning: str | None = None  # issued when the objective is chosen
 
 
 ObjectiveFunction = Callable[..., Tensor | Coefficients]
 
 
-def traits(**given: Any) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
-    """Decorator that attaches `Traits` to an objective."""
+def traits(**properties: Any) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
+    """Return a decorator that attaches `Traits` to an objective's function."""
 
     def attach(function: ObjectiveFunction) -> ObjectiveFunction:
-        function.traits = Traits(**given)  # type: ignore[attr-defined]
+        function.traits = Traits(**properties)  # type: ignore[attr-defined]
         return function
 
     return attach
 
 
 def mle(m: Tensor) -> Tensor:
-    """Maximum likelihood (eq. 4): L = m."""
+    """Maximum likelihood (EMO's eq. 4): L = m, w = 1."""
     return torch.ones_like(m)
 
 
 def emo(m: Tensor, D: Tensor, *, ratio_cap: float | None = None) -> Coefficients:
-    """EMO (eq. 19): L = (m + sg[w] D) / 2 with w = m / (D + eps) per token, at most `ratio_cap`."""
+    """EMO (arXiv 2310.04691, eq. 19): L = (m + sg[w] D) / 2 with w = m / (D + eps), at most `ratio_cap`.
+
+    A = (1 - w D) / 2, B = w / 2. Raises UserError for a `ratio_cap` that is not above 0.
+    """
     w = (m / (D + EPS)).detach()
     if ratio_cap is not None:
         _positive("emo", ratio_cap=ratio_cap)
@@ -87,26 +90,26 @@ def emo(m: Tensor, D: Tensor, *, ratio_cap: float | None = None) -> Coefficients
 
 
 def emo2(m: Tensor, D: Tensor) -> Coefficients:
-    """EMO with the weight on the other term: L = sg[u] m + D with u = D / (m + eps)."""
+    """EMO with the weight on the other term: L = sg[u] m + D with u = D / (m + eps); A = u - D, B = 1."""
     u = (D / (m + EPS)).detach()
     return Coefficients(u * m + D, A=u - D, B=torch.ones_like(m), weight=u)
 
 
 def demd(D: Tensor) -> Coefficients:
-    """The differentiable earth mover distance alone (eq. 14): L = D."""
-    one = torch.ones_like(D)
-    return Coefficients(D, A=-D, B=one, weight=one)
+    """The differentiable earth mover distance alone (EMO's eq. 14): L = D; A = -D, B = 1."""
+    ones = torch.ones_like(D)
+    return Coefficients(D, A=-D, B=ones, weight=ones)
 
 
 def tailr(m: Tensor, p: Tensor, *, gamma: float = 0.8, w_min: float = 0.0) -> Tensor:
-    """TaiLr (eq. 17): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1]."""
+    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1]."""
     _unit("tailr", gamma=gamma, w_min=w_min)
     floor = torch.finfo(p.dtype).tiny  # gamma = 0 and p_y = 0: the weight is 1, not 0 / 0
     return ((p + floor) / (gamma + (1 - gamma) * p + floor)).clamp(w_min, 1.0)
 
 
 def mixce(m: Tensor, p: Tensor, *, gamma: float = 0.8) -> Tensor:
-    """MixCE (eq. 18): w = gamma + (1 - gamma) p_y."""
+    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y, with gamma in [0, 1]."""
     _unit("mixce", gamma=gamma)
     return gamma + (1 - gamma) * p
 
@@ -141,9 +144,9 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
     term.
     """
     _positive("focal", gamma=gamma)
-    rest = -torch.expm1(-m)  # 1 - p without cancellation
-    factor = rest.pow(gamma)
-    ratio = torch.where(rest > 0, m / rest.clamp_min(torch.finfo(m.dtype).tiny), 1.0)
+    others = -torch.expm1(-m)  # 1 - p without cancellation
+    factor = others.pow(gamma)
+    ratio = torch.where(others > 0, m / others.clamp_min(torch.finfo(m.dtype).tiny), 1.0)
     return Coefficients(factor * m, A=factor * (1 + gamma * p * ratio))
 
 
@@ -230,10 +233,14 @@ OBJECTIVES = tuple(BUILT_IN)
 def _unit(objective: str, **options: float) -> None:
     for name, value in options.items():
         if not 0 <= value <= 1:
-            raise UserError(f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})")
+            raise UserError(
+                f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})", code="option-range"
+            )
 
 
 def _positive(objective: str, **options: float) -> None:
     for name, value in options.items():
         if not value > 0:
-            raise UserError(f"objective {objective}: {name} must be above 0 (given: {value:g})")
+            raise UserError(
+                f"objective {objective}: {name} must be above 0 (given: {value:g})", code="option-range"
+            )

@@ -20,7 +20,7 @@ from data_prep.shards import TokenDataset, is_prepared, open_prepared
 from pipeline import resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
-from pipeline.loss.cost_source import FILES, load_cost
+from pipeline.loss.cost_files import FILES, load_cost
 from pipeline.loss.registry import Objective
 from pipeline.model import (
     add_lora,

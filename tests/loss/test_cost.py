@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import LIVE, CostEmbedding
-from pipeline.loss.cost_cache import WINDOW_CPU
-from pipeline.loss.cost_source import load_cost, number_cost
+from pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding
+from pipeline.loss.cost_files import load_cost, number_cost
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.registry import get_objective
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
@@ -46,7 +45,7 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
     torch.manual_seed(0)
     h, w = torch.randn(300, H).requires_grad_(), torch.randn(vocab, H).requires_grad_()
     E = torch.randn(vocab, 2 * H)
-    megabytes = (rows + min(vocab, WINDOW_CPU)) * vocab * 2 / 2**20 + 1e-4
+    megabytes = (rows + min(vocab, CACHE_WINDOW_CPU)) * vocab * 2 / 2**20 + 1e-4
     fresh, used = CostEmbedding.from_weight(E, cache_mb=megabytes), CostEmbedding.from_weight(E)
     used = used.cached(megabytes)
     for seed in range(6):
@@ -65,7 +64,9 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
 
 def test_cache_prefers_frequent_targets() -> None:
     """A full table gives its least frequent place to a target that has overtaken it."""
-    cost = CostEmbedding.from_weight(torch.randn(V, H), cache_mb=(WINDOW_CPU + 10) * V * 2 / 2**20 + 1e-4)
+    cost = CostEmbedding.from_weight(
+        torch.randn(V, H), cache_mb=(CACHE_WINDOW_CPU + 10) * V * 2 / 2**20 + 1e-4
+    )
     h, w = torch.randn(40, H), torch.randn(V, H)
 
     def see(first: int, times: int) -> None:
@@ -90,7 +91,7 @@ def test_cache_prefers_frequent_targets() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows overlap where a group of tokens reaches beyond one; what is there is not computed again."""
-    monkeypatch.setattr("pipeline.loss.cost_rows.WINDOW_MB", 0.2)
+    monkeypatch.setattr("pipeline.loss.cost.WINDOW_MB", 0.2)
     torch.manual_seed(0)
     h, w = torch.randn(300, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype)
     labels, cost = batch(3), CostEmbedding.from_weight(torch.randn(V, H).to(dtype))
@@ -369,7 +370,7 @@ def test_small_costs_keep_their_digits_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("pipeline.loss.products._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("pipeline.loss.tensors._lacks_instructions", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)

@@ -11,7 +11,7 @@ import torch
 from pipeline.loss import padding
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.padding import ALIGNMENT, padded_rows, padded_width, touchable
+from pipeline.loss.tensors import ALIGNMENT, padded_rows, padded_width, touchable
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_objectives import make
 
