@@ -100,9 +100,9 @@ def attend_in_turn(
         if 0 <= left < end - first - 1:
             ones = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device)
             mask = ones.tril().triu(-left)
-        document = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
+        query, key, value = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(
-            *document, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
