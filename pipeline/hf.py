@@ -93,9 +93,9 @@ def loss_function(
 ) -> Callable[..., Tensor]:
     """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
-    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value is the sum
-    over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None. Raises
-    UserError for an objective with a schedule: such a function does not know the step.
+    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value, in nats, is
+    the sum over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None.
+    Raises UserError for an objective with a schedule: such a function does not know the step.
     """
     chosen = chosen_objective(objective, params).fixed()
 
@@ -113,7 +113,7 @@ def _divisor(tokens: Tensor | int) -> Tensor | int:
 
 
 class EMOLoss(nn.Module):
-    """Mean loss per predicted token, from logits; `objective` may be any but `demd_dense`.
+    """Mean loss per predicted token in nats, from logits; `objective` may be any but `demd_dense`.
 
     With `shift` (default, as in the released package) labels are aligned with the inputs and position i
     predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp,
@@ -204,13 +204,23 @@ def fuse_causal_lm(
 ) -> None:
     """Make `model(input_ids, labels=..., num_items_in_batch=...)` return the fused loss, in place.
 
-    Without labels it works as before (generation, scoring). Parameters, their names and the saved files
-    stay the same. `cost` defaults to a frozen copy of the model's own head. Logit scale and soft cap
-    are taken from the model's configuration, and the result is compared with the model's own logits at once:
-    UserError for a family that treats them otherwise. Where a weight of an objective is a Ramp, give
-    `objective.at(0)`, and call `model.get_output_embeddings().use(objective.at(step))` before every step.
-    Under FSDP2 all ranks call it, before or after `fully_shard`. Under ZeRO-3 the weights can be used only
-    through the engine: call `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+    Without labels it works as before (generation, scoring). Parameters, their names and the saved files stay
+    the same. Where a weight of an objective is a Ramp, give `objective.at(0)`, and call
+    `model.get_output_embeddings().use(objective.at(step))` before every step. Under FSDP2 all ranks call it,
+    before or after `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
+    `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+
+    Args:
+        model: a causal LM, or PEFT's wrapper of one.
+        objective: a name, or an Objective.
+        cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        params: options of an objective given by name.
+        options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
+            cap come from the model's configuration.
+
+    Raises:
+        UserError: for a model whose logits differ from the fused head's, which is probed at once, and for
+            options that do not fit.
     """
     base = _base_of(model)
     _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
@@ -234,13 +244,16 @@ def _fuse(model: Any, objective: Objective, cost: Cost, options: dict[str, Any])
 class FusedLossMixin:
     """Put before Trainer (or SFTTrainer): trains with the fused loss of `objective`.
 
-    Keyword arguments beside the Trainer's: `objective` (a name or an Objective), `params` (of a name),
-    `cost` (a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head), `loss_options` (z_loss,
-    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured, and a Ramp
-    follows its steps. Evaluation reports the same loss. No logits are built: `compute_metrics`, another
-    `loss_type` of an SFTConfig and a mixture's router loss are refused, and of what SFTTrainer logs, entropy
-    and mean_token_accuracy are missing. Before the first loss the fused model is compared with its own
-    logits, and a UserError ends training where they differ.
+    Args, beside the Trainer's:
+        objective: a name, or an Objective.
+        params: options of an objective given by name.
+        cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        loss_options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`.
+
+    The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows its steps.
+    Evaluation reports the same loss. No logits are built: `compute_metrics`, another `loss_type` of an SFTConfig
+    and a mixture's router loss are refused, and SFTTrainer's logs lack entropy and mean_token_accuracy. Before
+    the first loss the fused model is compared with its logits, and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch

@@ -29,10 +29,16 @@ def load_cost(
 ) -> CostEmbedding:
     """Return the cost embedding [V, H] of a pre-trained model, without loading that model.
 
-    `source` is a model directory or hub id, of which only the output head's tensor is read (the
-    input embedding where the two are tied), or a .safetensors / .pt file holding one matrix. `revision`
-    is a commit of the hub model. Raises UserError, naming the file, when it is missing, damaged, ambiguous,
-    or made for another vocabulary.
+    Args:
+        source: a model directory or hub id, of which only the output head's tensor is read (the
+            input embedding where the two are tied), or a .safetensors / .pt file holding one matrix [V, H].
+        vocab_size: V of the model to be trained.
+        dtype: of the normalised rows.
+        cache_mb: megabytes for cost rows of frequent targets (`CostEmbedding`).
+        revision: a commit of the hub model.
+
+    Raises:
+        UserError: naming the file, when it is missing, damaged, ambiguous, or has another vocabulary.
     """
     path = Path(source)
     if path.suffix in FILES and not path.is_dir():

@@ -176,10 +176,18 @@ def fuse_model(
 ) -> None:
     """Make a Hugging Face causal LM end in the fused head when it is given labels; in place.
 
-    Parameters, their names, saved files and the signature of its forward stay. Logit scale and soft cap come
-    from its configuration; `options` as in `fused_linear_loss`. `forward` may be a subclass that takes labels
-    or gives results in another form. Calling it again changes all that. Raises UserError for a model without
-    a Linear head of its own.
+    Parameters, their names, saved files and the signature of its forward stay. Calling it again changes the
+    loss.
+
+    Args:
+        model: a causal LM with a Linear output head and a body apart from it.
+        objective: from `get_objective` or `weighted_sum`.
+        cost: transport costs of the model's vocabulary, for objectives that read D.
+        forward: a subclass of FusedCausalLM that takes labels or returns results in another form.
+        options: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
+
+    Raises:
+        UserError: for a model without such a head or body, or whose forward was replaced.
     """
     _uncover_forward(model)
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon

@@ -31,10 +31,17 @@ def logits_loss(
 ) -> LossSums:
     """Return the loss of `logits` [..., V] against `labels` [...], as sums over the valid tokens.
 
-    logits[i] predicts labels[i]; -100 leaves a token out. `cost`, `stored` [...], the units of the sums and
-    the options label_smoothing, z_loss, memory_mb, kernels are those of `fused_linear_loss`. Soft cap and
-    logit scale are part of the logits already. Raises UserError for shapes or options that do not fit, for
-    `demd_dense` and for `LIVE`, which need the fused head.
+    Args:
+        logits: [..., V], soft cap and scale applied; differentiable, once.
+        labels: [...], int64: logits[i] predicts labels[i]; -100 leaves a token out.
+        objective: from `get_objective` or `weighted_sum`.
+        cost: transport costs of V tokens, for objectives that read D.
+        stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
+        options: label_smoothing, z_loss, memory_mb and kernels, as in `fused_linear_loss`.
+
+    Raises:
+        UserError: for shapes or options that do not fit; for `demd_dense` and `LIVE`, which need the
+            fused head.
     """
     for name in ("softcap", "logit_scale"):
         if name in options:

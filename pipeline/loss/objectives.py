@@ -102,14 +102,20 @@ def demd(D: Tensor) -> Coefficients:
 
 
 def tailr(m: Tensor, p: Tensor, *, gamma: float = 0.8, w_min: float = 0.0) -> Tensor:
-    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1]."""
+    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1].
+
+    Raises UserError for `gamma` or `w_min` outside [0, 1].
+    """
     _unit("tailr", gamma=gamma, w_min=w_min)
     floor = torch.finfo(p.dtype).tiny  # gamma = 0 and p_y = 0: the weight is 1, not 0 / 0
     return ((p + floor) / (gamma + (1 - gamma) * p + floor)).clamp(w_min, 1.0)
 
 
 def mixce(m: Tensor, p: Tensor, *, gamma: float = 0.8) -> Tensor:
-    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y, with gamma in [0, 1]."""
+    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y.
+
+    Raises UserError for `gamma` outside [0, 1].
+    """
     _unit("mixce", gamma=gamma)
     return gamma + (1 - gamma) * p
 
@@ -120,7 +126,10 @@ def dft(p: Tensor) -> Tensor:
 
 
 def emo_compat(m: Tensor, D: Tensor, p: Tensor) -> Coefficients:
-    """EMO as the released model classes compute it: weights and values from D' = D + p_y."""
+    """EMO as the released model classes compute it: L = (m + sg[w] D') / 2, w = m / (D' + eps).
+
+    D' = D + sg[p_y]. For the reproduction of released scripts.
+    """
     shifted = D + p.detach()
     w = (m / (shifted + EPS)).detach()
     return Coefficients(0.5 * (m + w * shifted), A=0.5 * (1 - w * D), B=0.5 * w, weight=w)
@@ -141,7 +150,7 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
     """Focal loss (arXiv 1708.02002): L = (1 - p_y)^gamma m, differentiated whole, as its authors do.
 
     A = (1 - p)^gamma + gamma p m (1 - p)^(gamma - 1). Implementations that detach the factor drop the second
-    term.
+    term. Raises UserError for a `gamma` that is not above 0.
     """
     _positive("focal", gamma=gamma)
     others = -torch.expm1(-m)  # 1 - p without cancellation
@@ -153,14 +162,18 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
 def power(m: Tensor, *, alpha: float = 0.5) -> Coefficients:
     """Power family (arXiv 2510.00526): L = (1 - p_y^alpha) / alpha; A = p_y^alpha.
 
-    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`.
+    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`. Raises UserError for an `alpha` that is not
+    above 0.
     """
     _positive("power", alpha=alpha)
     return Coefficients(-torch.expm1(-alpha * m) / alpha, A=torch.exp(-alpha * m))
 
 
 def threshold(p: Tensor, *, least: float = 0.1) -> Tensor:
-    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least]."""
+    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least].
+
+    Raises UserError for `least` outside [0, 1].
+    """
     _unit("threshold", least=least)
     return (p >= least).to(p.dtype)
 

@@ -164,11 +164,20 @@ def probe_model(
 ) -> str:
     """Check that training `model`, fused by `fuse_model`, optimises what the model computes.
 
-    forward: what training calls (an engine, a wrapped model), by default the model. device: of its inputs, by
-    default the head's. Sets the model's `packing`, how it keeps documents in a row apart, and returns it:
-    `positions`, `mask` or `refused`. With `packed`, rows hold several documents and `refused` is an error.
-    With `collective`, all ranks call and agree. Raises UserError for a family whose logits the fused head
-    does not know, whose values are not finite, or that lets packed documents see each other.
+    Args:
+        model: a causal LM after `fuse_model`.
+        forward: the callable of training (an engine, a wrapped model), by default the model.
+        packed: rows hold several documents, so that `refused` is an error.
+        collective: all ranks call and agree.
+        device: of the inputs, by default the head's.
+
+    Returns:
+        The model's `packing`, which it sets, the way documents in a row are separated: `positions`, `mask` or
+        `refused`.
+
+    Raises:
+        UserError: for a family whose logits the fused head does not reproduce, whose values are not finite,
+            that is not causal, or that lets packed documents see each other.
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
