@@ -66,7 +66,7 @@ from pipeline.loss import (
 from pipeline.loss.tensors import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
-Choice = str | Objective  # a name, as in a recipe, or what `get_objective` and `weighted_sum` return
+Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`
 
 
 def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
@@ -250,10 +250,10 @@ class FusedLossMixin:
         cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
         loss_options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`.
 
-    The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows its steps.
-    Evaluation reports the same loss. No logits are built: `compute_metrics`, another `loss_type` of an SFTConfig
-    and a mixture's router loss are refused, and SFTTrainer's logs lack entropy and mean_token_accuracy. Before
-    the first loss the fused model is compared with its logits, and a UserError ends training where they differ.
+    The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows its steps. Evaluation reports the
+    same loss. No logits are built: `compute_metrics`, another `loss_type` of an SFTConfig and a mixture's
+    router loss are refused, and SFTTrainer's logs lack entropy and mean_token_accuracy. Before the first loss
+    the fused model is compared with its logits, and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch
@@ -322,7 +322,7 @@ class FusedLossMixin:
                 f"{options['label_smoothing']:g} in loss_options; give one of them",
                 code="two-smoothings",
             )
-        # unset, the likelihood, or the same in chunks: what SFTConfig says by default in its versions
+        # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
         if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
             raise UserError(
                 f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}: leave "

@@ -26,10 +26,7 @@ from pipeline.loss.token_plan import OnDevice, TokenPlan
 DIGIT = 9.0  # distances between numbers up to which their cost is the distance
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 WINDOW_MB = 8.0  # of exact rows alive at a time on a CPU
-CACHE_WINDOW_CPU, CACHE_WINDOW = (
-    64,
-    1024,
-)  # missing rows computed together; one request of the kernels must fit
+CACHE_WINDOW_CPU, CACHE_WINDOW = 64, 1024  # missing rows computed together; a request of kernels must fit
 CONVERTED = 16  # rows brought to float16 at a time
 TWIN_COST = 1e-3  # below it, the costs do not tell two tokens apart
 USUAL_TWINS = 0.75  # of tokens; in real heads about half have a twin, as tokens that never occur stay alike
@@ -40,7 +37,7 @@ class CostEmbedding:
     """Unit-length embedding rows [V, H], and the cost rows that follow from them.
 
     A row of zero length has no direction: its cosine with every other row counts as 0, so its cost
-    to every *other* token is 1 and to itself 0 like everybody's.
+    to every *other* token is 1 and to itself 0.
     """
 
     def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
@@ -243,7 +240,7 @@ class NumberCost(CostEmbedding):
     """
 
     def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
-        """Take the tokens' values [V] or [V, 1]; NaN for what is no number."""
+        """Take the tokens' values [V] or [V, 1]; NaN for tokens that are no numbers."""
         super().__init__(rows.view(-1, 1), cache_mb)
 
     def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:

@@ -1,7 +1,7 @@
 """Documents that share a row: where each begins, and the inputs with which none sees another.
 
 A document begins with a row, and wherever a position does not follow the one before it by one. Padding after
-the last document of a row is a document of its own.
+the last document of a row counts as another document.
 """
 
 from __future__ import annotations

@@ -140,9 +140,9 @@ class FusedCausalLM:
     def fused_sums(self, labels: Labels, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
         """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
-        inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which
-        are kept apart; a padding mask beside them is not needed and not used. What `documents.segments` says
-        of the positions may stand beside them as cu_seq_lens_q and max_length_q: no layer then looks again.
+        inputs: the arguments of the model's ordinary forward. `position_ids` [b, L] that restart mark
+        documents, which do not see each other; a padding mask beside them is not needed and not used. The
+        `segments` of the positions may be given as cu_seq_lens_q and max_length_q: no layer then looks again.
         """
         hidden = self.before_head(label_count(labels), inputs)
         return self.get_output_embeddings()(hidden, labels, stored=stored)  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def fuse_model(
         "takes": None if anything else frozenset(accepted),
         "takes_positions": "position_ids" in accepted,
     }
-    # the same name: transformers writes it into the configuration of what it saves
+    # the same name: transformers writes it into saved configurations
     model.__class__ = type(ordinary.__name__, (forward, ordinary), facts)
 
 
@@ -239,7 +239,7 @@ def _uncover_forward(model: nn.Module) -> None:
     """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
 
     Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
-    a loss of its own. Raises UserError for any other.
+    another loss. Raises UserError for any other forward.
     """
     forward = vars(model).get("forward")
     if forward is None:

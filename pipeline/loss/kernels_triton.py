@@ -7,7 +7,7 @@ One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, f
 Rows have V columns, of which the kernels touch `width`: more where rows are padded (`tensors.py`), so that
 the mask of the last block ends on a whole vector. Were it to end at an odd V, every load of the row would
 take one number at a time. What stands beyond V may be anything, NaN too, and never enters a sum.
-`tests/bench/kernels_static.py` counts registers, vector loads and bytes of what the compiler makes of this.
+`tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Notation, for one token with target y: p_i = softmax(z)_i, c = row of transport costs from y to every token
 (c_y = 0). The numbers in `Scalars` follow from one pass over the row; an objective is a function of those
-that its parameters name, and of its own options as keyword-only parameters. It returns either
+that its parameters name, and of its options as keyword-only parameters. It returns either
 
 - a weight [n]: the loss is sg[weight] m, maximum likelihood with that weight on the token; or
 - `Coefficients`: the loss, and (A, B, C) such that its gradient with respect to the logits is
@@ -13,7 +13,7 @@ that its parameters name, and of its own options as keyword-only parameters. It 
   that: written out as p_y (A + ...) - K, the difference would vanish in rounding on well-predicted tokens.
 
 The building blocks: dm/dz_i = p_i - [i = y], dD/dz_i = p_i (c_i - D), dH/dz_i = -p_i (log p_i + H). Weights
-such as m / D are *detached* (sg[.]): they scale the gradient and are not differentiated; `.detach()` says so.
+such as m / D are *detached* (sg[.]): they scale the gradient and are not differentiated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Coefficients(NamedTuple):
     A: Tensor
     B: Tensor | None = None  # None: 0, no transport part
     C: Tensor | None = None  # None: 0, no entropy part
-    weight: Tensor | None = None  # what reweights the token, for reports on its health; None: A
+    weight: Tensor | None = None  # the token's weight, for reports; None: A
 
 
 class Traits(NamedTuple):

@@ -5,8 +5,8 @@ Two claims are checked on the very path that training takes, with the very weigh
 head     The fused loss is that of the model's logits. Families scale, cap, mask or shift them in ways
          that no list of names covers. Labels are the least and the most likely tokens: there an error shows.
 packing  A document in a packed row is computed as if it were alone: nothing changes when the document
-         before it does, and its hidden states are those of a row of its own. Rounding is told from a leak
-         by what moves in the first document when the second changes: in a causal model, rounding alone.
+         before it does, and its hidden states are those of a row without others. Rounding is told from a
+         leak by the change of the first document with the second: in a causal model, rounding alone.
 
 All of it is a handful of forward passes without gradient on rows of at most 24 tokens. Every rank does the
 same, so parameters may be partitioned.
@@ -31,7 +31,7 @@ from pipeline.loss.registry import get_objective
 log = logging.getLogger(__name__)
 
 LENGTH = 12  # tokens of a document
-ROUNDING = 4.0  # a leak is more than so many times what rounding moves
+ROUNDING = 4.0  # a leak is more than so many times the change by rounding
 HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # share of the logits' range; True: half precision
 ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # share of the hidden states' norm
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
@@ -162,7 +162,7 @@ def probe_model(
     collective: bool = False,
     device: torch.device | None = None,
 ) -> str:
-    """Check that training `model`, fused by `fuse_model`, optimises what the model computes.
+    """Check that training `model`, fused by `fuse_model`, optimises the loss of the model's logits.
 
     Args:
         model: a causal LM after `fuse_model`.

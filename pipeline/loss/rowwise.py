@@ -20,7 +20,7 @@ The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-los
 soft-capping join in, the row is completed in place and r = 1.
 
 Reading a row of logits and writing its gradient is left to the kernels (`kernels_torch.py`,
-`kernels_triton.py`); what lies between, a few numbers per token, is `solve`.
+`kernels_triton.py`); `solve` stands between, with a few numbers per token.
 """
 
 from __future__ import annotations

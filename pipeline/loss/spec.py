@@ -33,7 +33,7 @@ class Spec:
     logit_scale: float = 1.0  # factor on h W^T, before the soft cap
     memory_mb: float | None = None  # budget of a chunk's logits; None: CHUNK_MB or CHUNK_MB_CPU
     kernels: str = "auto"  # auto | torch | triton
-    by_token: bool = False  # whether the sums come with what they are sums of
+    by_token: bool = False  # whether the sums come with the losses of every token
 
 
 def make_spec(

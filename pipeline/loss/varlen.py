@@ -42,7 +42,7 @@ def varlen_attention(
 
     query [b, H, L, D], key and value [b, H', L, D]; H is a multiple of H'. cu_seq_lens_q and max_length_q of
     `documents.segments`; without them the call is SDPA's, with its mask. sliding_window: the number of tokens
-    that a token sees, itself included. Raises ValueError for what the kernel cannot do.
+    that a token sees, itself included. Raises ValueError for arguments that the kernel lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(
