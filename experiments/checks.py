@@ -82,7 +82,7 @@ def _check_training(config: RunConfig, batch: Batch) -> None:
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:
     """Refuse a model or cost embedding that is not there and that `before` does not make."""
-    from pipeline.loss.cost_source import load_cost
+    from pipeline.loss.cost_files import load_cost
     from pipeline.model import model_config
 
     path, cost = config.model.path, config.objective.cost

@@ -1,6 +1,6 @@
-"""The same objectives for people who train with Hugging Face's Trainer, with TRL, or with their own loop.
+"""The loss library for Hugging Face's Trainer, for TRL and for any training loop.
 
-Three doors, from most to least efficient:
+Three interfaces, from most to least efficient:
 
 `FusedLossMixin` goes before a Trainer class. The model's forward then ends in the fused head: logits are
 never built, and `num_items_in_batch` (tokens of all ranks and accumulation steps) is the divisor.
@@ -14,7 +14,7 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
     trainer = EmoTrainer(model=model, args=args, train_dataset=dataset, objective="emo")
     trainer.train()
 
-`loss_function` makes what Trainer and TRL's SFTTrainer take as `compute_loss_func`. It starts from logits,
+`loss_function` returns a `compute_loss_func` for Trainer and TRL's SFTTrainer. It starts from logits,
 so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
 `label_smoothing_factor` to such a function: give it `label_smoothing`. For models whose class is not called
 ...ForCausalLM, such as GPT2LMHeadModel, Trainer counts the first token of each row as predicted, and all its
@@ -63,10 +63,10 @@ from pipeline.loss import (
     probe_model,
     shift_left,
 )
-from pipeline.loss.gathering import is_distributed, is_partitioned
+from pipeline.loss.tensors import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
-Choice = str | Objective  # a name, as in a recipe, or what `get_objective` and `weighted_sum` return
+Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`
 
 
 def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
@@ -78,7 +78,7 @@ def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Object
     if isinstance(objective, str):
         chosen = get_objective(objective, **(params or {}))
     elif params:
-        raise UserError(f"{objective} has its parameters already; leave params out")
+        raise UserError(f"{objective} has its parameters already; leave params out", code="two-params")
     else:
         chosen = objective
     if chosen.dense:
@@ -91,11 +91,11 @@ def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Object
 def loss_function(
     objective: Choice = "emo", cost: Cost = None, *, params: dict[str, Any] | None = None, **options: Any
 ) -> Callable[..., Tensor]:
-    """A `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
+    """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
-    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value is the sum
-    over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None. Raises
-    UserError for an objective with a schedule: nobody tells such a function the step.
+    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value, in nats, is
+    the sum over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None.
+    Raises UserError for an objective with a schedule: such a function does not know the step.
     """
     chosen = chosen_objective(objective, params).fixed()
 
@@ -113,7 +113,7 @@ def _divisor(tokens: Tensor | int) -> Tensor | int:
 
 
 class EMOLoss(nn.Module):
-    """Mean loss per predicted token, from logits; `objective` may be any but `demd_dense`.
+    """Mean loss per predicted token in nats, from logits; `objective` may be any but `demd_dense`.
 
     With `shift` (default, as in the released package) labels are aligned with the inputs and position i
     predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp,
@@ -135,10 +135,10 @@ class EMOLoss(nn.Module):
     def forward(
         self, logits: Tensor, labels: Tensor, cost_embedding: Tensor | CostEmbedding | None = None
     ) -> Tensor:
-        """logits [..., T, V], labels [..., T], cost_embedding [V, H'] (any length of rows) -> scalar.
+        """Return the mean loss of logits [..., T, V] against labels [..., T] with cost_embedding [V, H'].
 
-        A tensor is normalised at every call, so that a change of it is never missed; a CostEmbedding is
-        normalised already.
+        A tensor, whose rows may have any length, is normalised at every call, so that a change of it is never
+        missed; a CostEmbedding is normalised already. Raises UserError as `logits_loss` does.
         """
         cost = cost_embedding
         if isinstance(cost, Tensor):
@@ -152,10 +152,10 @@ class _MeanLoss(FusedCausalLM):
     """The fused forward with Hugging Face's conventions: labels aligned with inputs in, the mean loss out."""
 
     shifted_labels = "shift_labels"
-    aligned = False  # whether labels were seen to be aligned with the inputs
+    aligned = False  # True once a batch's labels were aligned with its inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mean loss against `labels` [b, T], aligned with `input_ids`, or `shift_labels` [b, T].
+        """Return the mean loss against `labels` [b, T], aligned with `input_ids`, or `shift_labels` [b, T].
 
         `stored` [b, T] stands beside whichever of the two is given. Raises UserError for labels that were
         shifted already: they would be predicted from two tokens before.
@@ -175,21 +175,23 @@ class _MeanLoss(FusedCausalLM):
 
 
 def _aligned(ids: Tensor, labels: Tensor) -> bool:
-    """Whether labels [b, T] are the inputs [b, T] at the same places; False where that cannot be told.
+    """Return True where labels [b, T] are the inputs [b, T] at the same positions; False in doubt.
 
-    Raises UserError when they are those of the next place.
+    Raises UserError when they are the inputs of the next positions.
     """
     if ids.shape != labels.shape or ids.shape[-1] < 2:
         return False
-    here = (labels == ids)[..., :-1] & (labels != IGNORE)[..., :-1]
-    ahead = (labels[..., :-1] == ids[..., 1:]) & (labels != IGNORE)[..., :-1]
-    valid, same, shifted = torch.stack(((labels != IGNORE)[..., :-1].sum(), here.sum(), ahead.sum())).tolist()
-    if valid >= 8 and shifted > 0.9 * valid > 2 * same:
+    same = (labels == ids)[..., :-1] & (labels != IGNORE)[..., :-1]
+    next_ = (labels[..., :-1] == ids[..., 1:]) & (labels != IGNORE)[..., :-1]
+    counts = torch.stack(((labels != IGNORE)[..., :-1].sum(), same.sum(), next_.sum()))
+    valid, aligned, shifted = counts.tolist()
+    if valid >= 8 and shifted > 0.9 * valid > 2 * aligned:
         raise UserError(
             "labels are shifted already (labels[i] is input_ids[i + 1]), and would be shifted a second time; "
-            "give them aligned with input_ids, or call them shift_labels"
+            "give them aligned with input_ids, or call them shift_labels",
+            code="labels-shifted",
         )
-    return valid >= 8 and same > 0.5 * valid
+    return valid >= 8 and aligned > 0.5 * valid
 
 
 def fuse_causal_lm(
@@ -202,13 +204,23 @@ def fuse_causal_lm(
 ) -> None:
     """Make `model(input_ids, labels=..., num_items_in_batch=...)` return the fused loss, in place.
 
-    Without labels it works as before (generation, scoring). Parameters, their names and the saved files
-    stay the same. `cost` defaults to a frozen copy of the model's own head. Logit scale and soft cap
-    are taken from the model's configuration, and the result is compared with the model's own logits at once:
-    UserError for a family that treats them otherwise. Where a weight of an objective is a Ramp, give
-    `objective.at(0)`, and call `model.get_output_embeddings().use(objective.at(step))` before every step.
-    Under FSDP2 all ranks call it, before or after `fully_shard`. Under ZeRO-3 the weights can be used only
-    through the engine: call `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+    Without labels it works as before (generation, scoring). Parameters, their names and the saved files stay
+    the same. Where a weight of an objective is a Ramp, give `objective.at(0)`, and call
+    `model.get_output_embeddings().use(objective.at(step))` before every step. Under FSDP2 all ranks call it,
+    before or after `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
+    `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+
+    Args:
+        model: a causal LM, or PEFT's wrapper of one.
+        objective: a name, or an Objective.
+        cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        params: options of an objective given by name.
+        options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
+            cap come from the model's configuration.
+
+    Raises:
+        UserError: for a model whose logits differ from the fused head's, which is probed at once, and for
+            options that do not fit.
     """
     base = _base_of(model)
     _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
@@ -232,13 +244,16 @@ def _fuse(model: Any, objective: Objective, cost: Cost, options: dict[str, Any])
 class FusedLossMixin:
     """Put before Trainer (or SFTTrainer): trains with the fused loss of `objective`.
 
-    Keyword arguments beside the Trainer's own: `objective` (a name or an Objective), `objective_params`,
-    `cost` (a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head), `loss_options` (z_loss,
-    label_smoothing, memory_mb, kernels). The Trainer's `label_smoothing_factor` is honoured, and a Ramp
-    follows its steps. Evaluation reports the same loss. No logits are built: `compute_metrics`, another
-    `loss_type` of an SFTConfig and a mixture's router loss are refused, and of what SFTTrainer logs, entropy
-    and mean_token_accuracy are missing. Before the first loss the fused model is compared with its own
-    logits, and a UserError ends training where they differ.
+    Args, beside the Trainer's:
+        objective: a name, or an Objective.
+        params: options of an objective given by name.
+        cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        loss_options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`.
+
+    The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows its steps. Evaluation reports the
+    same loss. No logits are built: `compute_metrics`, another `loss_type` of an SFTConfig and a mixture's
+    router loss are refused, and SFTTrainer's logs lack entropy and mean_token_accuracy. Before the first loss
+    the fused model is compared with its logits, and a UserError ends training where they differ.
     """
 
     loss_is_scaled_for_ga = True  # divided by the tokens of the whole accumulated batch
@@ -247,9 +262,9 @@ class FusedLossMixin:
         self,
         model: Any = None,
         args: Any = None,
-        *rest: Any,
+        *positional: Any,
         objective: Choice = "emo",
-        objective_params: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
         cost: Cost = None,
         loss_options: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -263,11 +278,11 @@ class FusedLossMixin:
                 raise UserError(
                     f"FusedLossMixin builds no logits: {refused} cannot be used with it", code="needs-logits"
                 )
-        self._objective = chosen_objective(objective, objective_params)
+        self._objective = chosen_objective(objective, params)
         options = dict(loss_options or {})
         if args is not None:
             self._check_arguments(args, options)
-        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
         trainer: Any = self
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
@@ -276,7 +291,7 @@ class FusedLossMixin:
                 "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
                 code="not-data-parallel",
             )
-        # after the Trainer's own start, which may wrap the model (PEFT) and replace its forward (TRL)
+        # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
         self._fused: Any = _base_of(trainer.model)
         if getattr(self._fused.config.get_text_config(), "output_router_logits", False):
             raise UserError(
@@ -286,7 +301,7 @@ class FusedLossMixin:
             )
         _fuse(self._fused, self._objective, cost, options)
         self._probed = False
-        self.model_accepts_loss_kwargs = True  # what makes the Trainer count the batch's tokens,
+        self.model_accepts_loss_kwargs = True  # the Trainer then counts the batch's tokens,
         self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts
         if hasattr(self, "_total_train_tokens"):
             warnings.warn(
@@ -307,7 +322,7 @@ class FusedLossMixin:
                 f"{options['label_smoothing']:g} in loss_options; give one of them",
                 code="two-smoothings",
             )
-        # unset, the likelihood, or the same in chunks: what SFTConfig says by default in its versions
+        # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
         if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
             raise UserError(
                 f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}: leave "
@@ -331,7 +346,10 @@ class FusedLossMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
+        """Return loss sum / tokens of the global batch, as the Trainer's accumulation expects it.
+
+        Raises UserError for rows without labels, and for packed rows beside a learned prompt.
+        """
         trainer: Any = self
         adapter = getattr(trainer.model, "active_peft_config", None)
         prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
@@ -367,14 +385,11 @@ class FusedLossMixin:
         elif trainer.args.average_tokens_across_devices:  # counted over ranks that average gradients
             loss = loss * trainer.accelerator.num_processes
         if hasattr(self, "_total_train_tokens"):
-            self._count_tokens(inputs, model.training)
+            # TRL's `num_tokens`, stored where its compute_loss stores it
+            if model.training:
+                mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+                count = mask.sum() if mask is not None else ids.new_tensor(ids.numel())
+                trainer._total_train_tokens += int(trainer.accelerator.gather_for_metrics(count).sum())
+            key = "train" if model.training else "eval"
+            trainer._metrics[key]["num_tokens"] = [trainer._total_train_tokens]
         return (loss, outputs) if return_outputs else loss
-
-    def _count_tokens(self, inputs: dict[str, Any], training: bool) -> None:
-        """What TRL logs as `num_tokens`, kept where its own compute_loss keeps it."""
-        trainer: Any = self
-        if training:
-            mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
-            count = mask.sum() if mask is not None else ids.new_tensor(ids.numel())
-            trainer._total_train_tokens += int(trainer.accelerator.gather_for_metrics(count).sum())
-        trainer._metrics["train" if training else "eval"]["num_tokens"] = [trainer._total_train_tokens]

@@ -52,8 +52,8 @@ def process_groups_and_their_timeouts() -> None:
         dist.destroy_process_group()
 
 
-@needs("pipeline/loss/products.py", "_is_avx512_bf16_supported")
-@needs("pipeline/loss/products.py", "_is_amx_tile_supported")
+@needs("pipeline/loss/tensors.py", "_is_avx512_bf16_supported")
+@needs("pipeline/loss/tensors.py", "_is_amx_tile_supported")
 def what_the_processor_has() -> None:
     assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
     assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
@@ -82,13 +82,13 @@ def compiled_code_can_run_uncompiled() -> None:
         assert ran(torch.ones(1)) == 2
 
 
-@needs("pipeline/loss/gradients.py", "out_dtype=")
+@needs("pipeline/loss/fused.py", "out_dtype=")
 def products_of_half_precision_summed_in_float32() -> None:
     assert "out_dtype" in str(torch.ops.aten.addmm.dtype._schema)
     assert "out_dtype" in str(torch.ops.aten.mm.dtype._schema)
 
 
-@needs("pipeline/loss/gathering.py", "full_tensor")
+@needs("pipeline/loss/tensors.py", "full_tensor")
 def distributed_tensors_come_together() -> None:
     from torch.distributed.tensor import DTensor
 
@@ -281,8 +281,8 @@ def pickles_can_be_read_as_data_whatever_their_reader_says() -> None:
     assert "Weights only load failed" in inspect.getsource(serialization)
 
 
-@needs("pipeline/loss/gathering.py", "ds_id")
-@needs("pipeline/loss/gathering.py", "GatheredParameters")
+@needs("pipeline/loss/tensors.py", "ds_id")
+@needs("pipeline/loss/tensors.py", "GatheredParameters")
 @needs("pipeline/model.py", "ds_tensor")
 @needs("pipeline/export.py", "ds_id")
 def partitioned_parameters_are_marked() -> None:
@@ -413,7 +413,7 @@ def files_and_ties_can_be_looked_at() -> None:
 
 
 @needs("common/weights.py", "_raise_exceptions_for_missing_entries")
-@needs("pipeline/loss/cost_source.py", "_raise_exceptions_for_missing_entries")
+@needs("pipeline/loss/cost_files.py", "_raise_exceptions_for_missing_entries")
 def absent_files_can_be_asked_for() -> None:
     import tempfile
 

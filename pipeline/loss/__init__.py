@@ -1,4 +1,4 @@
-"""Token-level objectives inside a fused output head. A library of its own that knows nothing of runs.
+"""Token-level objectives inside a fused output head: a library that knows nothing of runs.
 
 from pipeline.loss import CostEmbedding, fused_linear_loss, get_objective
 
@@ -9,7 +9,7 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 
 from common.labels import IGNORE
 from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost
-from pipeline.loss.cost_source import load_cost, number_cost
+from pipeline.loss.cost_files import load_cost, number_cost
 from pipeline.loss.dense import Teacher
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
@@ -17,7 +17,7 @@ from pipeline.loss.logits import logits_loss
 from pipeline.loss.objectives import OBJECTIVES, Coefficients, Scalars, traits
 from pipeline.loss.probe import probe_model
 from pipeline.loss.registry import Objective, Ramp, get_objective, weighted_sum
-from pipeline.loss.spec import LossSums
+from pipeline.loss.sums import LossSums
 from pipeline.loss.token_plan import TokenPlan, plan_tokens
 
 __all__ = [

@@ -3,40 +3,54 @@
 E is the output head of a pre-trained model (the trained model's own by default). It never receives
 a gradient and is not a parameter: sharded optimizers must not see it. Its hidden size need not be the
 trained model's.
+
+The fused loss asks for rows of costs (`open_rows`). Tokens come sorted by target, so the distinct targets are
+met one after the other and a small window of cost rows [w, V] suffices. `ExactRows` computes every row once a
+batch. `CachedRows` keeps the rows of frequent targets in float16 between calls: text repeats itself, and most
+rows are then only read.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost_cache import CostCache
-from pipeline.loss.gathering import whole
-from pipeline.loss.products import half_dtype, in_float32, widens
+from pipeline.loss.tensors import half_dtype, in_float32, padded_rows, row_stride, whole, widens
+from pipeline.loss.token_plan import OnDevice, TokenPlan
 
 DIGIT = 9.0  # distances between numbers up to which their cost is the distance
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
+WINDOW_MB = 8.0  # of exact rows alive at a time on a CPU
+CACHE_WINDOW_CPU, CACHE_WINDOW = 64, 1024  # missing rows computed together; a request of kernels must fit
+CONVERTED = 16  # rows brought to float16 at a time
+TWIN_COST = 1e-3  # below it, the costs do not tell two tokens apart
+USUAL_TWINS = 0.75  # of tokens; in real heads about half have a twin, as tokens that never occur stay alike
+TWIN_SAMPLE = 1024  # tokens that `twins` examines
 
 
 class CostEmbedding:
     """Unit-length embedding rows [V, H], and the cost rows that follow from them.
 
     A row of zero length has no direction: its cosine with every other row counts as 0, so its cost
-    to every *other* token is 1 and to itself 0 like everybody's.
+    to every *other* token is 1 and to itself 0.
     """
 
     def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
-        """Take rows that are already of unit (or zero) length; see `from_weight` for raw ones.
+        """Take rows [V, H] that are already of unit (or zero) length; see `from_weight` for raw ones.
 
         With `cache_mb` above 0 the cost rows of frequent targets are kept in that much memory, in
         float16: every cost is then off by up to 5e-4 of itself, or 3e-8, gradients by less than 2e-3. With 0
-        (the default) they are as exact as the rows.
+        (the default) they are as exact as the rows. Raises UserError for a negative `cache_mb`.
         """
         if cache_mb < 0:
-            raise UserError(f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)")
+            raise UserError(
+                f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)", code="option-range"
+            )
         self.rows = rows
         self.cache_mb = cache_mb
         self.fingerprint: str | None = None  # of the tensor that `load_cost` read it from
@@ -45,34 +59,34 @@ class CostEmbedding:
         self._excess: Tensor | None = None
 
     def cached(self, memory_mb: float) -> CostEmbedding:
-        """The same embedding with a cache of `memory_mb` for cost rows (0: exact, no cache)."""
-        found = type(self)(self.rows, memory_mb)
-        found.fingerprint = self.fingerprint
-        return found
+        """Return the same embedding with a cache of `memory_mb` for cost rows (0: exact, no cache)."""
+        copy = type(self)(self.rows, memory_mb)
+        copy.fingerprint = self.fingerprint
+        return copy
 
     @classmethod
     def constant(cls, vocab_size: int) -> CostEmbedding:
-        """Costs of 1 between different tokens: no geometry. Exact, since rows without length have none."""
-        found = cls(torch.zeros(vocab_size, 1))
-        found.fingerprint = f"constant {vocab_size}"
-        return found
+        """Return costs of 1 between different tokens: no geometry. Exact: rows of zero length have none."""
+        cost = cls(torch.zeros(vocab_size, 1))
+        cost.fingerprint = f"constant {vocab_size}"
+        return cost
 
     def permuted(self, seed: int) -> CostEmbedding:
-        """The same costs between other tokens: geometry of the right size in the wrong places."""
+        """Return the same costs between other tokens, permuted by `seed`: a control for the geometry."""
         order = torch.randperm(self.vocab_size, generator=torch.Generator().manual_seed(seed))
-        found = CostEmbedding(self.rows[order.to(self.rows.device)], self.cache_mb)
-        found.fingerprint = f"{self.fingerprint} permuted {seed}"
-        return found
+        cost = CostEmbedding(self.rows[order.to(self.rows.device)], self.cache_mb)
+        cost.fingerprint = f"{self.fingerprint} permuted {seed}"
+        return cost
 
     @property
     def cache(self) -> CostCache | None:
-        """The cache, made at its first use; None where rows are exact."""
+        """Return the cache, made at its first use; None where rows are exact."""
         if self.cache_mb and self._cache is None:
             self._cache = CostCache(self.vocab_size, self.cache_mb, self.rows.device)
         return self._cache
 
     def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
-        """This embedding on the model's device, no wider than the model is; the copy is kept.
+        """Return this embedding on the model's device, no wider than the model is; the copy is remembered.
 
         For a half-precision model the rows become float16 (entries are at most 1, so its three more bits are
         worth having), or bfloat16 on a CPU that multiplies only those fast.
@@ -92,7 +106,7 @@ class CostEmbedding:
     def from_weight(
         cls, weight: Tensor, dtype: torch.dtype | None = None, cache_mb: float = 0.0
     ) -> CostEmbedding:
-        """Normalise a copy of `weight` [V, H]; the copy has `dtype`, by default that of `unit_rows`.
+        """Return the embedding of a normalised copy of `weight` [V, H] in `dtype`, by default as `unit_rows`.
 
         A parameter that ZeRO-3 or FSDP2 keeps in pieces is gathered first (a collective call). Raises
         UserError when the weight is not a matrix or holds NaN or infinity.
@@ -102,10 +116,12 @@ class CostEmbedding:
 
     @property
     def vocab_size(self) -> int:
+        """Return V."""
         return self.rows.shape[0]
 
     @property
     def hidden_size(self) -> int:
+        """Return H."""
         return self.rows.shape[1]
 
     def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
@@ -159,13 +175,15 @@ class CostEmbedding:
 def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = True) -> Tensor:
     """Return `weight` [V, H] with its rows scaled to length one (zero rows stay zero).
 
-    In `dtype`, by default the weight's own, or float16 for bfloat16: no entry is above 1. Not `checked`: what
-    is not finite stays so in the rows, and nothing is asked of the device.
+    In `dtype`, by default the weight's own, or float16 for bfloat16: no entry is above 1. Raises UserError
+    for a weight that is no matrix and, where `checked`, for one that is not finite; unchecked, NaN and
+    infinity stay in the rows, and the host does not wait for the device.
     """
     if weight.dim() != 2 or weight.numel() == 0:
         raise UserError(
             f"cost embedding needs a full [V, H] matrix (got shape {list(weight.shape)}); "
-            "gather the parameter first if it is sharded"
+            "gather the parameter first if it is sharded",
+            code="cost-shape",
         )
     usual = torch.float16 if weight.dtype == torch.bfloat16 else weight.dtype
     rows = torch.empty_like(weight, dtype=dtype or usual)
@@ -184,10 +202,10 @@ def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = 
     if not checked:
         return rows
     if not torch.stack(finite).all():
-        raise UserError("cost embedding holds NaN or infinite values")
-    if found := int(sum(zeros)):
+        raise UserError("cost embedding holds NaN or infinite values", code="not-finite")
+    if count := int(sum(zeros)):
         warnings.warn(
-            f"cost embedding: {found} of {len(rows)} rows have length zero; "
+            f"cost embedding: {count} of {len(rows)} rows have length zero; "
             "their cost to every other token is 1",
             stacklevel=2,
         )
@@ -211,7 +229,7 @@ def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class NumberCost(CostEmbedding):
-    """Costs between tokens that are numbers, by the distance d = |v_i - v_y|; 0 wherever one is none.
+    """Costs between tokens that are numbers, by the distance d = |v_i - v_y|; 0 beside other tokens.
 
         c = d                     where d <= 9
         c = 9 (1 + ln(d / 9))     beyond
@@ -222,7 +240,7 @@ class NumberCost(CostEmbedding):
     """
 
     def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
-        """Take the tokens' values [V] or [V, 1]; NaN for what is no number."""
+        """Take the tokens' values [V] or [V, 1]; NaN for tokens that are no numbers."""
         super().__init__(rows.view(-1, 1), cache_mb)
 
     def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
@@ -242,7 +260,198 @@ class NumberCost(CostEmbedding):
 
 
 class LiveCost:
-    """Stands for the head as it trains ("adaptive" cost): normalised anew, detached, at every call."""
+    """The trained head as cost embedding ("adaptive" cost): normalised anew, detached, at every call."""
 
 
 LIVE = LiveCost()
+
+
+class CostCache:
+    """A table of cost rows of frequent targets in float16, within a memory budget, that lives between calls.
+
+    Rounding to float16 changes a cost by less than 5e-4 of itself, or 3e-8, and the gradients of a batch by
+    less than 2e-3 (relative norm; 1e-4 to 7e-4 measured). A row is rounded whether it was in the table or
+    not, so results do not depend on earlier batches. When the table is full, a target that has become more
+    frequent replaces the least frequent one.
+    """
+
+    def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
+        row_bytes = row_stride(vocab_size, device) * torch.float16.itemsize
+        self.window = min(vocab_size, CACHE_WINDOW_CPU if device.type == "cpu" else CACHE_WINDOW)
+        self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
+        rows = self.capacity + self.window  # the last `window` rows: targets outside the table
+        self.rows = padded_rows(rows, vocab_size, torch.float16, device)
+        # the host knows which row belongs to which target, so that nothing has to be asked of the device
+        self.slot = np.full(vocab_size, -1)
+        self.owner = np.full(self.capacity, -1)
+        self.frequency = np.zeros(vocab_size, np.int64)
+        self.used = 0
+
+    def allocate(self, missing: np.ndarray, current: np.ndarray) -> np.ndarray:
+        """Return a row of the table for each of the targets `missing` [k] from it, k <= window, int64 [k].
+
+        Targets of the batch under way (`current`) stay. Those in `missing` that are less frequent than
+        everything in the table get a passing row behind it.
+        """
+        slots = np.arange(len(missing)) + self.capacity
+        free = min(self.capacity - self.used, len(missing))
+        slots[:free] = np.arange(self.used, self.used + free)
+        self._assign(missing[:free], slots[:free])
+        self.used += free
+        remaining = len(missing) - free
+        if remaining and self.capacity:
+            count = self.frequency[self.owner]
+            in_use = self.slot[current]  # those just assigned among them
+            count[in_use[in_use >= 0]] = np.iinfo(np.int64).max
+            victims = np.argsort(count, kind="stable")[:remaining]
+            eager = np.argsort(-self.frequency[missing[free:]], kind="stable")[: len(victims)]
+            wins = self.frequency[missing[free:]][eager] > count[victims]
+            chosen, taken = eager[wins] + free, victims[wins]
+            slots[chosen] = taken
+            self.slot[self.owner[taken]] = -1
+            self._assign(missing[chosen], slots[chosen])
+        return slots
+
+    def _assign(self, targets: np.ndarray, slots: np.ndarray) -> None:
+        self.slot[targets] = slots
+        self.owner[slots] = targets
+
+
+class Costs(NamedTuple):
+    """Cost rows of the distinct targets of some tokens, and which of them each token uses."""
+
+    rows: Tensor  # [u, V]; any dtype
+    which: Tensor  # [n] int64
+    similarity: bool = False  # the rows hold cosines s instead of costs max(0, 1 - s), the target's included
+
+
+class CostRows(Protocol):
+    """A source of cost rows for the kernels."""
+
+    def group(self, start: int, stop: int) -> Costs:
+        """Return the rows for tokens [start, stop) of the plan; valid until the next call."""
+
+
+def open_rows(
+    cost: CostEmbedding,
+    plan: TokenPlan,
+    order: OnDevice,
+    dtype: torch.dtype,
+    most: int,
+    chunk: int,
+    as_stored: bool,
+) -> CostRows:
+    """Return the cost rows of a plan's targets, for requests of at most `most` tokens.
+
+    `order` is the plan on the device. They come as costs in the statistics' `dtype`; with `as_stored` in
+    whatever form they have, for kernels that convert while reading. Windows of rows are no larger than
+    WINDOW_MB on a CPU, nor than a `chunk` of logits; elsewhere a request is served alone.
+    """
+    if cost.cache is not None:
+        return CachedRows(cost, cost.cache, plan, order, dtype, as_stored)
+    on_cpu = cost.rows.device.type == "cpu"
+    fitting = int(WINDOW_MB * 2**20) // (cost.vocab_size * dtype.itemsize) if on_cpu else 1
+    window = max(most, min(chunk, fitting))
+    return ExactRows(cost, plan, order, None if as_stored else dtype, min(window, len(plan.targets)))
+
+
+class ExactRows:
+    """Every row computed from the embedding, in its precision, once."""
+
+    def __init__(
+        self, cost: CostEmbedding, plan: TokenPlan, order: OnDevice, dtype: torch.dtype | None, size: int
+    ) -> None:
+        self.cost, self.plan, self.order, self.size = cost, plan, order, size
+        self.similarity = dtype is None  # leave the cosines as the product gives them
+        self.first = self.last = 0  # the targets in the window
+        dtype = dtype or torch.promote_types(cost.rows.dtype, torch.float32)
+        self.rows = padded_rows(size, cost.vocab_size, dtype, cost.rows.device)
+
+    def group(self, start: int, stop: int) -> Costs:
+        """Return the rows for tokens [start, stop), which may move the window on to their targets."""
+        low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
+        if high > self.last:
+            overlap = self.last - low
+            if overlap > 0:
+                self.rows[:overlap] = self.rows[low - self.first : self.last - self.first].clone()
+            first, self.first = max(low, self.last), low
+            self.last = min(low + self.size, len(self.plan.targets))
+            targets, out = self.order.targets[first : self.last], self.rows[first - low : self.last - low]
+            if self.similarity:
+                self.cost.cosines(targets, out)
+            else:
+                self.cost.costs(targets, out)
+        rows = self.rows[low - self.first : high - self.first]
+        return Costs(rows, self.order.which[start:stop] - low, self.similarity)
+
+
+class CachedRows:
+    """Rows from a `CostCache`; missing ones are computed, a window of them at a time."""
+
+    def __init__(
+        self,
+        cost: CostEmbedding,
+        cache: CostCache,
+        plan: TokenPlan,
+        order: OnDevice,
+        dtype: torch.dtype,
+        as_stored: bool,
+    ) -> None:
+        self.cost, self.cache, self.plan, self.order = cost, cache, plan, order
+        self.dtype, self.as_stored = dtype, as_stored
+        cache.frequency[plan.targets] += plan.counts
+        self.slots = cache.slot[plan.targets]  # -1: not in the table
+        self._slots_on_device: Tensor | None = None
+
+    def group(self, start: int, stop: int) -> Costs:
+        """Return the rows for tokens [start, stop): the whole table, or a copy of them in `dtype`."""
+        low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
+        which = self.order.which[start:stop]
+        if self.as_stored and high - low <= self.cache.window:
+            return Costs(self.cache.rows, self._filled(low, high)[which])
+        shape = (high - low, self.cost.vocab_size)
+        rows = torch.empty(shape, dtype=self.dtype, device=which.device)
+        for first in range(low, high, self.cache.window):
+            last = min(first + self.cache.window, high)
+            rows[first - low : last - low] = self.cache.rows[self._filled(first, last)[first:last]]
+        return Costs(rows, which - low)
+
+    def _filled(self, low: int, high: int) -> Tensor:
+        """Return all slots on the device, once targets [low, high) are in the table.
+
+        Missing ones are computed, and the next missing ones with them. high - low is at most the table's
+        window, so that all of them fit even if none is frequent enough to stay.
+        """
+        device = self.cost.rows.device
+        if (self.slots[low:high] < 0).any():
+            # passing rows are overwritten with this window; mark their targets missing again
+            self.slots[self.slots >= self.cache.capacity] = -1
+            missing = np.flatnonzero(self.slots[low:] < 0)[: self.cache.window] + low
+            slots = self.cache.allocate(self.plan.targets[missing], self.plan.targets)
+            self.slots[missing] = slots
+            self._slots_on_device = None
+            costs = self.cost.costs(self.order.targets[_sent(missing, device)])
+            to = _sent(slots, device)
+            for start in range(0, len(missing), CONVERTED):  # no second copy of the whole window
+                part = slice(start, start + CONVERTED)
+                self.cache.rows[to[part]] = costs[part].to(torch.float16)
+        if self._slots_on_device is None:
+            self._slots_on_device = _sent(self.slots, device)
+        return self._slots_on_device
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return a copy of an array on `device` that the host does not wait for."""
+    tensor = torch.from_numpy(array.copy())
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def twins(cost: CostEmbedding) -> tuple[int, int]:
+    """Return (tokens with another at a cost below TWIN_COST, tokens examined), at most TWIN_SAMPLE."""
+    stride = max(1, cost.vocab_size // TWIN_SAMPLE)
+    ids = torch.arange(0, cost.vocab_size, stride, device=cost.rows.device)[:TWIN_SAMPLE]
+    count = 0
+    for part in ids.split(64):
+        costs = cost.costs(part).scatter(1, part[:, None], torch.inf)
+        count += int((costs.amin(1) < TWIN_COST).sum())
+    return count, len(ids)

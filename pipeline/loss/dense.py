@@ -1,4 +1,4 @@
-"""DEMD against a teacher's whole distribution (eq. 15), for distillation.
+"""DEMD against a teacher's whole distribution (EMO, arXiv 2310.04691, eq. 15), for distillation.
 
 With student q, teacher P and cost matrix C, one token's loss is  sum_i |q_i - P_i| (C P)_i.  C is never
 formed: with unit embedding rows e_i,  (C P)_i = 1 - e_i . (sum_j P_j e_j),  two thin products a chunk.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.products import in_float32
 from pipeline.loss.rowwise import Chunk, Terms, Tokens, statistics_dtype
+from pipeline.loss.tensors import in_float32
 
 
 class Teacher(NamedTuple):
@@ -29,7 +29,7 @@ class Teacher(NamedTuple):
     logit_scale: float = 1.0  # below 1: a softer teacher
 
     def probabilities(self, order: Tensor) -> Tensor:
-        """P [n, V] of the flat positions `order`, in statistics' dtype."""
+        """Return P [n, V] of the flat positions `order` [n], in the statistics' dtype."""
         hidden = self.hidden.detach().flatten(0, -2)[order]
         dtype = statistics_dtype(hidden.dtype)
         z = torch.mm(hidden, self.weight.detach().t()).to(dtype)
@@ -42,20 +42,20 @@ class Teacher(NamedTuple):
 
 
 def mean_costs(P: Tensor, cost: CostEmbedding) -> Tensor:
-    """(C P) [n, V] for distributions P [n, V], with c_ii = 0 whatever the rounding."""
+    """Return C P [n, V] for distributions P [n, V], with c_ii = 0 whatever the rounding."""
     rows = cost.rows
     half = rows.dtype.itemsize == 2
     direction = torch.mm(P.to(rows.dtype), rows)
     costs = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
-    # 1 - |e_i|^2: rounding for unit rows, and 1 for rows of length zero, whose own cost is 0 too
-    own = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
-    return costs.neg_().add_(1).addcmul_(P, own, value=-1).clamp_(min=0)
+    # 1 - |e_i|^2: rounding for unit rows, and 1 for rows of length zero, whose cost to themselves is 0 too
+    diagonal = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
+    return costs.neg_().add_(1).addcmul_(P, diagonal, value=-1).clamp_(min=0)
 
 
 def process_dense_chunk(
     logits: Tensor, chunk: Chunk, P: Tensor, cost: CostEmbedding, terms: Terms, gradient: bool
 ) -> Tokens:
-    """Losses of a chunk of logits [n, V] against P [n, V]; with `gradient`, overwrite them by G.
+    """Return the losses of a chunk of logits [n, V] against P [n, V]; with `gradient`, overwrite them by G.
 
     The reported DEMD is the dense one; the NLL is that of the labels.
     """
@@ -80,8 +80,8 @@ def process_dense_chunk(
     demd = torch.linalg.vecdot(difference.abs(), costs)
     smoothing = terms.label_smoothing
     loss = (1 - smoothing) * demd + smoothing * (lse - z_mean) + terms.z_loss * lse.square()
-    one = torch.ones_like(loss)
-    tokens = Tokens(loss, nll, demd, row=one, weight=one)
+    ones = torch.ones_like(loss)
+    tokens = Tokens(loss, nll, demd, row=ones, weight=ones)
     if gradient:
         signed = costs.mul_(difference.sign_())
         inner = torch.linalg.vecdot(q, signed)

@@ -22,10 +22,11 @@ from pipeline.loss.dense import Teacher
 from pipeline.loss.documents import SEGMENTS, by_segments, keep_apart
 from pipeline.loss.fused import apply_fused
 from pipeline.loss.registry import Objective
-from pipeline.loss.spec import LossSums, Spec, make_spec
+from pipeline.loss.spec import Spec, make_spec
+from pipeline.loss.sums import LossSums
 from pipeline.loss.token_plan import Labels, label_count
 
-# How configurations call what their model does to its logits. `probe.py` finds out where a name misleads.
+# Keys of configurations for a scale or cap of the logits. `probe.py` finds models that use them otherwise.
 DIVISORS = ("logits_scaling",)
 FACTORS = ("logit_scale", "lm_head_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -55,16 +56,16 @@ class FusedHead(nn.Linear):
         teacher: Teacher | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...].
+        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...].
 
-        What is `stored` beside the labels [...] goes to objectives that ask for it.
+        `teacher` and `stored` [...] as in `fused_linear_loss`, whose errors it raises.
         """
         if labels is None:
             return super().forward(hidden)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
 
     def use(self, objective: Objective) -> None:
-        """Minimise `objective` from now on: another step of a schedule, with the same options and costs."""
+        """Minimise `objective` from now on, as in a schedule's next step, with the same options and costs."""
         self.spec = replace(self.spec, terms=replace(self.spec.terms, objective=objective))
 
 
@@ -79,43 +80,39 @@ def fuse_head(
     ordinary = type(head)
     if not isinstance(head, FusedHead):
         if not isinstance(head, nn.Linear) or ordinary.forward is not nn.Linear.forward:
-            raise UserError(f"fuse_head needs a torch.nn.Linear (got {ordinary.__name__})")
+            raise UserError(f"fuse_head needs a torch.nn.Linear (got {ordinary.__name__})", code="head-type")
         # a subclass, such as FSDP's, keeps its own behaviour
         head.__class__ = FusedHead if ordinary is nn.Linear else type("FusedHead", (FusedHead, ordinary), {})
     head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]
 
 
 def head_options(config: Any) -> dict[str, float]:
-    """`logit_scale` and `softcap` of the model that a Hugging Face `config` describes; only those it has."""
+    """Return those of `logit_scale` and `softcap` that a Hugging Face `config` gives its model."""
     text = config.get_text_config()
     options: dict[str, float] = {}
-    for name in DIVISORS:
-        if value := _number(text, name):
-            options["logit_scale"] = value if text.model_type in MULTIPLIES_BY_DIVISOR else 1.0 / value
-    for name in FACTORS:
-        if value := _number(text, name):
-            options["logit_scale"] = value
-    for name in CAPS:
-        if value := _number(text, name):
-            options["softcap"] = value
+    for name in (*DIVISORS, *FACTORS, *CAPS):
+        value = getattr(text, name, None)
+        if not isinstance(value, (int, float)) or not value:
+            continue
+        if name in CAPS:
+            options["softcap"] = float(value)
+        elif name in DIVISORS and text.model_type not in MULTIPLIES_BY_DIVISOR:
+            options["logit_scale"] = 1.0 / value
+        else:
+            options["logit_scale"] = float(value)
     return options
 
 
-def _number(config: Any, name: str) -> float | None:
-    value = getattr(config, name, None)
-    return float(value) if isinstance(value, (int, float)) and value else None
-
-
 def shift_left(labels: Tensor) -> Tensor:
-    """Labels [..., T] aligned with inputs -> labels aligned with predictions: position i predicts i + 1."""
+    """Return labels [..., T] of predictions from labels of inputs: position i predicts token i + 1."""
     return torch.cat((labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), IGNORE)), dim=-1)
 
 
 class FusedCausalLM:
     """Mixed in before a causal LM's class by `fuse_model`: with labels, its forward ends in the loss."""
 
-    # How documents that share a row are kept apart: the model does it by `positions` that restart, or needs a
-    # `mask`; `refused`: it can do neither. Found out by `probe.py`. `alone`: rows are known to hold one each.
+    # How documents that share a row stay separate: the model does it by `positions` that restart, or needs a
+    # `mask`; `refused`: it can do neither. Set by `probe.py`. `alone`: every row holds a single document.
     packing = "positions"
     shifted_labels = "labels"  # the argument that takes labels already shifted
     order: tuple[str, ...]  # names of the model's positional arguments
@@ -123,10 +120,10 @@ class FusedCausalLM:
     takes_positions: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
-        """LossSums against `labels` [b, L], already shifted; without labels the model's ordinary forward.
+        """Return the LossSums against `labels` [b, L], already shifted; without labels the ordinary result.
 
         Labels may be planned already (`token_plan.py`). `stored` [b, L]: a log-probability of each label, for
-        objectives that ask for one.
+        objectives that read one.
         """
         inputs = self.named(args, kwargs)
         labels, stored = inputs.pop("labels", None), inputs.pop("stored", None)
@@ -143,15 +140,15 @@ class FusedCausalLM:
     def fused_sums(self, labels: Labels, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
         """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
-        inputs: what the model's own forward takes. `position_ids` [b, L] that restart mark documents, which
-        are kept apart; a padding mask beside them is not needed and not used. What `documents.segments` says
-        of the positions may stand beside them as cu_seq_lens_q and max_length_q: no layer then looks again.
+        inputs: the arguments of the model's ordinary forward. `position_ids` [b, L] that restart mark
+        documents, which do not see each other; a padding mask beside them is not needed and not used. The
+        `segments` of the positions may be given as cu_seq_lens_q and max_length_q: no layer then looks again.
         """
         hidden = self.before_head(label_count(labels), inputs)
         return self.get_output_embeddings()(hidden, labels, stored=stored)  # type: ignore[attr-defined]
 
     def before_head(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
-        """What goes into the head, [..., L, H] of so many `tokens`, in the order of the inputs."""
+        """Return the hidden states [..., L, H] that the head takes, for inputs of `tokens` tokens."""
         model: Any = self
         unused = LOGITS_ONLY if by_segments(model.config._attn_implementation) else LOGITS_ONLY + SEGMENTS
         inputs = {k: v for k, v in inputs.items() if k not in unused and v is not None}
@@ -179,19 +176,30 @@ def fuse_model(
 ) -> None:
     """Make a Hugging Face causal LM end in the fused head when it is given labels; in place.
 
-    Parameters, their names, saved files and the signature of its forward stay. Logit scale and soft cap come
-    from its configuration; `options` as in `fused_linear_loss`. `forward` may be a subclass that takes labels
-    or gives results in another form. Calling it again changes all that. Raises UserError for a model without
-    a Linear head of its own.
+    Parameters, their names, saved files and the signature of its forward stay. Calling it again changes the
+    loss.
+
+    Args:
+        model: a causal LM with a Linear output head and a body apart from it.
+        objective: from `get_objective` or `weighted_sum`.
+        cost: transport costs of the model's vocabulary, for objectives that read D.
+        forward: a subclass of FusedCausalLM that takes labels or returns results in another form.
+        options: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
+
+    Raises:
+        UserError: for a model without such a head or body, or whose forward was replaced.
     """
     _uncover_forward(model)
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
     ordinary: Any = vars(type(model)).get("ordinary", type(model))
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise UserError(f"{ordinary.__name__} has no linear output head to fuse")
+        raise UserError(f"{ordinary.__name__} has no linear output head to fuse", code="needs-head")
     if model.base_model is model:
-        raise UserError(f"{ordinary.__name__} has no body apart from its head: its loss cannot be fused")
+        raise UserError(
+            f"{ordinary.__name__} has no body apart from its head: its loss cannot be fused",
+            code="needs-body",
+        )
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         warnings.warn(
             "config.output_router_logits is set, but the fused loss does not include the router's "
@@ -207,7 +215,13 @@ def fuse_model(
     def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward.forward(self, *args, **kwargs)
 
-    with_signature.__signature__ = _with_positions(signature)  # type: ignore[attr-defined]
+    # position_ids tell documents apart whether the model takes them or not
+    extended = list(signature.parameters.values())
+    if "position_ids" not in signature.parameters:
+        extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+        keywords = extended and extended[-1].kind is inspect.Parameter.VAR_KEYWORD
+        extended.insert(len(extended) - 1 if keywords else len(extended), extra)
+    with_signature.__signature__ = signature.replace(parameters=extended)  # type: ignore[attr-defined]
     facts = {
         "__module__": ordinary.__module__,
         "__doc__": ordinary.__doc__,
@@ -217,7 +231,7 @@ def fuse_model(
         "takes": None if anything else frozenset(accepted),
         "takes_positions": "position_ids" in accepted,
     }
-    # the same name: transformers writes it into the configuration of what it saves
+    # the same name: transformers writes it into saved configurations
     model.__class__ = type(ordinary.__name__, (forward, ordinary), facts)
 
 
@@ -225,7 +239,7 @@ def _uncover_forward(model: nn.Module) -> None:
     """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
 
     Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
-    a loss of its own. Raises UserError for any other.
+    another loss. Raises UserError for any other forward.
     """
     forward = vars(model).get("forward")
     if forward is None:
@@ -244,13 +258,3 @@ def _uncover_forward(model: nn.Module) -> None:
         )
     for name in ("forward", "_original_forward"):
         vars(model).pop(name, None)
-
-
-def _with_positions(signature: inspect.Signature) -> inspect.Signature:
-    """`signature` with `position_ids`: they tell documents apart whether the model takes them or not."""
-    parameters = list(signature.parameters.values())
-    if "position_ids" not in signature.parameters:
-        extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-        keywords = parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-        parameters.insert(len(parameters) - 1 if keywords else len(parameters), extra)
-    return signature.replace(parameters=parameters)

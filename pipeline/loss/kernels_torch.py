@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.loss.cost_rows import Costs
+from pipeline.loss.cost import Costs
 from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
 
 L2_BYTES = 512 * 1024  # rows of one pass; half of a typical L2 cache
 
 
 class TorchRows:
-    """Rows in PyTorch; on a CPU a few that fit in the cache: z in, p' in between, G out."""
+    """A group of rows in PyTorch, on a CPU few enough for the cache: z in, p' in between, G out."""
 
     def __init__(
         self,
@@ -33,8 +33,9 @@ class TorchRows:
         self.slope: Tensor | None = None  # d capped / d uncapped logit
         self.p_log_p = spare  # [k, V] becomes p' log p', where the objective asks for the entropy
 
-    def _load(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Bring the logits to float32, complete them and take the target's own out."""
+    def statistics(self) -> Statistics:
+        """Return the statistics of the rows, and turn these into p', the softmax without the target."""
+        # bring the logits to float32, complete them and take the target out
         target_logit, shift, bias = self.chunk.target_logit, self.chunk.shift, self.chunk.bias
         z, cap = self.z, self.terms.softcap
         if z is not self.logits:
@@ -54,16 +55,11 @@ class TorchRows:
             z_mean = z.scatter_(1, self.y, z_y[:, None]).mean(1)
         # low enough to have no weight, yet finite: a vocabulary of one token stays defined
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
-        return z_y, offset, z_mean
-
-    def statistics(self) -> Statistics:
-        """Turn the rows into p', softmax without the target."""
-        z_y, offset, z_mean = self._load()
         objective = self.terms.objective
         scale = objective.logit_scale
         lse, top, plain, plain_d, entropy = [], [], [], [], []
-        for start in range(0, len(self.z), self.step):
-            part = self.z[start : start + self.step]
+        for start in range(0, len(z), self.step):
+            part = z[start : start + self.step]
             if scale != 1.0:
                 plain.append(torch.logsumexp(part, 1))
                 plain_d.append(self._dot(torch.softmax(part, 1), start))
@@ -81,19 +77,19 @@ class TorchRows:
         gap = torch.cat(lse) - scale * z_y
         return Statistics(
             gap,
-            self._dot(self.z, 0),
+            self._dot(z, 0),
             z_y,
             offset,
             z_mean,
             entropy=torch.cat(entropy) if entropy else None,
-            squares=torch.linalg.vecdot(self.z, self.z) if "S" in objective.needs else None,
+            squares=torch.linalg.vecdot(z, z) if "S" in objective.needs else None,
             top=torch.cat(top) if "top" in objective.needs else None,
             plain_gap=torch.cat(plain) - z_y if plain else None,
             plain_d=torch.cat(plain_d) if plain_d else None,
         )
 
     def _dot(self, p: Tensor, start: int) -> Tensor:
-        """D' of rows of probabilities, the `start`-th and following: each with its cost row."""
+        """Return sum_i p_i c_i of rows of probabilities [n, V], the `start`-th and following, [n]."""
         if self.costs is None:
             return p.new_zeros(len(p))
         which = self.costs.which[start : start + len(p)]
@@ -103,10 +99,14 @@ class TorchRows:
         return torch.stack([row.dot(self.costs.rows[i]) for row, i in pairs])
 
     def write(self, update: RowUpdate) -> None:
-        """p' becomes G, in the model's dtype."""
+        """Overwrite p' by G, in the model's dtype."""
         z = self.z
-        if self.costs is not None and update.beta is not None:
-            self._scale_by_cost(self.costs, update.beta)
+        costs, beta = self.costs, update.beta
+        if costs is not None and beta is not None and not self.row_loop:
+            z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
+        elif costs is not None and beta is not None:
+            for p, i, b in zip(z.unbind(), costs.which.tolist(), beta.tolist(), strict=True):
+                p.addcmul_(p, costs.rows[i], value=b)
         if update.kappa is not None and self.p_log_p is not None:
             z.addcmul_(self.p_log_p, update.kappa[:, None])
         if update.scale is not None:
@@ -118,12 +118,3 @@ class TorchRows:
             z.mul_(self.slope)
         if z is not self.logits:
             self.logits.copy_(z)
-
-    def _scale_by_cost(self, costs: Costs, beta: Tensor) -> None:
-        """p' <- p' (1 + beta c)."""
-        if not self.row_loop:
-            self.z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
-            return
-        each = zip(self.z.unbind(), costs.which.tolist(), beta.tolist(), strict=True)
-        for p, i, b in each:
-            p.addcmul_(p, costs.rows[i], value=b)

@@ -4,10 +4,10 @@ The same results as `kernels_torch.TorchRows`, without its temporaries: logits a
 the matrix product, costs as they are stored, and everything in between stays in registers in float32.
 One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 
-Rows have V columns, of which the kernels touch `width`: more where rows are padded (`padding.py`), so that
+Rows have V columns, of which the kernels touch `width`: more where rows are padded (`tensors.py`), so that
 the mask of the last block ends on a whole vector. Were it to end at an odd V, every load of the row would
 take one number at a time. What stands beyond V may be anything, NaN too, and never enters a sum.
-`tests/bench/kernels_static.py` counts registers, vector loads and bytes of what the compiler makes of this.
+`tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.loss.cost_rows import Costs
-from pipeline.loss.padding import touchable
+from pipeline.loss.cost import Costs
 from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
+from pipeline.loss.tensors import touchable
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8
@@ -30,7 +30,7 @@ WARPS = 8
 def _load_logits(
     row_pointer, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
 ):
-    """Logits of a block as the loss sees them: completed by the bias, and capped."""
+    """Return the logits of a block as the loss sees them: completed by the bias, and capped."""
     z = tl.load(row_pointer + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_pointer + columns, mask=inside, other=0.0)
@@ -41,7 +41,7 @@ def _load_logits(
 
 @triton.jit
 def _load_costs(pointer, columns, inside, SIMILARITY: tl.constexpr):
-    """Transport costs of a block, from costs or from cosines."""
+    """Return the transport costs of a block, from costs or from cosines."""
     c = tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)
     if SIMILARITY:
         c = tl.maximum(1.0 - c, 0.0)
@@ -50,7 +50,7 @@ def _load_costs(pointer, columns, inside, SIMILARITY: tl.constexpr):
 
 @triton.jit
 def _sum_exponentials(z, peak, mass):
-    """The largest of `peak` and z, exp(z) relative to it, how far sums so far shrink, and the new sum."""
+    """Return the largest of `peak` and z, exp(z) relative to it, the factor of earlier sums, the new sum."""
     higher = tl.maximum(peak, tl.max(z))
     e = tl.exp(z - higher)
     shrink = tl.exp(peak - higher)
@@ -65,8 +65,8 @@ def statistics_kernel(
     HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, IS_SCALED: tl.constexpr,
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's L' (log-sum-exp over all but the target), D', the largest p', and what else is asked for:
-    the sum of the other logits, H', S'. With IS_SCALED they are those of the logits times `logit_scale`, and
+    """Store one row's L' (log-sum-exp over all but the target), D', the largest p', and where asked for
+    the sum of the other logits, H' and S'. With IS_SCALED they are those of the logits times `logit_scale`;
     L' and D' of the logits as they are go to `plain_lse` and `plain_d`."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(labels + row)
@@ -165,12 +165,12 @@ def gradient_kernel(
 
 
 class TritonRows:
-    """Some rows of logits [n, V], handled by the kernels above."""
+    """A group of rows of logits [n, V], handled by the kernels above."""
 
     def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
         self.logits, self.terms, self.costs = logits, terms, costs
         self.labels, self.target_logit = chunk.labels, chunk.target_logit
-        self.bias: Tensor | None = None  # as long as what is touched of a row
+        self.bias: Tensor | None = None  # as long as the touched part of a row
         if chunk.bias is not None:
             self.bias = F.pad(chunk.bias, (0, touchable(logits) - len(chunk.bias)))
         zero = torch.zeros_like(chunk.target_logit)
@@ -178,8 +178,11 @@ class TritonRows:
         self.lse = torch.empty_like(zero)
         self.cap_slope: Tensor | None = None
 
-    def _common(self, with_cost: bool) -> tuple[tuple, dict]:
-        """Arguments that both kernels share; an unused pointer is that of the logits."""
+    def _common(self, with_cost: bool) -> tuple[tuple, dict, int]:
+        """Return pointers and flags that both kernels take, and the columns that they may touch.
+
+        An unused pointer is that of the logits.
+        """
         logits, costs = self.logits, self.costs if with_cost else None
         rows = logits if costs is None else costs.rows
         which = self.labels if costs is None else costs.which
@@ -194,13 +197,10 @@ class TritonRows:
             "BLOCK": min(BLOCK, triton.next_power_of_2(logits.shape[1])),
             "num_warps": WARPS,
         }
-        return pointers, flags
-
-    def _width(self, with_cost: bool) -> int:
-        """Columns that the kernels may touch."""
-        return touchable(self.logits, *([self.costs.rows] if with_cost and self.costs is not None else []))
+        return pointers, flags, touchable(logits, *([] if costs is None else [costs.rows]))
 
     def statistics(self) -> Statistics:
+        """Return the statistics of the rows, which stay as they are."""
         cap, smoothing = self.terms.softcap, self.terms.label_smoothing
         objective = self.terms.objective
         offset, z_y = self.shift, self.target_logit - self.shift
@@ -209,14 +209,14 @@ class TritonRows:
             offset, z_y, self.cap_slope = torch.zeros_like(offset), cap * tanh, 1 - tanh.square()
         n, V = self.logits.shape
         scaled = objective.logit_scale != 1.0
-        pointers, flags = self._common(with_cost=True)
-        found = [torch.empty_like(self.lse) for _ in range(7)]
+        pointers, flags, width = self._common(with_cost=True)
+        outputs = [torch.empty_like(self.lse) for _ in range(7)]
         statistics_kernel[(n,)](
-            *pointers, self.lse, *found, V, self._width(with_cost=True), cap or 1.0, objective.logit_scale,
+            *pointers, self.lse, *outputs, V, width, cap or 1.0, objective.logit_scale,
             HAS_TOTAL=bool(smoothing), HAS_ENTROPY="H" in objective.needs, HAS_SQUARES="S" in objective.needs,
             **flags,
         )  # fmt: skip
-        d_rest, total, top, entropy, squares, plain_lse, plain_d = found
+        d_rest, total, top, entropy, squares, plain_lse, plain_d = outputs
         return Statistics(
             self.lse - objective.logit_scale * z_y,
             d_rest,
@@ -231,8 +231,8 @@ class TritonRows:
         )
 
     def write(self, update: RowUpdate) -> None:
-        with_cost = update.beta is not None
-        pointers, flags = self._common(with_cost)
+        """Overwrite the rows by G."""
+        pointers, flags, width = self._common(with_cost=update.beta is not None)
         unused = self.lse
         beta = unused if update.beta is None else update.beta
         kappa = unused if update.kappa is None else update.kappa
@@ -240,7 +240,6 @@ class TritonRows:
         target = update.target if self.cap_slope is None else update.target * self.cap_slope
         gradient_kernel[(len(self.logits),)](
             *pointers, self.lse, beta, kappa, scale, target,
-            self._width(with_cost), self.terms.softcap or 1.0, self.terms.objective.logit_scale,
-            update.uniform,
+            width, self.terms.softcap or 1.0, self.terms.objective.logit_scale, update.uniform,
             HAS_ENTROPY=update.kappa is not None, HAS_SCALE=update.scale is not None, **flags,
         )  # fmt: skip

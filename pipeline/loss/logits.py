@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.chunks import process_chunk, walk_over
 from pipeline.loss.cost import CostEmbedding, LiveCost
+from pipeline.loss.fused import process_chunk, walk_over
 from pipeline.loss.registry import Objective
 from pipeline.loss.rowwise import Chunk, statistics_dtype
-from pipeline.loss.spec import LossSums, Spec, Totals, check_inputs, make_spec
+from pipeline.loss.spec import Spec, check_inputs, make_spec
+from pipeline.loss.sums import LossSums, Totals
 
 
 def logits_loss(
@@ -28,20 +29,31 @@ def logits_loss(
     stored: Tensor | None = None,
     **options: Any,
 ) -> LossSums:
-    """Loss of `logits` [..., V] against `labels` [...]: logits[i] predicts labels[i], -100 leaves out.
+    """Return the loss of `logits` [..., V] against `labels` [...], as sums over the valid tokens.
 
-    Options: label_smoothing, z_loss, memory_mb, kernels (see `fused.fused_linear_loss`). Soft cap and logit
-    scale are part of the logits already.
+    Args:
+        logits: [..., V], soft cap and scale applied; differentiable, once.
+        labels: [...], int64: logits[i] predicts labels[i]; -100 leaves a token out.
+        objective: from `get_objective` or `weighted_sum`.
+        cost: transport costs of V tokens, for objectives that read D.
+        stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
+        options: label_smoothing, z_loss, memory_mb and kernels, as in `fused_linear_loss`.
+
+    Raises:
+        UserError: for shapes or options that do not fit; for `demd_dense` and `LIVE`, which need the
+            fused head.
     """
     for name in ("softcap", "logit_scale"):
         if name in options:
-            raise UserError(f"{name} is part of the logits already; leave it out")
+            raise UserError(f"{name} is part of the logits already; leave it out", code="options-clash")
     spec = make_spec(objective.fixed(), cost, **options)
     V = logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
-        raise UserError(f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit")
+        raise UserError(
+            f"logits {list(logits.shape)} and labels {list(labels.shape)} do not fit", code="shapes"
+        )
     if isinstance(cost, LiveCost) or objective.dense:
-        raise UserError("the live head and demd_dense need the fused head (fuse_head)")
+        raise UserError("the live head and demd_dense need the fused head (fuse_head)", code="needs-head")
     check_inputs(spec, labels.numel(), stored, V)
     gradient = torch.is_grad_enabled() and logits.requires_grad
     stored = None if stored is None else stored.reshape(-1)
@@ -57,11 +69,30 @@ def _apply(
 
 
 class _LogitsLoss(torch.autograd.Function):
+    """The loss with a gradient that is computed in forward and returned, scaled, in backward: once."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, spec: Spec, gradient: bool, stored: Tensor | None
     ) -> tuple[Tensor, ...]:
-        sums, ctx.d_logits, ctx.factor = _compute(logits, labels, spec, gradient, stored)
+        V, stats = logits.shape[1], statistics_dtype(logits.dtype)
+        assert not isinstance(spec.cost, LiveCost)
+        total, order, size, triton, rows = walk_over(spec, spec.cost, labels, V, logits)
+        ctx.d_logits = torch.zeros_like(logits) if gradient else None
+        totals = Totals(spec, len(labels), logits)
+        for start in range(0, total, size):
+            stop = min(start + size, total)
+            positions, y = order.positions[start:stop], order.labels[start:stop]
+            z = logits[positions]
+            target = z.gather(1, y[:, None])[:, 0].to(stats)
+            column = None if stored is None else stored[positions].to(stats)
+            tokens = process_chunk(
+                z, Chunk(start, y, target, None, None, column), rows, spec.terms, gradient, triton
+            )
+            totals.add(tokens, positions)
+            if gradient:
+                ctx.d_logits[positions] = z.mul_(tokens.row[:, None].to(z.dtype))
+        sums, ctx.factor = totals.finish(training=gradient)
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)
 
@@ -72,27 +103,3 @@ class _LogitsLoss(torch.autograd.Function):
         d_logits, ctx.d_logits = ctx.d_logits, None
         factor = d_loss if ctx.factor is None else d_loss * ctx.factor
         return d_logits.mul_(factor), None, None, None, None
-
-
-def _compute(
-    logits: Tensor, labels: Tensor, spec: Spec, gradient: bool, stored: Tensor | None
-) -> tuple[LossSums, Tensor | None, Tensor | None]:
-    """The sums, d loss / d logits if `gradient`, and what that lacks as a factor."""
-    V, stats = logits.shape[1], statistics_dtype(logits.dtype)
-    assert not isinstance(spec.cost, LiveCost)
-    total, order, n, triton, rows = walk_over(spec, spec.cost, labels, V, logits)
-    d_logits = torch.zeros_like(logits) if gradient else None
-    totals = Totals(spec, len(labels), logits)
-    for start in range(0, total, n):
-        stop = min(start + n, total)
-        places, y = order.places[start:stop], order.labels[start:stop]
-        z = logits[places]
-        target = z.gather(1, y[:, None])[:, 0].to(stats)
-        beside = None if stored is None else stored[places].to(stats)
-        chunk = Chunk(start, y, target, None, None, beside)
-        tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
-        totals.add(tokens, places)
-        if d_logits is not None:
-            d_logits[places] = z.mul_(tokens.row[:, None].to(z.dtype))
-    normaliser = totals.normaliser(training=gradient)
-    return totals.finish(normaliser), d_logits, normaliser

@@ -2,7 +2,7 @@
 
 Notation, for one token with target y: p_i = softmax(z)_i, c = row of transport costs from y to every token
 (c_y = 0). The numbers in `Scalars` follow from one pass over the row; an objective is a function of those
-that its parameters name, and of its own options as keyword-only parameters. It returns either
+that its parameters name, and of its options as keyword-only parameters. It returns either
 
 - a weight [n]: the loss is sg[weight] m, maximum likelihood with that weight on the token; or
 - `Coefficients`: the loss, and (A, B, C) such that its gradient with respect to the logits is
@@ -13,7 +13,7 @@ that its parameters name, and of its own options as keyword-only parameters. It 
   that: written out as p_y (A + ...) - K, the difference would vanish in rounding on well-predicted tokens.
 
 The building blocks: dm/dz_i = p_i - [i = y], dD/dz_i = p_i (c_i - D), dH/dz_i = -p_i (log p_i + H). Weights
-such as m / D are *detached* (sg[.]): they scale the gradient and are not differentiated; `.detach()` says so.
+such as m / D are *detached* (sg[.]): they scale the gradient and are not differentiated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it wo
 
 
 class Scalars(NamedTuple):
-    """What one pass over its row says about a token, each [n], float32 (float64); None: not asked for."""
+    """The numbers of a token that one pass over its row gives, each [n], float32 (float64); None: unused."""
 
     m: Tensor  # -log p_y, nats
     p: Tensor  # p_y
@@ -48,37 +48,40 @@ class Coefficients(NamedTuple):
     A: Tensor
     B: Tensor | None = None  # None: 0, no transport part
     C: Tensor | None = None  # None: 0, no entropy part
-    weight: Tensor | None = None  # what reweights the token, for reports on its health; None: A
+    weight: Tensor | None = None  # the token's weight, for reports; None: A
 
 
 class Traits(NamedTuple):
-    """What a function of scalars cannot say by itself."""
+    """Properties of an objective that its function cannot express."""
 
     logit_scale: Callable[..., float] | None = None  # of its options: scalars are of softmax(scale z)
     normalised: bool = False  # weights are divided by their mean over the batch
-    warning: str | None = None  # said when the objective is chosen
+    warning: str | None = None  # issued when the objective is chosen
 
 
 ObjectiveFunction = Callable[..., Tensor | Coefficients]
 
 
-def traits(**given: Any) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
-    """Decorator that attaches `Traits` to an objective."""
+def traits(**properties: Any) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
+    """Return a decorator that attaches `Traits` to an objective's function."""
 
     def attach(function: ObjectiveFunction) -> ObjectiveFunction:
-        function.traits = Traits(**given)  # type: ignore[attr-defined]
+        function.traits = Traits(**properties)  # type: ignore[attr-defined]
         return function
 
     return attach
 
 
 def mle(m: Tensor) -> Tensor:
-    """Maximum likelihood (eq. 4): L = m."""
+    """Maximum likelihood (EMO's eq. 4): L = m, w = 1."""
     return torch.ones_like(m)
 
 
 def emo(m: Tensor, D: Tensor, *, ratio_cap: float | None = None) -> Coefficients:
-    """EMO (eq. 19): L = (m + sg[w] D) / 2 with w = m / (D + eps) per token, at most `ratio_cap`."""
+    """EMO (arXiv 2310.04691, eq. 19): L = (m + sg[w] D) / 2 with w = m / (D + eps), at most `ratio_cap`.
+
+    A = (1 - w D) / 2, B = w / 2. Raises UserError for a `ratio_cap` that is not above 0.
+    """
     w = (m / (D + EPS)).detach()
     if ratio_cap is not None:
         _positive("emo", ratio_cap=ratio_cap)
@@ -87,26 +90,32 @@ def emo(m: Tensor, D: Tensor, *, ratio_cap: float | None = None) -> Coefficients
 
 
 def emo2(m: Tensor, D: Tensor) -> Coefficients:
-    """EMO with the weight on the other term: L = sg[u] m + D with u = D / (m + eps)."""
+    """EMO with the weight on the other term: L = sg[u] m + D with u = D / (m + eps); A = u - D, B = 1."""
     u = (D / (m + EPS)).detach()
     return Coefficients(u * m + D, A=u - D, B=torch.ones_like(m), weight=u)
 
 
 def demd(D: Tensor) -> Coefficients:
-    """The differentiable earth mover distance alone (eq. 14): L = D."""
-    one = torch.ones_like(D)
-    return Coefficients(D, A=-D, B=one, weight=one)
+    """The differentiable earth mover distance alone (EMO's eq. 14): L = D; A = -D, B = 1."""
+    ones = torch.ones_like(D)
+    return Coefficients(D, A=-D, B=ones, weight=ones)
 
 
 def tailr(m: Tensor, p: Tensor, *, gamma: float = 0.8, w_min: float = 0.0) -> Tensor:
-    """TaiLr (eq. 17): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1]."""
+    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1].
+
+    Raises UserError for `gamma` or `w_min` outside [0, 1].
+    """
     _unit("tailr", gamma=gamma, w_min=w_min)
     floor = torch.finfo(p.dtype).tiny  # gamma = 0 and p_y = 0: the weight is 1, not 0 / 0
     return ((p + floor) / (gamma + (1 - gamma) * p + floor)).clamp(w_min, 1.0)
 
 
 def mixce(m: Tensor, p: Tensor, *, gamma: float = 0.8) -> Tensor:
-    """MixCE (eq. 18): w = gamma + (1 - gamma) p_y."""
+    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y.
+
+    Raises UserError for `gamma` outside [0, 1].
+    """
     _unit("mixce", gamma=gamma)
     return gamma + (1 - gamma) * p
 
@@ -117,7 +126,10 @@ def dft(p: Tensor) -> Tensor:
 
 
 def emo_compat(m: Tensor, D: Tensor, p: Tensor) -> Coefficients:
-    """EMO as the released model classes compute it: weights and values from D' = D + p_y."""
+    """EMO as the released model classes compute it: L = (m + sg[w] D') / 2, w = m / (D' + eps).
+
+    D' = D + sg[p_y]. For the reproduction of released scripts.
+    """
     shifted = D + p.detach()
     w = (m / (shifted + EPS)).detach()
     return Coefficients(0.5 * (m + w * shifted), A=0.5 * (1 - w * D), B=0.5 * w, weight=w)
@@ -138,26 +150,30 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
     """Focal loss (arXiv 1708.02002): L = (1 - p_y)^gamma m, differentiated whole, as its authors do.
 
     A = (1 - p)^gamma + gamma p m (1 - p)^(gamma - 1). Implementations that detach the factor drop the second
-    term.
+    term. Raises UserError for a `gamma` that is not above 0.
     """
     _positive("focal", gamma=gamma)
-    rest = -torch.expm1(-m)  # 1 - p without cancellation
-    factor = rest.pow(gamma)
-    ratio = torch.where(rest > 0, m / rest.clamp_min(torch.finfo(m.dtype).tiny), 1.0)
+    others = -torch.expm1(-m)  # 1 - p without cancellation
+    factor = others.pow(gamma)
+    ratio = torch.where(others > 0, m / others.clamp_min(torch.finfo(m.dtype).tiny), 1.0)
     return Coefficients(factor * m, A=factor * (1 + gamma * p * ratio))
 
 
 def power(m: Tensor, *, alpha: float = 0.5) -> Coefficients:
     """Power family (arXiv 2510.00526): L = (1 - p_y^alpha) / alpha; A = p_y^alpha.
 
-    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`.
+    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`. Raises UserError for an `alpha` that is not
+    above 0.
     """
     _positive("power", alpha=alpha)
     return Coefficients(-torch.expm1(-alpha * m) / alpha, A=torch.exp(-alpha * m))
 
 
 def threshold(p: Tensor, *, least: float = 0.1) -> Tensor:
-    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least]."""
+    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least].
+
+    Raises UserError for `least` outside [0, 1].
+    """
     _unit("threshold", least=least)
     return (p >= least).to(p.dtype)
 
@@ -230,10 +246,14 @@ OBJECTIVES = tuple(BUILT_IN)
 def _unit(objective: str, **options: float) -> None:
     for name, value in options.items():
         if not 0 <= value <= 1:
-            raise UserError(f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})")
+            raise UserError(
+                f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})", code="option-range"
+            )
 
 
 def _positive(objective: str, **options: float) -> None:
     for name, value in options.items():
         if not value > 0:
-            raise UserError(f"objective {objective}: {name} must be above 0 (given: {value:g})")
+            raise UserError(
+                f"objective {objective}: {name} must be above 0 (given: {value:g})", code="option-range"
+            )

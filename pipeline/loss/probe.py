@@ -2,11 +2,11 @@
 
 Two claims are checked on the very path that training takes, with the very weights:
 
-head     The fused loss is that of the model's own logits. Families scale, cap, mask or shift them in ways
+head     The fused loss is that of the model's logits. Families scale, cap, mask or shift them in ways
          that no list of names covers. Labels are the least and the most likely tokens: there an error shows.
 packing  A document in a packed row is computed as if it were alone: nothing changes when the document
-         before it does, and its hidden states are those of a row of its own. Rounding is told from a leak
-         by what moves in the first document when the second changes: in a causal model, rounding alone.
+         before it does, and its hidden states are those of a row without others. Rounding is told from a
+         leak by the change of the first document with the second: in a causal model, rounding alone.
 
 All of it is a handful of forward passes without gradient on rows of at most 24 tokens. Every rank does the
 same, so parameters may be partitioned.
@@ -31,17 +31,17 @@ from pipeline.loss.registry import get_objective
 log = logging.getLogger(__name__)
 
 LENGTH = 12  # tokens of a document
-ROUNDING = 4.0  # a leak is more than so many times what rounding moves
+ROUNDING = 4.0  # a leak is more than so many times the change by rounding
 HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # share of the logits' range; True: half precision
 ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # share of the hidden states' norm
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 
 
-class Seen(NamedTuple):
-    """What went into the head and came out of it."""
+class HeadCall(NamedTuple):
+    """Input and output of a call of the head."""
 
-    hidden: Tensor
-    result: Any
+    hidden: Tensor  # [b, L, H] float32
+    result: Any  # logits or LossSums
 
 
 class Probe:
@@ -66,10 +66,10 @@ class Probe:
 
     def run(
         self, ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Any, Seen]:
-        """What the model returns for rows of `ids`, and what its head saw meanwhile."""
-        seen: list[Seen] = []
-        hook = self.head.register_forward_hook(lambda _, args, out: seen.append(Seen(args[0], out)))
+    ) -> tuple[Any, HeadCall]:
+        """Return the model's result for rows of `ids` [b, L], and the call of its head."""
+        calls: list[HeadCall] = []
+        hook = self.head.register_forward_hook(lambda _, args, out: calls.append(HeadCall(args[0], out)))
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         inputs[self.model.shifted_labels] = labels
         if labels is None and "use_cache" in self.model.order:
@@ -78,15 +78,16 @@ class Probe:
             result = self.forward(**{k: v for k, v in inputs.items() if v is not None})
         finally:
             hook.remove()
-        if not seen:
+        if not calls:
             raise UserError(
-                f"{self.name} does not call its output head in its forward: its loss cannot be fused"
+                f"{self.name} does not call its output head in its forward: its loss cannot be fused",
+                code="head-unused",
             )
-        hidden, out = seen[-1]
-        return result, Seen(hidden.reshape(*ids.shape, -1).float(), out)
+        hidden, out = calls[-1]
+        return result, HeadCall(hidden.reshape(*ids.shape, -1).float(), out)
 
     def worst(self, *numbers: float) -> list[float]:
-        """The largest of each number over all ranks, so that they decide alike; NaN counts as infinite."""
+        """Return the largest of each number over all ranks, which decide alike; NaN counts as infinite."""
         values = torch.tensor(numbers, dtype=torch.float64).nan_to_num(nan=torch.inf).to(self.device)
         if self.collective and dist.is_initialized():
             values = values.float()
@@ -94,31 +95,37 @@ class Probe:
         return values.tolist()
 
     def check_head(self) -> None:
-        """Raises UserError when the fused loss is not that of the model's own logits."""
-        result, seen = self.run(self.documents)
-        own = result["logits"] if isinstance(result, dict) else result[0]
-        self.half = own.dtype.itemsize == 2 or seen.result.dtype.itemsize == 2
-        z = own.float()
+        """Check the head. Raises UserError when the fused loss is not that of the model's logits."""
+        result, call = self.run(self.documents)
+        logits = result["logits"] if isinstance(result, dict) else result[0]
+        self.half = logits.dtype.itemsize == 2 or call.result.dtype.itemsize == 2
+        z = logits.float()
         spread = (z.amax(-1) - z.amin(-1)).sum()
         errors = []
         for labels in (z.argmin(-1), z.argmax(-1)):
             want = (z.logsumexp(-1) - z.gather(-1, labels[..., None])[..., 0]).sum()
             got = self.run(self.documents, labels)[1].result.nll
             errors.append(float((got - want).abs() / spread))
-        broken = float(not bool(torch.isfinite(seen.hidden).all()))
-        columns = float(own.shape[-1] != self.head.out_features)
+        broken = float(not bool(torch.isfinite(call.hidden).all()))
+        columns = float(logits.shape[-1] != self.head.out_features)
         broken, columns, *errors = self.worst(broken, columns, *errors)
         if broken:
-            raise UserError(f"{self.name} computes values that are not finite: its weights are damaged")
+            raise UserError(
+                f"{self.name} computes values that are not finite: its weights are damaged", code="not-finite"
+            )
         if columns or max(errors) > HEAD_TOLERANCE[self.half]:
             raise UserError(
                 f"{self.name} does something to its logits that the fused head does not know (their losses "
                 f"differ by {max(errors):.2g} of the logits' range), so the fused loss is wrong; choose "
-                "another model family, or train from logits with pipeline.hf.loss_function"
+                "another model family, or train from logits with pipeline.hf.loss_function",
+                code="head-differs",
             )
 
     def packs(self) -> bool:
-        """Whether a packed document is computed as if it were alone, in the model's present `packing`."""
+        """Return True where the model's present `packing` computes a packed document as if it were alone.
+
+        Raises UserError for a model that is not causal.
+        """
         n, (x, other_x, y, other_y) = self.length, self.documents
         rows = torch.stack([torch.cat(pair) for pair in ((x, y), (other_x, y), (x, other_y))])
         positions = torch.arange(n, device=self.device).repeat(2).expand(len(rows), -1)
@@ -137,15 +144,14 @@ class Probe:
         apart = float((packed[0, n:] - alone).norm() / alone.norm())
         least = 1e-6 * float(packed.abs().max())
         leak, rounding, apart = self.worst(leak, rounding, apart)
-        self.check_causal(rounding, float(packed.abs().max()))
-        return leak <= ROUNDING * rounding + least and apart <= ALONE_TOLERANCE[self.half]
-
-    def check_causal(self, moved: float, size: float) -> None:
-        """Raises UserError when a later token changes an earlier one."""
-        if moved > ALONE_TOLERANCE[self.half] * size:
+        if rounding > ALONE_TOLERANCE[self.half] * float(
+            packed.abs().max()
+        ):  # it moved with a later document
             raise UserError(
-                f"{self.name} is not causal: a token sees those after it; it cannot be trained to predict"
+                f"{self.name} is not causal: a token sees those after it; it cannot be trained to predict",
+                code="not-causal",
             )
+        return leak <= ROUNDING * rounding + least and apart <= ALONE_TOLERANCE[self.half]
 
 
 def probe_model(
@@ -156,13 +162,22 @@ def probe_model(
     collective: bool = False,
     device: torch.device | None = None,
 ) -> str:
-    """Check that training `model`, fused by `fuse_model`, optimises what the model computes.
+    """Check that training `model`, fused by `fuse_model`, optimises the loss of the model's logits.
 
-    forward: what training calls (an engine, a wrapped model), by default the model. device: of its inputs, by
-    default the head's. Sets the model's `packing`, how it keeps documents in a row apart, and returns it:
-    `positions`, `mask` or `refused`. With `packed`, rows hold several documents and `refused` is an error.
-    With `collective`, all ranks call and agree. Raises UserError for a family whose logits the fused head
-    does not know, whose values are not finite, or that lets packed documents see each other.
+    Args:
+        model: a causal LM after `fuse_model`.
+        forward: the callable of training (an engine, a wrapped model), by default the model.
+        packed: rows hold several documents, so that `refused` is an error.
+        collective: all ranks call and agree.
+        device: of the inputs, by default the head's.
+
+    Returns:
+        The model's `packing`, which it sets, the way documents in a row are separated: `positions`, `mask` or
+        `refused`.
+
+    Raises:
+        UserError: for a family whose logits the fused head does not reproduce, whose values are not finite,
+            that is not causal, or that lets packed documents see each other.
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
@@ -171,14 +186,14 @@ def probe_model(
         probe.check_head()
         model.packing = "positions"
         separate = probe.packs()
-        told = by_segments(model.config._attn_implementation)
-        if not separate and not probe.windowed and not told:
+        has_bounds = by_segments(model.config._attn_implementation)
+        if not separate and not probe.windowed and not has_bounds:
             model.packing = "mask"
             separate = probe.packs()
     if not separate:
         model.packing = "refused"
         if packed:
-            raise UserError(refusal(model))
+            raise UserError(refusal(model), code="packing")
     if model.packing == "mask":
         log.info("%s ignores restarting positions: documents in a row are separated by a mask", probe.name)
     return model.packing
@@ -186,7 +201,7 @@ def probe_model(
 
 @contextlib.contextmanager
 def _quiet(root: nn.Module, model: Any) -> Iterator[None]:
-    """Without dropout, and with a head that computes the likelihood alone."""
+    """Switch dropout off within the block, and let the head compute the likelihood alone."""
     modes = [(module, module.training) for module in root.modules()]
     head = model.get_output_embeddings()
     spec = head.spec

@@ -20,7 +20,7 @@ The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-los
 soft-capping join in, the row is completed in place and r = 1.
 
 Reading a row of logits and writing its gradient is left to the kernels (`kernels_torch.py`,
-`kernels_triton.py`); what lies between, a few numbers per token, is `solve`.
+`kernels_triton.py`); `solve` stands between, with a few numbers per token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipeline.loss.registry import Objective
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss of one token consists of."""
+    """The parts of one token's loss."""
 
     objective: Objective
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
@@ -52,12 +52,12 @@ class Tokens(NamedTuple):
     loss: Tensor
     nll: Tensor
     demd: Tensor
-    row: Tensor  # r: what the rows of the gradient G still have to be multiplied with
-    weight: Tensor  # the objective's
+    row: Tensor  # r: the factor that the rows of the gradient G lack
+    weight: Tensor  # the objective's weight on the token
 
 
 class Statistics(NamedTuple):
-    """What one pass over its row says about a token, each [n]."""
+    """The numbers of a token that one pass over its row gives, each [n]; primed ones leave the target out."""
 
     gap: Tensor  # g = L' - z_y
     d_rest: Tensor  # D'; zeros without costs
@@ -72,7 +72,10 @@ class Statistics(NamedTuple):
 
 
 class RowUpdate(NamedTuple):
-    """How p' becomes G:  G_i = scale p'_i (1 + beta c_i + kappa log p'_i) - uniform, i != y; G_y = target."""
+    """The update of a row from p' to G, each [n] but `uniform`.
+
+    G_i = scale p'_i (1 + beta c_i + kappa log p'_i) - uniform,  i != y;      G_y = target
+    """
 
     beta: Tensor | None  # [n]; None: 0
     kappa: Tensor | None  # [n]; None: 0
@@ -82,14 +85,14 @@ class RowUpdate(NamedTuple):
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 whatever the model's dtype, except float64 for float64."""
+    """Return float32 whatever the model's dtype, except float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def solve(
     terms: Terms, stats: Statistics, stored: Tensor | None, vocab_size: int, in_full: bool
 ) -> tuple[Tokens, RowUpdate]:
-    """Losses of n tokens, with what is `stored` [n] beside them, and the update of their rows.
+    """Return the losses of n tokens, with the column `stored` [n], and the update of their rows.
 
     `in_full` asks for the whole gradient in G (r = 1): needed where the row is not merely scaled
     afterwards (soft cap), or where G must stay within a narrow range (float16).
@@ -97,16 +100,22 @@ def solve(
     gap, smoothing, z_loss = stats.gap, terms.label_smoothing, terms.z_loss
     scale = terms.objective.logit_scale
     others = torch.sigmoid(gap)
-    scalars = scalars_of(stats, stored)
-    m, p_y, D = scalars.m, scalars.p, others * stats.d_rest
-    loss, A, B, C, weight = terms.objective.coefficients(scalars)
+    p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.d_rest
+    H = S = top = None
+    if stats.entropy is not None:
+        H = others * (stats.entropy - F.logsigmoid(gap)) + p_y * m
+    if stats.squares is not None:
+        S = others.square() * stats.squares + p_y.square()
+    if stats.top is not None:
+        top = torch.maximum(others * stats.top, p_y)
+    loss, A, B, C, weight = terms.objective.coefficients(Scalars(m, p_y, D, H, S, top, stored))
     weight = A if weight is None else weight
     nll, demd = m, D
     if stats.plain_gap is not None and stats.plain_d is not None:
         nll, demd = F.softplus(stats.plain_gap), torch.sigmoid(stats.plain_gap) * stats.plain_d
-    whole = A if C is None else A + C * F.logsigmoid(gap)  # what multiplies every p'_i of the row
+    common = A if C is None else A + C * F.logsigmoid(gap)  # factor of every p'_i of the row
     if not (in_full or smoothing or z_loss):
-        a, beta, kappa = _ratios(whole, B, C)
+        a, beta, kappa = _ratios(common, B, C)
         target = -torch.ones_like(m)
         if beta is not None:
             target = target - beta * stats.d_rest
@@ -127,28 +136,14 @@ def solve(
         target = target - keep * B * D
     if C is not None and stats.entropy is not None:
         target = target + keep * C * others * (stats.entropy - F.logsigmoid(gap))
-    a = keep * whole + extra
+    a = keep * common + extra
     a, beta, kappa = _ratios(a, None if B is None else keep * B, None if C is None else keep * C)
     update = RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
     return Tokens(loss, nll, demd, torch.ones_like(m), weight), update
 
 
-def scalars_of(stats: Statistics, stored: Tensor | None) -> Scalars:
-    """The token's scalars from those of the others."""
-    gap = stats.gap
-    others, p_y, m = torch.sigmoid(gap), torch.sigmoid(-gap), F.softplus(gap)
-    H = S = top = None
-    if stats.entropy is not None:
-        H = others * (stats.entropy - F.logsigmoid(gap)) + p_y * m
-    if stats.squares is not None:
-        S = others.square() * stats.squares + p_y.square()
-    if stats.top is not None:
-        top = torch.maximum(others * stats.top, p_y)
-    return Scalars(m, p_y, others * stats.d_rest, H, S, top, stored)
-
-
 def _ratios(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(a, b / a, c / a), with a zero moved just far enough that the quotients, times a again, stay finite."""
+    """Return (a, b / a, c / a), a zero moved so far that the quotients, times a again, stay finite."""
     if b is None and c is None:
         return a, None, None
     size = torch.stack([x.abs() for x in (b, c) if x is not None]).amax(0)
@@ -158,17 +153,17 @@ def _ratios(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tens
 
 
 class Chunk(NamedTuple):
-    """What is known of a chunk of n tokens besides its logits; all on one device."""
+    """A chunk of n tokens besides its logits; all on one device."""
 
-    start: int  # place of its first token in the sorted batch
+    start: int  # index of its first token in the sorted batch
     labels: Tensor  # [n]
     target_logit: Tensor  # [n] true logit of the target, bias included, statistics' dtype
-    shift: Tensor | None  # [n] what was subtracted from the row's logits; None: nothing
+    shift: Tensor | None  # [n] already subtracted from the row's logits; None: nothing
     bias: Tensor | None  # [V] not yet added to the logits
     stored: Tensor | None = None  # [n] a column beside the tokens, statistics' dtype
 
     def rows(self, start: int, stop: int) -> Chunk:
-        """Tokens [start, stop) of it."""
+        """Return tokens [start, stop) of it."""
         part = slice(start, stop)
         shift = None if self.shift is None else self.shift[part]
         target = self.target_logit[part]
@@ -177,8 +172,10 @@ class Chunk(NamedTuple):
 
 
 class RowPass(Protocol):
-    """Some rows of logits: read once, then overwritten."""
+    """A group of rows of logits [k, V]: read once, then overwritten."""
 
-    def statistics(self) -> Statistics: ...
+    def statistics(self) -> Statistics:
+        """Return the statistics of the rows."""
 
-    def write(self, update: RowUpdate) -> None: ...
+    def write(self, update: RowUpdate) -> None:
+        """Overwrite the rows by G."""

@@ -1,8 +1,8 @@
 """The order in which the fused loss takes the tokens of a batch, made on the host.
 
-Labels are on the host before they are on the GPU, and sorting a few thousand of them takes the host less
-than a millisecond. Where a group of tokens begins and which costs it needs is then known without asking the
-device, whose queue never runs dry for an answer. What the host knows is NumPy, what the device gets PyTorch.
+Labels are on the host before they are on the GPU, and sorting a few thousand of them takes the host less than
+a millisecond. The host then knows where a group of tokens begins and which costs it needs without asking the
+device, whose queue never runs dry. Arrays on the host are NumPy's, on the device PyTorch's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from common.labels import IGNORE
 class OnDevice(NamedTuple):
     """A plan's arrays as tensors, int64."""
 
-    places: Tensor  # [T]
-    labels: Tensor  # [T]
-    which: Tensor  # [T]
-    targets: Tensor  # [U]
+    positions: Tensor  # [T] in the flat batch
+    labels: Tensor  # [T] ascending
+    which: Tensor  # [T] index of each token's target
+    targets: Tensor  # [U] ascending
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,31 +35,33 @@ class TokenPlan:
     """
 
     size: int  # labels in the batch, valid or not
-    places: np.ndarray  # [T] positions in the flat batch
+    positions: np.ndarray  # [T] in the flat batch
     labels: np.ndarray  # [T] ascending
-    which: np.ndarray  # [T] each token's place among the distinct targets
+    which: np.ndarray  # [T] index of each token's target in `targets`
     targets: np.ndarray  # [U] the distinct targets, ascending
     counts: np.ndarray  # [U] tokens that have each
     packed: Tensor  # the memory of the first four, one after the other
 
     def __len__(self) -> int:
-        """Valid tokens."""
-        return len(self.places)
+        """Return the number of valid tokens."""
+        return len(self.positions)
 
     def check(self, vocab_size: int) -> None:
-        """Raises UserError for a label that has no row in a vocabulary of this size."""
+        """Check the labels. Raises UserError for one that has no row in a vocabulary of this size."""
         for label in (self.labels[:1], self.labels[-1:]):
             if len(label) and not 0 <= label[0] < vocab_size:
-                raise UserError(f"label {label[0]} lies outside the vocabulary of {vocab_size} tokens")
+                raise UserError(
+                    f"label {label[0]} lies outside the vocabulary of {vocab_size} tokens", code="label-range"
+                )
 
     def per_document(self, bounds: Tensor) -> np.ndarray:
-        """Valid tokens of each document, int64 [documents]; bounds: on the host, as of `segments`."""
-        document = np.searchsorted(bounds.numpy(), self.places, side="right") - 1
+        """Return the valid tokens of each document, int64 [documents]; bounds on the host, of `segments`."""
+        document = np.searchsorted(bounds.numpy(), self.positions, side="right") - 1
         return np.bincount(document, minlength=len(bounds) - 1)
 
     def on(self, device: torch.device) -> OnDevice:
-        """The arrays on `device`, brought there by one copy that nobody waits for."""
-        T, U = len(self.places), len(self.targets)
+        """Return the arrays on `device`, sent there by one asynchronous copy."""
+        T, U = len(self.positions), len(self.targets)
         return OnDevice(*self.packed.to(device, non_blocking=True).split([T, T, T, U]))
 
 
@@ -67,21 +69,21 @@ Labels = Tensor | TokenPlan
 
 
 def label_count(labels: Labels) -> int:
-    """Labels in the batch, valid or not."""
+    """Return the number of labels in the batch, valid or not."""
     return labels.size if isinstance(labels, TokenPlan) else labels.numel()
 
 
 def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
-    """The plan for integer `labels` of any shape; -100 leaves a token out.
+    """Return the plan for integer `labels` [...]; -100 leaves a token out.
 
-    Labels on a device are fetched first, the one wait that this takes. `pin`: keep the plan in pinned memory,
-    from where it reaches a GPU without delay. Raises UserError for labels that are not integers.
+    Labels on a device are fetched first, the only wait for it. `pin`: hold the plan in pinned memory, from
+    which it reaches a GPU without delay. Raises UserError for labels that are not integers.
     """
     if labels.is_floating_point() or labels.is_complex():
-        raise UserError(f"labels must be whole numbers (given: {labels.dtype})")
+        raise UserError(f"labels must be whole numbers (given: {labels.dtype})", code="dtypes")
     flat = labels.detach().reshape(-1).cpu().numpy()
-    places = np.flatnonzero(flat != IGNORE)
-    chosen = flat[places]
+    positions = np.flatnonzero(flat != IGNORE)
+    chosen = flat[positions]
     order = np.argsort(chosen, kind="stable")
     ordered = chosen[order]
     first = np.ones(len(ordered), dtype=bool)
@@ -89,8 +91,8 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
     begins = np.flatnonzero(first)
     T, U = len(ordered), len(begins)
     packed = torch.empty(3 * T + U, dtype=torch.int64, pin_memory=pin)
-    placed, labelled, which, targets = np.split(packed.numpy(), [T, 2 * T, 3 * T])
-    placed[:], labelled[:] = places[order], ordered
+    sorted_positions, sorted_labels, which, targets = np.split(packed.numpy(), [T, 2 * T, 3 * T])
+    sorted_positions[:], sorted_labels[:] = positions[order], ordered
     which[:], targets[:] = np.cumsum(first) - 1, ordered[begins]
     counts = np.diff(begins, append=T)
-    return TokenPlan(len(flat), placed, labelled, which, targets, counts, packed)
+    return TokenPlan(len(flat), sorted_positions, sorted_labels, which, targets, counts, packed)

@@ -1,7 +1,7 @@
 """Attention over documents one after the other, without a mask: torch's own kernel, under the name `varlen`.
 
-Importing this registers it with transformers. It is used where a call says where documents begin
-(`documents.py`); a call that does not, in generation say, with or without a cache or padding, is SDPA's.
+Importing this registers it with transformers. It is used where a call has the bounds of documents
+(`documents.py`); a call without them, as in generation, with or without a cache or padding, is SDPA's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from transformers.masking_utils import sdpa_mask
 
 from pipeline.loss.documents import VARLEN
 
-LARGEST_HEAD = 256  # values of a head that the kernel takes, in steps of
+LARGEST_HEAD = 256  # the kernel's limit on values of a head, in steps of
 HEAD_STEP = 8
-UNKNOWN_TO_IT = ("softcap", "s_aux", "position_bias")  # what families ask of attention that it has not
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments of families that the kernel lacks
 
 
 def varlen_attention(
@@ -38,76 +38,73 @@ def varlen_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, [b, L, H, D], as transformers asks for it.
+    """Return causal attention within documents, [b, L, H, D], for the arguments that transformers passes.
 
-    query [b, H, L, D], key and value [b, H', L, D]; H is a multiple of H'. cu_seq_lens_q and max_length_q as
-    `documents.segments` gives them; without them the call is SDPA's, with its mask. sliding_window: how many
-    tokens one sees, itself included. Raises ValueError for what the kernel cannot do.
+    query [b, H, L, D], key and value [b, H', L, D]; H is a multiple of H'. cu_seq_lens_q and max_length_q of
+    `documents.segments`; without them the call is SDPA's, with its mask. sliding_window: the number of tokens
+    that a token sees, itself included. Raises ValueError for arguments that the kernel lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    asked = [name for name in UNKNOWN_TO_IT if kwargs.get(name) is not None]
+    lacking = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        asked.append("attention to later tokens")
+        lacking.append("attention to later tokens")
     if key.shape[2] != query.shape[2]:
-        asked.append("a cache of keys")
+        lacking.append("a cache of keys")
     if dropout:
-        asked.append("dropout")
-    if asked:
-        raise ValueError(f"attn_implementation={VARLEN} has no {', '.join(asked)}")
+        lacking.append("dropout")
+    if lacking:
+        raise ValueError(f"attn_implementation={VARLEN} has no {', '.join(lacking)}")
     b, _, length, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     width = -max(size, value.shape[-1]) // HEAD_STEP * -HEAD_STEP
-    q, k, v = (_widened(x.transpose(1, 2).flatten(0, 1), width) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    # zeros after the last dimension's values change no product
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     left = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
     attend = attend_at_once if q.is_cuda else attend_in_turn
-    found = attend(q, k, v, cu_seq_lens_q, max_length_q, scale, left)
-    return found[..., : value.shape[-1]].unflatten(0, (b, length)), None
+    out = attend(q, k, v, cu_seq_lens_q, max_length_q, scale, left)
+    return out[..., : value.shape[-1]].unflatten(0, (b, length)), None
 
 
 def kernel_is_new_enough() -> bool:
-    """Whether this torch's kernel takes all that `attend_at_once` asks for."""
+    """Return True where this torch's kernel takes every argument of `attend_at_once`."""
     return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """`x` with zeros after the last dimension's values, which change no product."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def attend_at_once(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, left: int
 ) -> Tensor:
-    """Causal attention within documents on a GPU, by one call of torch's kernel, [T, H, D].
+    """Return causal attention within documents on a GPU, by one call of torch's kernel, [T, H, D].
 
     q [T, H, D], k and v [T, H', D] in half precision; document i is tokens bounds[i] to bounds[i + 1] - 1. A
     token sees itself and `left` tokens before it, all for -1.
     """
-    found = varlen_attn(
+    out = varlen_attn(
         q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=True
     )
-    assert isinstance(found, Tensor)
-    return found
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attend_in_turn(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, left: int
 ) -> Tensor:
-    """The same on any device and in any precision, one document after the other."""
+    """Return the same on any device and in any precision, one document after the other."""
     parts = []
     for first, end in itertools.pairwise(bounds.tolist()):
         mask = None
         if 0 <= left < end - first - 1:
             ones = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device)
             mask = ones.tril().triu(-left)
-        one_q, one_k, one_v = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
-        one = F.scaled_dot_product_attention(
-            one_q, one_k, one_v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        query, key, value = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-        parts.append(one[0].transpose(0, 1))
+        parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 

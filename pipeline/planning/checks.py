@@ -26,7 +26,7 @@ from pipeline import identity, resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
 from pipeline.identity import Identity
-from pipeline.loss.cost_source import FILES, load_cost
+from pipeline.loss.cost_files import FILES, load_cost
 from pipeline.loss.registry import Objective
 from pipeline.model import (
     add_lora,

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.cost_rows import open_rows
+from pipeline.loss.cost import CostEmbedding, open_rows
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.registry import get_objective
 from pipeline.loss.token_plan import TokenPlan, plan_tokens

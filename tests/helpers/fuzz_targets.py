@@ -404,7 +404,7 @@ def make_model(here: Path) -> None:
 def model_directory(here: Path) -> None:
     from eval.model import EvaluatedModel
     from eval.targets import DamagedError, NotWholeError, Target
-    from pipeline.loss.cost_source import load_cost
+    from pipeline.loss.cost_files import load_cost
 
     with contextlib.suppress(DamagedError, NotWholeError):
         Target("own", here, foreign=True).require_whole(here, settled=True)
@@ -422,7 +422,7 @@ def make_cost(here: Path) -> None:
 
 @target("cost file", make_cost, "a.safetensors", "b.pt")
 def cost_file(here: Path) -> None:
-    from pipeline.loss.cost_source import load_cost
+    from pipeline.loss.cost_files import load_cost
 
     for name in ("a.safetensors", "b.pt"):
         load_cost(str(here / name), 8)

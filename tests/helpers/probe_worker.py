@@ -28,14 +28,14 @@ CONFIG: dict[str, Any] = {
 
 
 def outcome(name: str, scale: float | None = None, attn: str | None = None) -> str:
-    """What the probe says of a family, and that a training step works afterwards."""
+    """Return the probe's verdict on a family, after two training steps where it is admitted."""
     model = family(name, attn)
     fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=list(model.parameters()))
     try:
-        found = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
+        packing = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
     except UserError as error:
-        return str(error)
+        return error.code
     ids = torch.arange(12)[None]
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
     for _ in range(2):
@@ -43,7 +43,7 @@ def outcome(name: str, scale: float | None = None, attn: str | None = None) -> s
         engine.backward(sums.loss / 12)
         engine.step()
     engine.destroy()
-    return found
+    return packing
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.padding import touchable
+from pipeline.loss.tensors import touchable
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
-from tests.loss.test_padding import rows_apart
+from tests.loss.test_tensors import padded_everywhere
 
 V, H = 150, 12
 
@@ -110,7 +110,7 @@ def test_what_stands_between_padded_rows_never_counts(
     results = []
     for apart in (False, True):
         widths.clear()
-        with rows_apart() if apart else contextlib.nullcontext():
+        with padded_everywhere() if apart else contextlib.nullcontext():
             h, w, labels, E = inputs(torch.float32)
             bias = torch.linspace(-1, 1, V).requires_grad_()
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)

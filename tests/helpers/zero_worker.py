@@ -25,7 +25,7 @@ from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.head import fuse_head
 from pipeline.loss.objectives import OBJECTIVES
 from pipeline.loss.registry import get_objective
-from pipeline.loss.spec import LossSums
+from pipeline.loss.sums import LossSums
 from tests.helpers.families import tiny_llama
 from tests.helpers.loss_reference import stored_for
 

@@ -1,4 +1,4 @@
-"""Where documents begin in packed rows, and what a model is told of it."""
+"""Bounds of documents in packed rows, and the inputs with which a model separates them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def rows(*lengths: list[int]) -> Tensor:
     ],
 )
 def test_segments_are_the_documents_of_all_rows(positions: Tensor, bounds: list[int], longest: int) -> None:
-    found, length = segments(positions)
-    assert (found.tolist(), length, type(length)) == (bounds, longest, int)
-    assert found.dtype == torch.int32
+    result, length = segments(positions)
+    assert (result.tolist(), length, type(length)) == (bounds, longest, int)
+    assert result.dtype == torch.int32
 
 
 def test_a_document_mask_is_causal_and_ends_at_documents() -> None:
@@ -62,7 +62,7 @@ def stand_in(packing: str, attention: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("packing", "attention", "given"),
+    ("packing", "attention", "added"),
     [
         ("positions", "varlen", {*SEGMENTS, "attention_mask"}),
         ("positions", "flash_attention_2", {*SEGMENTS}),
@@ -73,21 +73,21 @@ def stand_in(packing: str, attention: str) -> Any:
         ("alone", "sdpa", set()),
     ],
 )
-def test_nothing_waits_for_positions_whose_segments_are_known(
-    packing: str, attention: str, given: set[str]
+def test_segments_among_the_inputs_are_not_computed_again(
+    packing: str, attention: str, added: set[str]
 ) -> None:
-    """Tensors of the meta device have no values: whoever asked for one would fail."""
+    """Tensors of the meta device have no values: reading one would fail."""
     bounds, longest = segments(rows([5, 3], [8]))
     positions = torch.empty(2, 8, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"position_ids": positions, "cu_seq_lens_q": bounds, "max_length_q": longest}
     keep_apart(stand_in(packing, attention), positions, inputs)
-    assert inputs.keys() - {"position_ids"} == given
-    if "max_length_k" in given:
+    assert inputs.keys() - {"position_ids"} == added
+    if "max_length_k" in added:
         assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is bounds
         assert inputs["max_length_q"] == inputs["max_length_k"] == 8
 
 
-def test_what_is_not_known_is_asked_once_and_agrees() -> None:
+def test_missing_segments_are_computed() -> None:
     positions = rows([5, 3], [8])
     inputs: dict[str, Any] = {"position_ids": positions}
     keep_apart(stand_in("positions", "varlen"), positions, inputs)
@@ -105,18 +105,20 @@ def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() ->
     keep_apart(model, packed, inputs)
     assert inputs["attention_mask"].numel() == 0 and inputs["cu_seq_lens_q"].tolist() == [0, 5, 8]
     contradicting = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}
-    with pytest.raises(UserError, match="contradict each other"):
+    with pytest.raises(UserError) as error:
         keep_apart(model, packed, contradicting)
+    assert error.value.code == "mask-positions"
 
 
 def test_documents_that_cannot_be_kept_apart_are_refused() -> None:
-    with pytest.raises(UserError, match="documents that share a row see each other"):
+    with pytest.raises(UserError) as error:
         keep_apart(stand_in("refused", "eager"), rows([5, 3]), {})
+    assert error.value.code == "packing"
     keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
-def test_flash_attention_is_told_and_does_not_look_in_every_layer(
+def test_flash_attention_takes_segments_without_a_search_in_every_layer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers takes its branch for known segments: its search in the positions is never reached."""
@@ -146,17 +148,17 @@ def test_flash_attention_is_told_and_does_not_look_in_every_layer(
     fuse_model(model, get_objective("mle"))
     ids, labels, positions = packed_rows()
     want = sum(
-        F.cross_entropy(model(input_ids=one[None], use_cache=False).logits[0, :-1], one[1:], reduction="sum")
-        for one in documents(ids)
+        F.cross_entropy(model(input_ids=doc[None], use_cache=False).logits[0, :-1], doc[1:], reduction="sum")
+        for doc in documents(ids)
     )
     model.config._attn_implementation = "flash_attention_2"
-    found = model(input_ids=ids, labels=labels, position_ids=positions)
-    torch.testing.assert_close(found.loss, want)
+    sums = model(input_ids=ids, labels=labels, position_ids=positions)
+    torch.testing.assert_close(sums.loss, want)
     assert calls == [int(segments(positions)[1])] * 2  # once in each layer
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo"])
-def test_a_micro_batch_of_the_trainer_waits_for_the_device_not_once(
+def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
@@ -170,18 +172,18 @@ def test_a_micro_batch_of_the_trainer_waits_for_the_device_not_once(
     ids, labels, positions = packed_rows()
     bounds, longest = segments(positions)
     plan, inputs = plan_tokens(labels), {"input_ids": ids, "position_ids": positions}
-    with waits() as found:
+    with waits() as waited:
         sums = model(**inputs, labels=plan, **{BOUNDS: bounds, LONGEST: longest})
         (sums.loss / sums.tokens).backward()
-    assert found == []
+    assert waited == []
     assert all(parameter.grad is not None for parameter in model.parameters())
-    with waits() as found:
+    with waits() as waited:
         model(**inputs, labels=labels)
-    assert len(found) > 1
+    assert len(waited) > 1
 
 
-def test_sums_are_told_apart_by_document() -> None:
-    """Of values on the device and of valid labels on the host; padding is a document that has none."""
+def test_sums_by_document() -> None:
+    """Values are summed on the device, valid labels on the host; padding is a document without labels."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     bounds, _ = segments(positions)
     labels = torch.tensor([[5, 6, -100, 7, -100, -100], [-100, 1, 2, 3, 4, -100]])

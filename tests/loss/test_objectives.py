@@ -1,4 +1,4 @@
-"""The mathematics of every objective: golden values, the gradient family, and what is refused."""
+"""The mathematics of every objective: golden values, the gradient family, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(name: str, **params: Any) -> Objective:
 
 
 def composes(name: str, options: dict[str, Any]) -> bool:
-    """Whether an objective can have these terms beside it."""
+    """Return True where an objective can be combined with these options."""
     objective = make(name)
     alone = objective.normalised or objective.logit_scale != 1.0
     return not (alone and (options.get("z_loss") or options.get("label_smoothing")))
@@ -136,11 +136,11 @@ def test_coefficients_are_the_gradient(name: str, params: dict[str, float]) -> N
     rows = Rows(z.detach(), y, C[y], stored_for(y))
     with torch.no_grad():
         scalars = scalars_of(rows.z, rows, objective.logit_scale)
-        found = objective.coefficients(scalars)
-        factor = len(y) / found.weight.sum() if objective.normalised and found.weight is not None else 1.0
-        got = gradient(found, scalars, rows, objective.logit_scale) * factor
+        result = objective.coefficients(scalars)
+        factor = len(y) / result.weight.sum() if objective.normalised and result.weight is not None else 1.0
+        got = gradient(result, scalars, rows, objective.logit_scale) * factor
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found.loss * factor, loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(result.loss * factor, loss.detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
@@ -160,29 +160,27 @@ def test_reduction_is_a_mean_of_ratios() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "message"),
+    ("name", "params", "code"),
     [
-        ("emmo", {}, "did you mean emo?"),
-        ("zzz", {}, "known: mle, emo"),
-        ("emo", {"cap": 3.0}, "did you mean ratio_cap?"),
-        ("mle", {"gamma": 0.1}, "it has no parameters"),
-        ("tailr", {"gamma": 1.5}, "gamma must lie in [0, 1]"),
-        ("mixce", {"gamma": -0.5}, "gamma must lie in [0, 1]"),
-        ("emo", {"ratio_cap": 0.0}, "ratio_cap must be above 0"),
-        ("gem", {"beta": 0.0}, "beta must be above 0"),
-        ("mixce", {"gamma": None}, "gamma must be a finite number"),
-        ("excess", {"least": math.nan}, "least must be a finite number"),
+        ("emmo", {}, "unknown-objective"),
+        ("emo", {"cap": 3.0}, "unknown-parameter"),
+        ("mle", {"gamma": 0.1}, "unknown-parameter"),
+        ("tailr", {"gamma": 1.5}, "option-range"),
+        ("mixce", {"gamma": -0.5}, "option-range"),
+        ("emo", {"ratio_cap": 0.0}, "option-range"),
+        ("gem", {"beta": 0.0}, "option-range"),
+        ("mixce", {"gamma": None}, "option-range"),
+        ("excess", {"least": math.nan}, "option-range"),
     ],
 )
-def test_bad_requests(name: str, params: dict[str, float], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_bad_requests(name: str, params: dict[str, float], code: str) -> None:
+    with pytest.raises(UserError) as error:
         get_objective(name, **params)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert error.value.code == code
 
 
 def test_compat_warns() -> None:
-    with pytest.warns(UserWarning, match="solved tokens"):
+    with pytest.warns(UserWarning):
         get_objective("emo2_compat")
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: run by Triton's interpreter against float64, and compiled for GPUs meant."""
+"""The Triton kernels: run by Triton's interpreter against float64, and compiled for the target GPUs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ for V in (32000, 50257):
 
 @pytest.fixture(scope="module")
 def report() -> list[str]:
-    """What the static report says, and then of kernels on rows without padding."""
+    """Lines of the static report, then of kernels on rows without padding."""
     assert triton.knobs.nvidia.ptxas.path  # comes with triton
     return run("-c", COMPILE).splitlines()
 
 
 @pytest.mark.slow
-def test_compiled_for_the_gpus_meant(report: list[str]) -> None:
+def test_compiled_for_the_target_gpus(report: list[str]) -> None:
     """Every flavour of both kernels becomes machine code for an A100 and an H100; no GPU needed for that.
 
     Nothing is spilled or read twice, and all loads of a row are vectors though 50257 is odd.

@@ -32,11 +32,11 @@ def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, wind
     token = torch.arange(bounds[-1])
     document = torch.bucketize(token, torch.tensor(bounds), right=True)
     apart = token[:, None] - token[None, :]
-    seen = (document[:, None] == document) & (apart >= 0) & (apart < (window or bounds[-1]))
+    visible = (document[:, None] == document) & (apart >= 0) & (apart < (window or bounds[-1]))
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -56,8 +56,8 @@ def test_documents_attend_to_themselves(
     k = torch.randn(b, groups, length, size, requires_grad=True)
     v = torch.randn(b, groups, length, value_size, requires_grad=True)
     weights = torch.randn(b, length, heads, value_size)
-    told: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
-    out, _ = varlen_attention(LAYER, q, k, v, None, scaling=scaling, sliding_window=window, **told)
+    bounded: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
+    out, _ = varlen_attention(LAYER, q, k, v, None, scaling=scaling, sliding_window=window, **bounded)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     want = alone(*flat, bounds.tolist(), size**-0.5 if scaling is None else scaling, window)
     torch.testing.assert_close(out.flatten(0, 1).double(), want, rtol=1e-5, atol=1e-5)
@@ -68,26 +68,26 @@ def test_documents_attend_to_themselves(
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys",
     [
-        ({"dropout": 0.1}, "has no dropout"),
-        ({"softcap": 3.0}, "has no softcap"),
-        ({"s_aux": torch.zeros(2)}, "has no s_aux"),
-        ({"position_bias": torch.zeros(1)}, "has no position_bias"),
-        ({"is_causal": False}, "has no attention to later tokens"),
+        {"dropout": 0.1},
+        {"softcap": 3.0},
+        {"s_aux": torch.zeros(2)},
+        {"position_bias": torch.zeros(1)},
+        {"is_causal": False},
     ],
 )
-def test_what_the_kernel_lacks_is_an_error_and_not_left_out(keys: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_errors(keys: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 8, 8)
-    told: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
-    with pytest.raises(ValueError, match=f"attn_implementation=varlen {message}"):
-        varlen_attention(LAYER, x, x, x, None, **told, **keys)
-    with pytest.raises(ValueError, match="has no a cache of keys"):
-        varlen_attention(LAYER, x[:, :, -1:], x, x, None, **told)
+    bounded: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
+    with pytest.raises(ValueError):
+        varlen_attention(LAYER, x, x, x, None, **bounded, **keys)
+    with pytest.raises(ValueError):
+        varlen_attention(LAYER, x[:, :, -1:], x, x, None, **bounded)
 
 
 @pytest.mark.parametrize("left", [-1, 3])
-def test_torchs_own_kernel_takes_what_it_is_given(left: int) -> None:
+def test_torchs_kernel_takes_these_arguments(left: int) -> None:
     """Names, shapes and the gradient of the operation that a GPU runs, without values and so without one."""
     with FakeTensorMode():
         q, k, v = (
@@ -145,9 +145,9 @@ def test_packed_rows_train_like_single_documents(name: str) -> None:
     A family either is offered it, and is right, or is refused it in one line.
     """
     changes = CHANGES.get(name, {})
-    one = family(name, **changes)
+    ordinary = family(name, **changes)
     try:
-        model = family(name, usable_attention(VARLEN, one.config), **changes)
+        model = family(name, usable_attention(VARLEN, ordinary.config), **changes)
         fuse_model(model, get_objective("mle"))
         assert probe_model(model) == "positions"
     except UserError as error:
@@ -156,16 +156,16 @@ def test_packed_rows_train_like_single_documents(name: str) -> None:
     assert name not in REFUSED
     ids, labels, positions = packed_rows()
     sums = model(input_ids=ids, labels=labels, position_ids=positions)
-    logits = (one(input_ids=part[None], use_cache=False).logits[0, :-1] for part in documents(ids))
+    logits = (ordinary(input_ids=part[None], use_cache=False).logits[0, :-1] for part in documents(ids))
     want = sum(
         F.cross_entropy(z, part[1:], reduction="sum") for z, part in zip(logits, documents(ids), strict=True)
     )
     assert relative_error(sums.loss.detach(), want.detach()) <= 1e-5
-    assert relative_error(gradients(model, sums.loss), gradients(one, want)) <= 2e-4
+    assert relative_error(gradients(model, sums.loss), gradients(ordinary, want)) <= 2e-4
     with torch.no_grad():  # validation
         model.eval()
-        found = model(input_ids=ids, labels=labels, position_ids=positions).loss
-    assert relative_error(found, want.detach()) <= 1e-5
+        validation = model(input_ids=ids, labels=labels, position_ids=positions).loss
+    assert relative_error(validation, want.detach()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -192,13 +192,13 @@ def test_layers_that_are_computed_again_get_the_same_segments() -> None:
     model = family("llama", "varlen")
     fuse_model(model, get_objective("mle"))
     ids, labels, positions = packed_rows()
-    found = []
+    results = []
     for again in (False, True):
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        found.append(gradients(model, model(input_ids=ids, labels=labels, position_ids=positions).loss))
-    torch.testing.assert_close(found[0], found[1])
+        results.append(gradients(model, model(input_ids=ids, labels=labels, position_ids=positions).loss))
+    torch.testing.assert_close(results[0], results[1])
 
 
 class Largest(TorchDispatchMode):
@@ -225,14 +225,14 @@ def test_no_tensor_grows_with_the_square_of_a_block() -> None:
         model = tiny_llama(61, max_position_embeddings=length, num_key_value_heads=1)
         model.set_attn_implementation(attention)
         fuse_model(model, get_objective("mle"))
-        with Largest() as seen:
+        with Largest() as largest_tensor:
             model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
-        largest[attention] = seen.elements
+        largest[attention] = largest_tensor.elements
     assert largest["sdpa"] >= length**2
     assert largest["varlen"] <= 128 * length
 
 
-def test_what_is_saved_does_not_name_it(tmp_path: Any) -> None:
+def test_saved_configurations_do_not_name_it(tmp_path: Any) -> None:
     """An export is an ordinary model, which whoever loads it may give any attention."""
     model = family("llama", "varlen")
     fuse_model(model, get_objective("mle"))

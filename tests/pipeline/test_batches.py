@@ -59,7 +59,7 @@ def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
         assert np.array_equal(np.concatenate([part[name] for part in micro]), whole[name])
     labels = np.full(whole["labels"].shape, IGNORE)
     for start, part in zip((0, 3, 6), micro, strict=True):
-        labels[start : start + 3].flat[part["labels"].places] = part["labels"].labels
+        labels[start : start + 3].flat[part["labels"].positions] = part["labels"].labels
     assert np.array_equal(labels, whole["labels"])
 
 

@@ -16,7 +16,7 @@ from common.recipe import marked
 from pipeline import checkpoint, resume
 from pipeline.config import FREE, RunConfig, dump_config, load_config
 from pipeline.identity import check_same
-from pipeline.loss.cost_source import load_cost
+from pipeline.loss.cost_files import load_cost
 from pipeline.planning.order import Holding
 from pipeline.ranks import World
 from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory

@@ -1,4 +1,4 @@
-"""How an objective weighs its tokens, and what near-duplicate rows of a cost embedding do to it."""
+"""The histogram of the objective's weights that comes with the sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.loss import health
+from pipeline.loss import sums as loss_sums
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
 from tests.loss.test_fused import inputs
@@ -15,14 +15,14 @@ from tests.loss.test_objectives import make
 
 
 def counts_of(*weights: float, cap: float | None = None) -> list[float]:
-    return health.histogram(torch.tensor(weights), cap).tolist()
+    return loss_sums.histogram(torch.tensor(weights), cap).tolist()
 
 
 def test_quantiles_of_known_weights() -> None:
     """To a quarter of an octave, whatever the size."""
     counts = counts_of(*(2.0 ** (k / 10) for k in range(-100, 101)))
     for share, exponent in ((0.5, 0.0), (0.99, 9.8), (1.0, 10.0)):
-        assert math.log2(health.quantile(counts, share)) == pytest.approx(exponent, abs=0.13)
+        assert math.log2(loss_sums.quantile(counts, share)) == pytest.approx(exponent, abs=0.13)
 
 
 def test_histograms_add_up() -> None:
@@ -34,13 +34,13 @@ def test_extreme_weights_are_counted() -> None:
     """Zero, infinity and negative weights fall into the outermost bins or their size's."""
     counts = counts_of(0.0, math.inf, -2.0)
     assert sum(counts) == 3
-    assert health.quantile(counts, 1.0) == 2.0**health.HIGHEST
-    assert math.isnan(health.quantile(counts_of(), 0.5))
+    assert loss_sums.quantile(counts, 1.0) == 2.0**loss_sums.HIGHEST
+    assert math.isnan(loss_sums.quantile(counts_of(), 0.5))
 
 
-def test_what_is_not_a_number_counts_as_the_largest() -> None:
-    """A step that is going to be skipped must not end the run here."""
-    assert health.quantile(counts_of(1.0, math.nan), 1.0) == 2.0**health.HIGHEST
+def test_nan_counts_as_the_largest_weight() -> None:
+    """A step that is going to be skipped does not end the run in the histogram."""
+    assert loss_sums.quantile(counts_of(1.0, math.nan), 1.0) == 2.0**loss_sums.HIGHEST
     h, w, labels, E = inputs()
     with torch.no_grad():
         h[1] = math.nan
@@ -48,7 +48,7 @@ def test_what_is_not_a_number_counts_as_the_largest() -> None:
     assert math.isnan(sums.loss.item())
 
 
-def test_normalised_weights_are_those_that_count() -> None:
+def test_normalised_weights_are_divided_by_their_mean() -> None:
     """MiLe's histogram is that of the weights after the division by their mean."""
     h, w, labels, _ = inputs(dtype=torch.float64)
     log_p = (h @ w.T).log_softmax(-1)[labels != -100].detach()
@@ -56,15 +56,15 @@ def test_normalised_weights_are_those_that_count() -> None:
     sums = fused_linear_loss(h, w, labels, make("mile"))
     for share in (0.1, 0.5, 1.0):
         want = (weight / weight.mean()).quantile(share).item()
-        assert health.quantile(sums.weights.tolist(), share) == pytest.approx(want, rel=0.2)
+        assert loss_sums.quantile(sums.weights.tolist(), share) == pytest.approx(want, rel=0.2)
 
 
-def test_likelihood_has_nothing_to_say() -> None:
-    assert health.summary(counts_of(1.0, 1.0)) == {}
-    assert health.summary(counts_of(1.0, 4.0))["weight_max"] == 4.0
+def test_weights_of_one_have_no_summary() -> None:
+    assert loss_sums.summary(counts_of(1.0, 1.0)) == {}
+    assert loss_sums.summary(counts_of(1.0, 4.0))["weight_max"] == 4.0
 
 
-def test_the_fused_loss_reports_them() -> None:
+def test_histogram_of_the_fused_loss() -> None:
     """Median and share at the cap are those of m / D, token by token."""
     h, w, labels, E = inputs(dtype=torch.float64)
     cost = CostEmbedding.from_weight(E.double())
@@ -76,13 +76,4 @@ def test_the_fused_loss_reports_them() -> None:
     assert int(sums.weights[:-1].sum()) == int(valid.sum())
     assert int(sums.weights[-1]) == int((ratio >= 3.0).sum()) > 0
     median = ratio.detach().clamp(max=3.0).median().item()
-    assert health.quantile(sums.weights.tolist(), 0.5) == pytest.approx(median, rel=0.1)
-
-
-def test_twins() -> None:
-    torch.manual_seed(0)
-    E = torch.randn(300, 8)
-    assert health.twins(CostEmbedding.from_weight(E)) == (0, 300)
-    E[7] = 2.5 * E[100]  # the same direction
-    assert health.twins(CostEmbedding.from_weight(E)) == (2, 300)
-    assert health.twins(CostEmbedding.constant(300)) == (0, 300)
+    assert loss_sums.quantile(sums.weights.tolist(), 0.5) == pytest.approx(median, rel=0.1)

@@ -1,0 +1,209 @@
+"""Cost embeddings from files: the output head of a checkpoint, read alone, or a file with one matrix."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError, one_line
+from common.untrusted import read_json
+from common.weights import load_config, shard_names
+from pipeline.loss.cost import CostEmbedding, NumberCost
+
+OLD_HEAD_NAMES = ("embed_out.weight",)  # names in checkpoints of a head that transformers renames
+SPACES = " \u2581\u0120"  # how tokenizers write the space before a word
+FILES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def load_cost(
+    source: str,
+    vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    cache_mb: float = 0.0,
+    revision: str | None = None,
+) -> CostEmbedding:
+    """Return the cost embedding [V, H] of a pre-trained model, without loading that model.
+
+    Args:
+        source: a model directory or hub id, of which only the output head's tensor is read (the
+            input embedding where the two are tied), or a .safetensors / .pt file holding one matrix [V, H].
+        vocab_size: V of the model to be trained.
+        dtype: of the normalised rows.
+        cache_mb: megabytes for cost rows of frequent targets (`CostEmbedding`).
+        revision: a commit of the hub model.
+
+    Raises:
+        UserError: naming the file, when it is missing, damaged, ambiguous, or has another vocabulary.
+    """
+    path = Path(source)
+    if path.suffix in FILES and not path.is_dir():
+        if not path.is_file():
+            raise UserError(f"cost embedding file {source} does not exist", code="cost-missing")
+        matrices = _read(path)
+        if len(matrices) != 1:
+            raise UserError(
+                f"cost embedding file {path} must hold exactly one matrix [V, H] (it holds {len(matrices)}); "
+                "give a model directory to use that model's output head",
+                code="cost-shape",
+            )
+        (weight,) = matrices.values()
+    else:
+        weight = _head_of_model(source, revision)
+    if weight.shape[0] != vocab_size:
+        raise UserError(
+            f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
+            f"{vocab_size}; both must share one vocabulary",
+            code="cost-vocabulary",
+        )
+    if not weight.is_floating_point():
+        raise UserError(
+            f"cost embedding {source} holds {weight.dtype}, not floating-point numbers", code="dtypes"
+        )
+    try:
+        cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
+    except UserError as error:
+        raise UserError(f"{source}: {error}", code=error.code) from None
+    cost.fingerprint = _digest(weight)
+    return cost
+
+
+def number_cost(pieces: Sequence[str], vocab_size: int) -> NumberCost:
+    """Return costs between the whole numbers among a tokenizer's tokens, from its `pieces` in order of ids.
+
+    Raises UserError for a tokenizer with fewer than two of them.
+    """
+    values = torch.full((vocab_size,), torch.nan)
+    for token, piece in enumerate(pieces[:vocab_size]):
+        text = piece.strip(SPACES)
+        if text.isascii() and text.isdecimal():
+            values[token] = min(float(text), torch.finfo(values.dtype).max)
+    if int(values.isfinite().sum()) < 2:
+        raise UserError(
+            "objective.cost=numbers, but the tokenizer has no tokens that are numbers", code="no-numbers"
+        )
+    cost = NumberCost(values)
+    cost.fingerprint = f"numbers, log {_digest(values.nan_to_num(nan=-1.0))}"
+    return cost
+
+
+def _digest(weight: Tensor) -> str:
+    """Return the sha256 of a tensor as stored: normalised rows differ in last bits between processors."""
+    content = weight.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
+
+
+def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a file: those of `names` that it holds, or all matrices.
+
+    Raises UserError naming the file when it cannot be read.
+    """
+    from safetensors import safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                keys = list(file.keys())
+                if names is None:
+                    names = [name for name in keys if len(file.get_slice(name).get_shape()) == 2]
+                return {name: file.get_tensor(name) for name in names if name in keys}
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the operations of a damaged pickle fail in every way
+        raise UserError(
+            f"cost embedding file {path} cannot be read: {one_line(error, 160)}", code="cost-unreadable"
+        ) from None
+    if isinstance(content, Tensor):
+        content = {"": content}
+    if not isinstance(content, dict):
+        raise UserError(
+            f"cost embedding file {path} holds a {type(content).__name__}, not tensors",
+            code="cost-unreadable",
+        )
+    if names is None:
+        return {k: v for k, v in content.items() if isinstance(v, Tensor) and v.dim() == 2}
+    return {name: content[name].clone() for name in names if name in content}
+
+
+def _head_of_model(source: str, revision: str | None) -> Tensor:
+    """Return the output head's tensor of a causal LM checkpoint, read alone."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = load_config(source, revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that is damaged or made up makes of transformers
+        if not Path(source).exists():
+            raise UserError(
+                f"cost embedding {source} is neither here nor a hub model that can be reached; give a "
+                f"model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})",
+                code="cost-missing",
+            ) from None
+        line = one_line(error, 200)
+        raise UserError(
+            f"cost embedding {source} is not a causal LM's directory or hub id: {line}", code="cost-model"
+        ) from None
+    head = model.get_output_embeddings()
+    if getattr(head, "weight", None) is None:
+        raise UserError(
+            f"cost embedding {source}: {type(model).__name__} has no output head to read", code="cost-model"
+        )
+    # names that a checkpoint may use for the head: the head's first, then those of a tied embedding
+    tied = model.get_input_embeddings() if model.config.get_text_config().tie_word_embeddings else None
+    names = [f"{n}.weight" for module in (head, tied) for n, m in model.named_modules() if m is module]
+    prefix = f"{model.base_model_prefix}."
+    # checkpoints of a bare base model lack the prefix
+    names += [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    for name in (*names, *OLD_HEAD_NAMES):
+        tensor = _read_tensor(source, revision, name)
+        if tensor is None:
+            continue
+        if tensor.shape != head.weight.shape:
+            raise UserError(
+                f"cost embedding {source}: {name} has shape {list(tensor.shape)}, "
+                f"but its config.json says {list(head.weight.shape)}",
+                code="cost-shape",
+            )
+        return tensor
+    raise UserError(
+        f"model {source} holds none of the head's tensors ({', '.join(names)})", code="cost-missing"
+    )
+
+
+def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
+    """Return tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = _checkpoint_file(source, revision, f"{stem}.index.json")
+        shard: str | None = stem
+        if index is not None:
+            try:
+                shard = shard_names(index, read_json(index)).get(name)
+            except (OSError, ValueError):
+                raise UserError(
+                    f"cost embedding {source}: {index.name} is damaged", code="cost-unreadable"
+                ) from None
+            if shard is not None and _checkpoint_file(source, revision, shard) is None:
+                raise UserError(
+                    f"cost embedding {source}: {index.name} names {shard}, which is missing",
+                    code="cost-missing",
+                )
+        path = _checkpoint_file(source, revision, shard) if shard else None
+        if path is not None:
+            tensors = _read(path, [name])
+            if tensors:
+                return tensors[name]
+    return None
+
+
+def _checkpoint_file(source: str, revision: str | None, name: str) -> Path | None:
+    """Return a file of a local or hub checkpoint, fetched alone, or None if there is none of that name."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if path else None

@@ -1,0 +1,136 @@
+"""Padded rows, whose gaps never count, and half-precision products through float32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipeline.loss import tensors
+from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.tensors import ALIGNMENT, padded_rows, padded_width, touchable
+from tests.helpers.loss_reference import relative_error
+from tests.loss.test_objectives import make
+
+V, H = 150, 12
+DTYPES = [torch.bfloat16, torch.float16]
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def padded_everywhere() -> Iterator[None]:
+    """Pad rows as on an accelerator within the block, with NaN in uninitialised memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "row_stride", lambda V, device: padded_width(V))
+        torch.use_deterministic_algorithms(True)  # fills memory that is not initialised
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("V", [64, 150, 32000, 50257, 152064])
+def test_rows_are_aligned_on_an_accelerator(V: int) -> None:
+    rows = padded_rows(3, V, torch.bfloat16, META)
+    assert rows.shape == (3, V)
+    assert rows.stride(0) % ALIGNMENT == 0 and rows.stride(0) - V < ALIGNMENT
+    assert touchable(rows) == rows.stride(0)
+    assert padded_rows(3, V, torch.bfloat16, torch.device("cpu")).is_contiguous()
+
+
+def test_kernels_touch_columns_that_all_rows_have() -> None:
+    padded = padded_rows(3, 150, torch.float32, META)
+    whole = torch.empty(3, 150, device=META)
+    assert touchable(whole) == touchable(padded, whole) == 150
+    assert touchable(padded[1:2], padded[:0]) == 192
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("name", "options"), [("mle", {}), ("emo", {}), ("gem", {}), ("mile", {"softcap": 5.0})]
+)
+def test_padded_rows_change_nothing(
+    name: str, options: dict[str, float], cache_mb: float, dtype: torch.dtype
+) -> None:
+    """Losses and gradients over several chunks are those of contiguous rows."""
+    torch.manual_seed(0)
+    E, labels = torch.randn(V, H), torch.randint(V, (40,))
+    results = []
+    for padded in (False, True):
+        with padded_everywhere() if padded else contextlib.nullcontext():
+            torch.manual_seed(1)
+            h = torch.randn(40, H).to(dtype).requires_grad_()
+            w = torch.randn(V, H).to(dtype).requires_grad_()
+            costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
+            got = fused_linear_loss(h, w, labels, make(name), costs, memory_mb=0.005, **options)
+            got.loss.backward()
+        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad))
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    for plain, other in zip(*results, strict=True):
+        assert relative_error(other, plain) <= bound
+
+
+def test_uninitialised_memory_is_nan() -> None:
+    """The test above depends on it."""
+    with padded_everywhere():
+        rows = padded_rows(2, V, torch.float32, torch.device("cpu"))
+    assert rows.stride(0) == 192 and bool(rows.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 1024, 2500])
+def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
+    """At most half a unit in the last place from the product of the same factors in float64."""
+    torch.manual_seed(0)
+    x, matrix, less = torch.randn(5, 33).to(dtype), torch.randn(rows, 33).to(dtype), torch.randn(5).to(dtype)
+    exact = x.double() @ matrix.double().T - less.double()[:, None]
+    out = torch.empty(5, rows, dtype=dtype)
+    tensors.against_rows(x, matrix, out, less)
+    digits = torch.finfo(dtype).eps
+    assert ((out.double() - exact).abs() <= digits / 2 * exact.abs() * 1.01 + 1e-6).all()
+    y = torch.randn(5, rows).to(dtype)
+    product = tensors.with_rows(y, matrix)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), y.double() @ matrix.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widened_products_give_the_same_loss(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for lacks in (False, True):
+        monkeypatch.setattr(tensors, "_lacks_instructions", lambda lacks=lacks: lacks)
+        torch.manual_seed(0)
+        h, w = (
+            torch.randn(60, 16).to(dtype).requires_grad_(),
+            torch.randn(1500, 16).to(dtype).requires_grad_(),
+        )
+        cost = CostEmbedding.from_weight(w.detach())
+        sums = fused_linear_loss(h, w, torch.arange(60) * 20, make("emo"), cost, memory_mb=0.1)
+        sums.loss.backward()
+        results.append((sums.loss.detach(), h.grad, w.grad))
+    for plain, widened in zip(*results, strict=True):
+        assert relative_error(widened, plain) <= 2e-2
+
+
+def test_products_are_widened_without_bfloat16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an x86 CPU without bfloat16 instructions, for half precision; nowhere else."""
+    lacks_instructions = tensors._lacks_instructions.__wrapped__
+    for capability, has_bf16, has_amx, lacks in (
+        ("AVX512", False, False, True),
+        ("AVX2", False, False, True),
+        ("AVX512", True, False, False),
+        ("AVX512", True, True, False),
+        ("DEFAULT", False, False, False),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda it=has_bf16: it)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda it=has_amx: it)
+        assert lacks_instructions() == lacks
+    monkeypatch.setattr(tensors, "_lacks_instructions", lambda: True)
+    assert tensors.widens(torch.empty(1, dtype=torch.bfloat16))
+    assert not tensors.widens(torch.empty(1))
+    assert not tensors.widens(torch.empty(1, dtype=torch.bfloat16, device="meta"))
