@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.lease import held, now_there
 from common.text import counted
 from eval import store, targets
@@ -318,7 +318,11 @@ def _rests(path: Path, state: Path) -> bool:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
-    return isinstance(error, OSError) or type(error).__name__ in PASSING or "CUDA error" in str(error)
+    return (
+        isinstance(error, OSError | FailureError)
+        or type(error).__name__ in PASSING
+        or "CUDA error" in str(error)
+    )
 
 
 def _data_facts(source: str, task: Task) -> list[list[Any]]:
