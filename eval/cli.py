@@ -248,10 +248,10 @@ def _compare(args: argparse.Namespace) -> int:
     return ExitCode.DONE if args.fail_on_regression is None else gate([verdict])
 
 
-def _pairs(option: str, given: list[str]) -> dict[str, str]:
+def _pairs(option: str, texts: list[str]) -> dict[str, str]:
     """["A=x", ...] as a dictionary."""
     pairs = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise UserError(f"{option} {text!r} must read NAME=VALUE")

@@ -16,15 +16,17 @@ def majority(labels: Sequence[str]) -> str:
     return max(counts, key=lambda label: counts[label])  # Counter keeps the order in which they came
 
 
-def accuracy(gold: Sequence[str], found: Sequence[str | None]) -> float:
+def accuracy(gold: Sequence[str], predicted: Sequence[str | None]) -> float:
     """The share of labels [n] that were found; what is unreadable (None) is wrong."""
-    return float(np.mean([g == f for g, f in zip(gold, found, strict=True)]))
+    return float(np.mean([g == f for g, f in zip(gold, predicted, strict=True)]))
 
 
 def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
     """Cohen's kappa (1960): (p_o - p_e) / (1 - p_e), p_e from each rater's own shares. None where p_e = 1."""
     n = len(first)
-    shares = [{label: list(one).count(label) / n for label in {*first, *second}} for one in (first, second)]
+    shares = [
+        {label: list(labels).count(label) / n for label in {*first, *second}} for labels in (first, second)
+    ]
     expected = sum(shares[0][label] * shares[1][label] for label in shares[0])
     observed = sum(a == b for a, b in zip(first, second, strict=True)) / n
     return None if expected > 1 - 1e-12 else (observed - expected) / (1 - expected)

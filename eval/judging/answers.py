@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how. tokens: the longest answer."""
+    """The questions that are asked, and how. tokens: the longest answer."""
 
     questions: list[Question]
     name: str
@@ -62,7 +62,7 @@ class Answering:
 
     @property
     def directory(self) -> Path:
-        """Where the answers of this model to these questions are."""
+        """Return where the answers of this model to these questions are."""
         decoding: Any = self.engine.decoding
         seed = "" if decoding.greedy or not self.plan.seed else f"-s{self.plan.seed}"
         name = f"{self.plan.name}-{decoding.name}{seed}"
@@ -99,16 +99,16 @@ class Answering:
         from eval.generation.sampling import Request
 
         room = {row: self._room(self.prompts[row]) for row in rows}
-        asked = [row for row in rows if room[row] > 0]
-        requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in asked]
+        answerable = [row for row in rows if room[row] > 0]
+        requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in answerable]
         replies = self.engine.reply(requests, self.plan.tokens, bar.update) if requests else []
-        found = dict(zip(asked, replies, strict=True))
+        reply_of = dict(zip(answerable, replies, strict=True))
         self.computed += len(rows)
-        bar.update(len(rows) - len(asked))
+        bar.update(len(rows) - len(answerable))
         return [
             {"row": row, "text": "", "ended": False, "tokens": 0, "fits": False}
-            if row not in found
-            else {"row": row, **found[row]._asdict(), "fits": True}
+            if row not in reply_of
+            else {"row": row, **reply_of[row]._asdict(), "fits": True}
             for row in rows
         ]
 
@@ -133,7 +133,7 @@ class Answering:
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """How many answers there are, are empty, were cut off by a limit, or had no room in the context."""
+    """Return the numbers of answers: all, empty, cut off by a limit, without room in the context."""
     return {
         "answers": len(rows),
         "empty": sum(not row["output"] for row in rows),
@@ -169,7 +169,7 @@ def read_answers(path: Path) -> Answers:
     UserError for ids that come twice.
     """
     file = path / OUTPUTS if path.is_dir() else path
-    found, generators = [], []
+    answers, generators = [], []
     for i, row in enumerate(read_rows(file), start=1):
         where = f"{file} row {i}"
         instruction = text_of(row, ("instruction",), where)
@@ -177,26 +177,26 @@ def read_answers(path: Path) -> Answers:
         question = Question(
             id_of(row), instruction, input_of(row), dataset if isinstance(dataset, str) else ""
         )
-        found.append((question, answer_of(row, "output", where)))
+        answers.append((question, answer_of(row, "output", where)))
         generators.append(row.get("generator"))
     names = {g for g in generators if isinstance(g, str) and g}
     if len(names) > 1:
         raise UserError(f"{file}: answers of several models: {named(sorted(names))}; give one file of each")
     generator = names.pop() if names else file.name.split(".")[0]
-    ids = [question.id for question, _ in found]
+    ids = [question.id for question, _ in answers]
     if not all(ids):
-        return Answers(file, generator, _numbered(found), by_id=False)
+        return Answers(file, generator, _numbered(answers), by_id=False)
     if twice := repeated(ids):
         raise UserError(f"{file}: ids that come more than once: {named(twice)}")
-    return Answers(file, generator, [Answer(q.id, q, text) for q, text in found], by_id=True)
+    return Answers(file, generator, [Answer(q.id, q, text) for q, text in answers], by_id=True)
 
 
-def _numbered(found: list[tuple[Question, str]]) -> list[Answer]:
+def _numbered(answers: list[tuple[Question, str]]) -> list[Answer]:
     """Keys from the questions' texts; a text that comes again is another question."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     rows = []
-    for question, text in found:
-        seen[question.text] = seen.get(question.text, 0) + 1
-        number = seen[question.text]
+    for question, text in answers:
+        counts[question.text] = counts.get(question.text, 0) + 1
+        number = counts[question.text]
         rows.append(Answer(question.text if number == 1 else f"{question.text} #{number}", question, text))
     return rows

@@ -73,34 +73,36 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
-    asked = {name: (row, swapped) for name, row, swapped in _asked(judge, pairs)}
-    rows = read_rows(file) if asked else []  # nothing was asked where the answers of every pair are the same
-    places = [f"{file} row {i}" for i in range(1, len(rows) + 1)]
-    ids = [_id(row, where) for row, where in zip(rows, places, strict=True)]
+    expected = {name: (row, swapped) for name, row, swapped in _asked(judge, pairs)}
+    rows = (
+        read_rows(file) if expected else []
+    )  # nothing was asked where the answers of every pair are the same
+    positions = [f"{file} row {i}" for i in range(1, len(rows) + 1)]
+    ids = [_id(row, where) for row, where in zip(rows, positions, strict=True)]
     if twice := repeated(ids):
         raise UserError(f"{file}: replies that come more than once: {named(twice)}")
-    if foreign := [one for one in ids if one not in asked]:
+    if foreign := [row_id for row_id in ids if row_id not in expected]:
         raise UserError(
             f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
             "answers and options that the prompts were exported with"
         )
-    replies = dict(zip(ids, map(_reply, rows, places), strict=True))
-    if absent := [name for name in asked if name not in replies]:
-        raise UserError(f"{file}: {len(absent)} of {len(asked)} replies are missing: {named(absent)}")
-    found: list[Row] = [
+    replies = dict(zip(ids, map(_reply, rows, positions), strict=True))
+    if absent := [name for name in expected if name not in replies]:
+        raise UserError(f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}")
+    answered: list[Row] = [
         {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
         for i, pair in enumerate(pairs.rows)
     ]
-    for name, (row, _) in asked.items():  # in order: A's answer first, then B's
-        found[row]["replies"].append(replies[name])
-    return found
+    for name, (row, _) in expected.items():  # in order: A's answer first, then B's
+        answered[row]["replies"].append(replies[name])
+    return answered
 
 
 def _id(row: Row, where: str) -> str:
-    found = row.get("custom_id", row.get("id"))
-    if not isinstance(found, str):
+    name = row.get("custom_id", row.get("id"))
+    if not isinstance(name, str):
         raise UserError(f"{where}: no id; {FORMS}")
-    return found
+    return name
 
 
 def _reply(row: Row, where: str) -> Row:
@@ -125,7 +127,7 @@ def _reply(row: Row, where: str) -> Row:
 def _choice(row: Row) -> dict[str, Any] | None:
     """The first choice in a line of a batch's output; None where its request failed."""
     try:
-        found: Any = row["response"]["body"]["choices"][0]
+        choice: Any = row["response"]["body"]["choices"][0]
     except (KeyError, IndexError, TypeError):
         return None
-    return found if isinstance(found, dict) and not row.get("error") else None
+    return choice if isinstance(choice, dict) and not row.get("error") else None

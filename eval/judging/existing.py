@@ -38,8 +38,8 @@ def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> lis
         ]
     if AUTO_J_VERDICT in first and labels is not None:
         return [_auto_j(files, tables, labelled(labels), judge)]
-    wanted = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
-    raise UserError(f"{files[0]} holds no verdicts: none of the fields {wanted}; it has {', '.join(first)}")
+    fields = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
+    raise UserError(f"{files[0]} holds no verdicts: none of the fields {fields}; it has {', '.join(first)}")
 
 
 def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> list[Judged]:
@@ -52,7 +52,7 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
         for i, row in enumerate(rows, start=1)
     ):
         where = f"{file} row {i}"
-        who = (
+        parties = (
             text_of(row, ("generator_1",), where),
             text_of(row, ("generator_2",), where),
             str(row.get("annotator") or judge),
@@ -62,15 +62,15 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
         value = _preference(row.get("preference"))
         sides: list[Side | None] = [None if value is None else _side(value)]
         pair = Pair(question.id or question.text, question, a, b)
-        groups.setdefault(who, []).append(row_of(pair, sides, value))
-        origins.setdefault(who, []).append(file.name)
-    for (a, b, _), found in groups.items():
-        if twice := repeated([row["id"] for row in found]):
-            places = ", ".join(map(str, files))
-            raise UserError(f"{places}: {b} against {a} was judged more than once on {named(twice)}")
+        groups.setdefault(parties, []).append(row_of(pair, sides, value))
+        origins.setdefault(parties, []).append(file.name)
+    for (a, b, _), rows_of_parties in groups.items():
+        if twice := repeated([row["id"] for row in rows_of_parties]):
+            names = ", ".join(map(str, files))
+            raise UserError(f"{names}: {b} against {a} was judged more than once on {named(twice)}")
     return [
-        Judged(judge, by, a, b, 1, found, {"from": list(dict.fromkeys(origins[a, b, by]))})
-        for (a, b, by), found in groups.items()
+        Judged(judge, by, a, b, 1, rows_of_parties, {"from": list(dict.fromkeys(origins[a, b, by]))})
+        for (a, b, by), rows_of_parties in groups.items()
     ]
 
 
@@ -90,24 +90,24 @@ def _side(value: float) -> Side:
 def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -> Judged:
     """Verdicts 0, 1, 2 or Tie, joined to the test set by idx; what is neither is unreadable."""
     ids = [id_of(row) for row in rows]
-    if absent := [i for i, one in enumerate(ids, start=1) if not one]:
+    if absent := [i for i, row_id in enumerate(ids, start=1) if not row_id]:
         raise UserError(f"{file} row {absent[0]}: no idx, by which verdicts belong to answers")
     if twice := repeated(ids):
         raise UserError(f"{file}: ids that come more than once: {named(twice)}")
-    found = dict(zip(ids, rows, strict=True))
+    by_id = dict(zip(ids, rows, strict=True))
     keys = {pair.key for pair in pairs.rows}
-    if lacking := [pair.key for pair in pairs.rows if pair.key not in found]:
+    if lacking := [pair.key for pair in pairs.rows if pair.key not in by_id]:
         raise UserError(f"{file} has no verdict on {len(lacking)} of {len(keys)} pairs: {named(lacking)}")
     if extra := [key for key in ids if key not in keys]:
         raise UserError(f"{file} has verdicts on {len(extra)} pairs that the labels lack: {named(extra)}")
-    judged = [row_of(pair, [_verdict(found[pair.key].get(name))]) for pair in pairs.rows]
+    judged = [row_of(pair, [_verdict(by_id[pair.key].get(name))]) for pair in pairs.rows]
     return Judged(judge, name, pairs.a, pairs.b, 1, judged, {"from": [file.name]})
 
 
 def _verdict(value: Any) -> Side | None:
     text = str(value).strip().lower()
-    known = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
-    return known.get(text)
+    labels = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
+    return labels.get(text)
 
 
 def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge: str) -> Judged:
@@ -125,7 +125,7 @@ def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge:
     judged = []
     for i, pair in enumerate(pairs.rows):
         sides = [AUTO_J_LABELS.get(_number(rows[i])) for rows in tables]
-        judged.append(row_of(pair, [sides[0], *(exchange[one] for one in sides[1:])]))
+        judged.append(row_of(pair, [sides[0], *(exchange[name] for name in sides[1:])]))
     return Judged(judge, files[0].name.split(".")[0], pairs.a, pairs.b, len(files), judged, {
         "from": [file.name for file in files]
     })  # fmt: skip

@@ -38,25 +38,25 @@ def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], fact
     "unasked" instead where there was nothing to ask, and "cut" where both answers were cut.
     """
     rows = []
-    for pair, found in zip(pairs.rows, replies, strict=True):
-        sides = [side(judge.verdict(r["text"]), bool(i)) for i, r in enumerate(found["replies"])]
-        if found.get("unasked") == IDENTICAL:
+    for pair, reply in zip(pairs.rows, replies, strict=True):
+        sides = [side(judge.verdict(r["text"]), bool(i)) for i, r in enumerate(reply["replies"])]
+        if reply.get("unasked") == IDENTICAL:
             sides = ["tie"] * 2  # as AlpacaEval's annotator has it
-        rows.append(row_of(pair, sides) | {key: found[key] for key in ("replies", "unasked", "cut")})
+        rows.append(row_of(pair, sides) | {key: reply[key] for key in ("replies", "unasked", "cut")})
     return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
 
 
 def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None) -> Row:
     """A judged pair. value: its score where the verdict is a number between the two."""
-    found = outcome(sides)
+    result = outcome(sides)
     return {
         "id": pair.key,
         "question": pair.question.text,
         "a": pair.a,
         "b": pair.b,
         "verdicts": list(sides),
-        "outcome": found,
-        "score": score(found) if value is None else value,
+        "outcome": result,
+        "score": score(result) if value is None else value,
         "human": list(pair.human),
         "replies": [],
         "unasked": None,

@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None) -> str:
     """The prompt of a pair; swapped: B's answer first; characters: as many of either answer at most."""
     first, second = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    asked = pair.question
-    return judge.prompt(asked.instruction, asked.input, first[:characters], second[:characters])
+    question = pair.question
+    return judge.prompt(question.instruction, question.input, first[:characters], second[:characters])
 
 
 class Judging:
@@ -54,11 +54,11 @@ class Judging:
 
     @cached_property
     def chat(self) -> bool:
-        """Whether prompts go through the judge's own chat template."""
+        """Return whether prompts go through the judge's own chat template."""
         return self.judge.chat and templates.chat_template(self.model) is not None
 
     def run(self) -> list[Row]:
-        """What `judged.of_replies` takes: replies of all pairs, made or found."""
+        """Return the rows that `judged.of_replies` takes: replies of all pairs, made or found."""
         from tqdm import tqdm
 
         pairs = self.pairs.rows
@@ -67,15 +67,17 @@ class Judging:
         entry = store.Entry(self.out / store.STORE, self.identity)
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
         with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
-            found = store.complete(
+            judged_rows = store.complete(
                 entry, len(pairs), CHUNK, lambda rows: self._ask(rows, bar), lambda n: bar.update(2 * n)
             )
-        if not any(row["replies"] for row in found) and any(row["unasked"] == NO_ROOM for row in found):
+        if not any(row["replies"] for row in judged_rows) and any(
+            row["unasked"] == NO_ROOM for row in judged_rows
+        ):
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --tokens lower, or take a judge with a longer context"
             )
-        return found
+        return judged_rows
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -93,18 +95,18 @@ class Judging:
     def _ask(self, rows: range, bar: Any) -> list[Row]:
         from eval.generation.sampling import Request
 
-        found: dict[int, Row] = {}
+        reply_rows: dict[int, Row] = {}
         requests = []
         for row in rows:
             unasked, cut, ids = self._prepared(self.pairs.rows[row])
-            found[row] = {"row": row, "unasked": unasked, "cut": cut, "replies": []}
-            requests += [(row, Request(one, [row, order])) for order, one in enumerate(ids)]
+            reply_rows[row] = {"row": row, "unasked": unasked, "cut": cut, "replies": []}
+            requests += [(row, Request(prompt, [row, order])) for order, prompt in enumerate(ids)]
             bar.update(0 if ids else 2)
         replies = self.engine.reply([r for _, r in requests], self.tokens, bar.update) if requests else []
         for (row, _), reply in zip(requests, replies, strict=True):
-            found[row]["replies"].append(reply._asdict())
+            reply_rows[row]["replies"].append(reply._asdict())
         self.computed += len(rows)
-        return list(found.values())
+        return list(reply_rows.values())
 
     def _prepared(self, pair: Pair) -> tuple[str | None, int | None, list[list[int]]]:
         """(why it is not asked, characters that both answers are cut to, token ids in both orders)."""

@@ -81,9 +81,9 @@ def of_answers(a: Path, b: Path) -> Pairs:
             )
         rows.append(Pair(answer.key, answer.question, answer.text, other.text))
     notes = [
-        f"{one.path}: {count} of {len(one.rows)} answers are empty; they are judged like others"
-        for one in (first, second)
-        if (count := sum(not answer.text.strip() for answer in one.rows))
+        f"{answers.path}: {count} of {len(answers.rows)} answers are empty; they are judged like others"
+        for answers in (first, second)
+        if (count := sum(not answer.text.strip() for answer in answers.rows))
     ]
     again = sum(count > 1 for count in Counter(pair.question.text for pair in rows).values())
     if again:
@@ -92,11 +92,11 @@ def of_answers(a: Path, b: Path) -> Pairs:
     return Pairs(*_names(first, second), rows, notes, sets.pop() if len(sets) == 1 else "")
 
 
-def _require_same(mine: list[str], others: list[str], first: Answers, second: Answers) -> None:
-    absent, extra = set(mine) - set(others), set(others) - set(mine)
+def _require_same(keys_of_first: list[str], others: list[str], first: Answers, second: Answers) -> None:
+    absent, extra = set(keys_of_first) - set(others), set(others) - set(keys_of_first)
     parts = [
-        f"{len(only)} only in {one.path}: {named(key for key in keys if key in only)}"
-        for only, keys, one in ((absent, mine, first), (extra, others, second))
+        f"{len(only)} only in {answers.path}: {named(key for key in keys if key in only)}"
+        for only, keys, answers in ((absent, keys_of_first, first), (extra, others, second))
         if only
     ]
     if parts:
@@ -105,10 +105,10 @@ def _require_same(mine: list[str], others: list[str], first: Answers, second: An
 
 
 def _names(first: Answers, second: Answers) -> tuple[str, str]:
-    """What the models are called; files of one model are told apart by their paths."""
+    """Return the names of the models; files of one model are told apart by their paths."""
     if first.generator != second.generator:
         return first.generator, second.generator
-    parts = [(one.path.parent.name, one.path.name.split(".")[0]) for one in (first, second)]
+    parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in (first, second)]
     ends = [p[0] for p in parts] if parts[0][0] != parts[1][0] else [p[1] for p in parts]
     if ends[0] == ends[1]:
         ends = ["a", "b"]
@@ -140,7 +140,7 @@ def _of_auto_j(row: Row, number: int, where: str) -> Pair:
 
 
 def _label(row: Row, name: str, labels: dict[Any, Side], where: str) -> Side:
-    found = row.get(name)
-    if isinstance(found, bool) or not isinstance(found, int) or found not in labels:
-        raise UserError(f"{where}: {name} is {found!r}; a human label is one of {sorted(labels)}")
-    return labels[found]
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in labels:
+        raise UserError(f"{where}: {name} is {value!r}; a human label is one of {sorted(labels)}")
+    return labels[value]

@@ -106,8 +106,8 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 def auto_j(instruction: str, context: str, first: str, second: str) -> str:
     """Auto-J's pairwise prompt. An input follows its instruction, as in AlpacaEval's questions."""
-    asked = _filled(AUTO_J, prompt=_joined(instruction, context), response=first, response_another=second)
-    return _filled(AUTO_J_FRAME, input=asked)
+    prompt = _filled(AUTO_J, prompt=_joined(instruction, context), response=first, response_another=second)
+    return _filled(AUTO_J_FRAME, input=prompt)
 
 
 def pandalm(instruction: str, context: str, first: str, second: str) -> str:
@@ -130,9 +130,9 @@ def without_special(text: str) -> str:
 def messages(chatml: str) -> list[dict[str, str]]:
     """The messages that AlpacaEval makes of its prompt; answers may hold the marks of ChatML."""
     system, _, user = chatml.partition("<|im_start|>user\n")
-    said = system.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-    asked = user.removesuffix("<|im_end|>")
-    return [{"role": "system", "content": said.strip()}, {"role": "user", "content": asked.strip()}]
+    instruction = system.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+    request = user.removesuffix("<|im_end|>")
+    return [{"role": "system", "content": instruction.strip()}, {"role": "user", "content": request.strip()}]
 
 
 def _joined(instruction: str, context: str) -> str:

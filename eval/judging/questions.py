@@ -37,12 +37,12 @@ class Question(NamedTuple):
         return f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
 
 
-def read_questions(given: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
+def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
     """(name of the set, questions) of a set in SETS or a file; at most `limit` of them, evenly spaced."""
-    name = given if given in SETS else Path(given).name.split(".")[0]
-    path = _find(given, data) if given in SETS else Path(given)
-    if given not in SETS and not path.is_file():
-        raise UserError(f"--questions {given} is neither a file nor one of {', '.join(SETS)}")
+    name = source if source in SETS else Path(source).name.split(".")[0]
+    path = _find(source, data) if source in SETS else Path(source)
+    if source not in SETS and not path.is_file():
+        raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
     rows = read_rows(path)
     questions = [_question(row, name, f"{path} row {i}") for i, row in enumerate(rows, start=1)]
     ids = [q.id for q in questions if q.id]
@@ -65,16 +65,16 @@ def _question(row: Row, name: str, where: str) -> Question:
 
 def id_of(row: Row) -> str:
     """A row's own id, or ""."""
-    found = next((row[name] for name in ID if isinstance(row.get(name), str | int)), "")
-    return whole_characters(str(found))
+    value = next((row[name] for name in ID if isinstance(row.get(name), str | int)), "")
+    return whole_characters(str(value))
 
 
 def input_of(row: Row) -> str:
     """The input of a row in Alpaca's form, or of its first instance in Self-Instruct's; else ""."""
     instances = row.get("instances")
     holder: Any = instances[0] if isinstance(instances, list) and instances else row
-    found = holder.get("input") if isinstance(holder, dict) else None
-    return whole_characters(found) if isinstance(found, str) else ""
+    value = holder.get("input") if isinstance(holder, dict) else None
+    return whole_characters(value) if isinstance(value, str) else ""
 
 
 def _find(name: str, data: str) -> Path:

@@ -35,7 +35,7 @@ FOUND = (*agreement.LABELS, "unreadable")
 
 
 def default_title(judged: Judged) -> str:
-    """What a judgement is called where nobody says otherwise."""
+    """Return the name of a judgement where nobody says otherwise."""
     by = judged.judge if judged.by == judged.judge else f"{judged.judge}-{Path(judged.by).name}"
     questions = f"-{judged.questions}" if judged.questions else ""
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
@@ -64,7 +64,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
             [len(row["a"]) for row in read],
             [len(row["b"]) for row in read],
         ),
-        "lengths": {who: float(np.mean([len(row[who]) for row in rows])) for who in ("a", "b")},
+        "lengths": {side: float(np.mean([len(row[side]) for row in rows])) for side in ("a", "b")},
         "consistency": _consistency(judged),
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
@@ -75,7 +75,7 @@ def _counts(rows: list[Row]) -> dict[str, int]:
     """Outcomes, and apart from them what a reader should know about the pairs."""
     outcomes = Counter(row["outcome"] for row in rows)
     unasked = Counter(row["unasked"] for row in rows)
-    sides = [one for row in rows if row["unasked"] is None for one in row["verdicts"]]
+    sides = [verdict for row in rows if row["unasked"] is None for verdict in row["verdicts"]]
     return {
         **{name: outcomes[name] for name in ("a", "b", "tie", "changed")},
         "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
@@ -84,7 +84,7 @@ def _counts(rows: list[Row]) -> dict[str, int]:
         "cut": sum(row["cut"] is not None for row in rows),
         "empty_a": sum(not row["a"].strip() for row in rows),
         "empty_b": sum(not row["b"].strip() for row in rows),
-        "unreadable_replies": sum(one is None for one in sides),
+        "unreadable_replies": sum(verdict is None for verdict in sides),
         "replies_cut_off": sum(reply.get("ended") is False for row in rows for reply in row["replies"]),
     }
 
@@ -110,23 +110,23 @@ def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float
 
 def _consistency(judged: Judged) -> float | None:
     """The share of pairs whose verdict is the same in both orders; None where only one was asked."""
-    asked = [row for row in judged.rows if row["unasked"] is None]
-    if judged.orders < 2 or not asked:
+    judged_rows = [row for row in judged.rows if row["unasked"] is None]
+    if judged.orders < 2 or not judged_rows:
         return None
-    return sum(row["outcome"] in agreement.LABELS for row in asked) / len(asked)
+    return sum(row["outcome"] in agreement.LABELS for row in judged_rows) / len(judged_rows)
 
 
 def _human(rows: list[Row]) -> dict[str, Any]:
-    """How the verdicts agree with the people's labels.
+    """Return how the verdicts agree with the people's labels.
 
     agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
     unreadable_as_ties: the same with what is unreadable made a tie, as PandaLM counts. kappa: of readable
     verdicts, changed ones as ties.
     """
     gold = [agreement.majority(row["human"]) for row in rows]
-    found = [row["outcome"] for row in rows]
-    right = [float(g == f) for g, f in zip(gold, found, strict=True)]
-    settled = ["tie" if one == "changed" else one for one in found]
+    outcomes = [row["outcome"] for row in rows]
+    right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
+    settled = ["tie" if outcome == "changed" else outcome for outcome in outcomes]
     both = [(g, f) for g, f in zip(gold, settled, strict=True) if f != "unreadable"]
     several = len(rows[0]["human"]) > 1
     return {
@@ -134,7 +134,7 @@ def _human(rows: list[Row]) -> dict[str, Any]:
         "raters": len(rows[0]["human"]),
         "no_majority": sum(len(row["human"]) > 2 and len(set(row["human"])) > 2 for row in rows),
         "agreement": _share(right, [row["question"] for row in rows]),
-        "unreadable_as_ties": agreement.accuracy(gold, ["tie" if f == "unreadable" else f for f in found]),
+        "unreadable_as_ties": agreement.accuracy(gold, ["tie" if f == "unreadable" else f for f in outcomes]),
         "kappa": agreement.cohen(*zip(*both, strict=True)) if both else None,
         "kappa_of_people": agreement.fleiss([row["human"] for row in rows]) if several else None,
         "labels": list(FOUND),
@@ -144,29 +144,29 @@ def _human(rows: list[Row]) -> dict[str, Any]:
 
 def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
     """Write both files of a judgement; its numbers."""
-    found = summary(judged, name)
+    numbers = summary(judged, name)
     directory = out / JUDGEMENTS
     lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    found["rows_digest"] = store.digest(lines)
+    numbers["rows_digest"] = store.digest(lines)
     store.replace(directory / f"{name}.jsonl", lines)
-    store.replace(directory / f"{name}.json", store.dump(found))
-    return found
+    store.replace(directory / f"{name}.json", store.dump(numbers))
+    return numbers
 
 
 @dataclass(frozen=True)
 class Judgement:
     """A judgement that was read: its numbers, and where its pairs are."""
 
-    found: dict[str, Any]
+    numbers: dict[str, Any]
     path: Path
 
     @property
     def name(self) -> str:
-        return str(self.found["name"])
+        return str(self.numbers["name"])
 
     def interval(self, share: str) -> Interval:
         """The interval of a share or of the win rate, of which there must be one."""
-        return Interval(self.found[share]["low"], self.found[share]["high"])
+        return Interval(self.numbers[share]["low"], self.found[share]["high"])
 
     @cached_property
     def scores(self) -> dict[str, tuple[str, float]]:
@@ -176,14 +176,14 @@ class Judgement:
             text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be read ({type(error).__name__}); judge again") from None
-        if store.digest(text) != self.found["rows_digest"]:
+        if store.digest(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} is not what was judged; judge again")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
 
 
 class Form(BaseModel):
-    """What a judgement's file may hold; whoever shows it relies on that."""
+    """The contents that a judgement's file may have; whoever shows it relies on that."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -217,7 +217,7 @@ class Shown(Form):
 
 
 class Numbers(Form):
-    """What `summary` finds and a report shows."""
+    """The numbers that `summary` finds and a report shows."""
 
     name: str
     judge: str
@@ -244,7 +244,7 @@ class Numbers(Form):
 
 def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Judgement]:
     """All judgements under some results directories. say: told which files are skipped, and why."""
-    found = []
+    judgements = []
     for out in outs:
         for path in sorted((out / JUDGEMENTS).glob("*.json")):
             value = store.read_json(path)
@@ -253,18 +253,18 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
             elif not _is_whole(value):
                 say(f"skipped {path}: damaged; judge again")
             else:
-                found.append(Judgement(value, path))
-    return found
+                judgements.append(Judgement(value, path))
+    return judgements
 
 
 def _is_whole(value: dict[str, Any]) -> bool:
     try:
-        found = Numbers.model_validate(value)
+        numbers = Numbers.model_validate(value)
     except ValidationError:
         return False
-    shares = (found.win, found.tie, found.loss, found.win_rate)
+    shares = (numbers.win, numbers.tie, numbers.loss, numbers.win_rate)
     return (
-        all((share is None) == (not found.read) for share in shares)
-        and found.counts.keys() >= REMARKS.keys()
-        and found.lengths.keys() >= {"a", "b"}
+        all((share is None) == (not numbers.read) for share in shares)
+        and numbers.counts.keys() >= REMARKS.keys()
+        and numbers.lengths.keys() >= {"a", "b"}
     )

@@ -25,10 +25,10 @@ def read_rows(path: Path) -> list[Row]:
     else:
         lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
         where = [f"{path} line {i}" for i, _ in lines]
-        rows = [_parsed(line, place) for (_, line), place in zip(lines, where, strict=True)]
-    for row, place in zip(rows, where, strict=True):
+        rows = [_parsed(line, position) for (_, line), position in zip(lines, where, strict=True)]
+    for row, position in zip(rows, where, strict=True):
         if not isinstance(row, dict):
-            raise UserError(f"{place} is not an object with fields")
+            raise UserError(f"{position} is not an object with fields")
     if not rows:
         raise UserError(f"{path} has no rows")
     return rows
@@ -52,10 +52,10 @@ def text_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
 
 def answer_of(row: Mapping[str, Any], name: str, where: str) -> str:
     """A field's text. Published files also have null, an empty answer, and answers that became true or 3."""
-    found = row.get(name)
-    if name in row and found is None:
+    value = row.get(name)
+    if name in row and value is None:
         return ""
-    return str(found) if isinstance(found, bool | int | float) else text_of(row, (name,), where)
+    return str(value) if isinstance(value, bool | int | float) else text_of(row, (name,), where)
 
 
 def whole_characters(text: str) -> str:
@@ -65,15 +65,15 @@ def whole_characters(text: str) -> str:
 
 def named(ids: Iterable[str]) -> str:
     """The first ids of a list as an error shows them, and how many more there are."""
-    found = list(ids)
-    shown = ", ".join(repr(one if len(one) <= 60 else one[:57] + "...") for one in found[:NAMED])
-    return shown + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    all_ids = list(ids)
+    text = ", ".join(repr(name if len(name) <= 60 else name[:57] + "...") for name in all_ids[:NAMED])
+    return text + (f" and {len(all_ids) - NAMED} more" if len(all_ids) > NAMED else "")
 
 
 def repeated(ids: Sequence[str]) -> list[str]:
     """The ids that come more than once, each once."""
-    seen: set[str] = set()
-    return list(dict.fromkeys(one for one in ids if one in seen or seen.add(one)))  # type: ignore[func-returns-value]
+    earlier: set[str] = set()
+    return list(dict.fromkeys(name for name in ids if name in earlier or earlier.add(name)))  # type: ignore[func-returns-value]
 
 
 def evenly(count: int, limit: int | None) -> list[int]:

@@ -17,23 +17,23 @@ CHOICES = (AUTO, *VERSIONS)
 Say = Callable[[str], None]
 
 
-def choose(model: EvaluatedModel, asked: str, say: Say) -> str:
+def choose(model: EvaluatedModel, template: str, say: Say) -> str:
     """The template to use, one of CHOICES but `auto`. A mismatch with its tuning is said."""
-    if asked not in CHOICES:
-        raise UserError(f"--template {asked!r} is not known; known: {', '.join(CHOICES)}")
-    tuned, own = model.facts.get("template"), chat_template(model)
-    if asked == OWN and own is None:
+    if template not in CHOICES:
+        raise UserError(f"--template {template!r} is not known; known: {', '.join(CHOICES)}")
+    tuned, of_model = model.facts.get("template"), chat_template(model)
+    if template == OWN and of_model is None:
         raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
-    if asked == AUTO:
-        return _found(model, tuned, own, say)
-    if tuned and VERSIONS.get(asked) != tuned:
-        say(f"{model.name}: was tuned with the template {tuned}, but --template {asked} was given")
-    elif not tuned and own is not None and asked != OWN:
-        say(f"{model.name}: comes with a chat template, but --template {asked} was given")
-    return asked
+    if template == AUTO:
+        return _found(model, tuned, of_model, say)
+    if tuned and VERSIONS.get(template) != tuned:
+        say(f"{model.name}: was tuned with the template {tuned}, but --template {template} was given")
+    elif not tuned and of_model is not None and template != OWN:
+        say(f"{model.name}: comes with a chat template, but --template {template} was given")
+    return template
 
 
-def _found(model: EvaluatedModel, tuned: Any, own: str | None, say: Say) -> str:
+def _found(model: EvaluatedModel, tuned: Any, of_model: str | None, say: Say) -> str:
     if tuned:
         name = str(tuned).partition("/")[0]
         if name not in VERSIONS:
@@ -41,7 +41,7 @@ def _found(model: EvaluatedModel, tuned: Any, own: str | None, say: Say) -> str:
         if VERSIONS[name] != tuned:
             say(f"{model.name}: was tuned with the template {tuned}, which is {VERSIONS[name]} now")
         return name
-    if own is not None:
+    if of_model is not None:
         return OWN
     say(f"{model.name}: nothing says which template it was tuned with; Alpaca's is used (--template)")
     return "alpaca"
@@ -65,16 +65,16 @@ def ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
 def plain_ids(model: EvaluatedModel, text: str) -> list[int]:
     """Token ids of a prompt, after BOS where the tokenizer has one."""
     tokenizer = model.tokenizer
-    found = list(tokenizer(text, add_special_tokens=False).input_ids)
-    return found if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *found]
+    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of messages in the tokenizer's own chat template, up to where the reply begins."""
     try:
-        found = model.tokenizer.apply_chat_template(
+        ids = model.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # whatever the template's author wrote
         raise UserError(f"{model.given}: its chat template refuses a prompt ({one_line(error)})") from None
-    return list(found)
+    return list(ids)

@@ -18,37 +18,37 @@ REMARKS = {
 }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(numbers: dict[str, Any]) -> Iterator[str]:
     """The numbers of `results.summary`, the most important first."""
-    who = f"{found['b']} against {found['a']}, judged by {found['by']} ({found['judge']})"
-    if not found["read"]:
-        yield f"{who}: none of the verdicts on {found['pairs']} pairs can be read"
+    parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
+    if not numbers["read"]:
+        yield f"{parties}: none of the verdicts on {numbers['pairs']} pairs can be read"
     else:
-        shares = ", ".join(f"{name} {_percent(found[name])}" for name in ("win", "tie", "loss"))
-        yield f"{who}: {shares}"
-        yield _rate(found)
-    for name, text in remarks(found):
-        yield f"  {found['counts'][name]} {text}"
-    if found["consistency"] is not None:
-        yield f"  the same verdict in both orders: {100 * found['consistency']:.2f} %"
-    if found["human"] is not None:
-        yield f"  {_human(found['human'])}"
+        shares = ", ".join(f"{name} {_percent(numbers[name])}" for name in ("win", "tie", "loss"))
+        yield f"{parties}: {shares}"
+        yield _rate(numbers)
+    for name, text in remarks(numbers):
+        yield f"  {numbers['counts'][name]} {text}"
+    if numbers["consistency"] is not None:
+        yield f"  the same verdict in both orders: {100 * numbers['consistency']:.2f} %"
+    if numbers["human"] is not None:
+        yield f"  {_human(numbers['human'])}"
 
 
-def _rate(found: dict[str, Any]) -> str:
-    controlled = found["length_controlled"]
+def _rate(numbers: dict[str, Any]) -> str:
+    controlled = numbers["length_controlled"]
     at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
-    rate, lengths = found["win_rate"], found["lengths"]
+    rate, lengths = numbers["win_rate"], numbers["lengths"]
     return (
         f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
-        f"{found['read']} of {found['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
+        f"{numbers['read']} of {numbers['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
         f"{lengths['a']:.0f}"
     )
 
 
-def remarks(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, text) of the counts that are not zero."""
-    return ((name, text) for name, text in REMARKS.items() if found["counts"][name])
+    return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
 
 
 def _percent(share: dict[str, float]) -> str:

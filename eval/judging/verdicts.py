@@ -24,14 +24,14 @@ STRAIGHT: dict[str, Side] = {"first": "a", "second": "b", "tie": "tie"}
 
 
 def auto_j(reply: str) -> Shown | None:
-    """What follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
-    _, found, rest = reply.strip().rpartition(DECISION)
-    said = rest.strip().lower() if found else ""
-    if said.startswith("response 1"):
+    """Return what follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
+    _, marker, decision = reply.strip().rpartition(DECISION)
+    verdict = decision.strip().lower() if marker else ""
+    if verdict.startswith("response 1"):
         return "first"
-    if said.startswith("response 2"):
+    if verdict.startswith("response 2"):
         return "second"
-    return "tie" if said.startswith("tie") else None
+    return "tie" if verdict.startswith("tie") else None
 
 
 def pandalm(reply: str) -> Shown | None:
@@ -50,28 +50,28 @@ def alpaca_eval(reply: str) -> Shown | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a literal may look odd to Python
             ranked: Any = ast.literal_eval(reply)
-        rank = next(one["rank"] for one in [one for one in ranked if one["model"] == "model_1"])
+        rank = next(entry["rank"] for entry in [entry for entry in ranked if entry["model"] == "model_1"])
         return {1: "first", 2: "second"}.get(rank)  # type: ignore[return-value]
     except Exception:  # whatever a text can do to a parser: it is no verdict
         return None
 
 
-def side(shown: Shown | None, swapped: bool) -> Side | None:
+def side(position: Shown | None, swapped: bool) -> Side | None:
     """Whose answer a verdict prefers; swapped: the prompt showed B's first."""
-    return None if shown is None else (SWAPPED if swapped else STRAIGHT)[shown]
+    return None if position is None else (SWAPPED if swapped else STRAIGHT)[position]
 
 
 def outcome(sides: Sequence[Side | None]) -> Outcome:
-    """What the verdicts in both orders, or in the only one, come to.
+    """Return what the verdicts in both orders, or in the only one, come to.
 
     `changed`: they differ, which counts as a tie; `unreadable`: one of them cannot be read.
     """
-    if not sides or any(one is None for one in sides):
+    if not sides or any(side is None for side in sides):
         return "unreadable"
-    found = set(sides)
-    return found.pop() if len(found) == 1 else "changed"  # type: ignore[return-value]
+    distinct = set(sides)
+    return distinct.pop() if len(distinct) == 1 else "changed"  # type: ignore[return-value]
 
 
-def score(found: Outcome) -> float | None:
-    """What an outcome counts for B: 1, 0, 1/2 for a tie or a changed verdict; None where there is none."""
-    return {"a": 0.0, "b": 1.0, "tie": 0.5, "changed": 0.5, "unreadable": None}[found]
+def score(result: Outcome) -> float | None:
+    """Return what an outcome counts for B: 1, 0, 1/2 for a tie or a changed verdict; None for no verdict."""
+    return {"a": 0.0, "b": 1.0, "tie": 0.5, "changed": 0.5, "unreadable": None}[result]

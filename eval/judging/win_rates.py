@@ -31,8 +31,8 @@ def paired(
     """
     differences = np.asarray(second, float) - np.asarray(first, float)
     mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)
-    _, place = np.unique(np.asarray(questions), return_inverse=True)
-    sums = np.bincount(place, weights=differences)
+    _, cluster_index = np.unique(np.asarray(questions), return_inverse=True)
+    sums = np.bincount(cluster_index, weights=differences)
     sums = sums[sums != 0]
     rng, as_far = np.random.default_rng(seed), 0
     for _ in range(0, DRAWS, BATCH):
