@@ -11,14 +11,11 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.text import counted
 from eval.generation.decoding import Decoding
+from eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
 from eval.judging.engines import ENGINES, engine
-from eval.judging.exchange import FORMATS, read_replies, write_prompts
-from eval.judging.judged import Judged, of_replies
 from eval.judging.judges import JUDGES, Judge, judge
-from eval.judging.pairs import Pairs, labelled, of_answers
-from eval.judging.questions import SETS, read_questions
-from eval.judging.rows import named, repeated
-from eval.judging.templates import CHOICES
+from eval.judging.judging import FORMATS, read_replies, write_prompts
+from eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -65,7 +62,11 @@ def _answer_arguments(command: argparse.ArgumentParser) -> None:
     add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
     add("--data", default="hub", help="where named questions are: a directory, or hub (hub)")
     add("--limit", type=int, help="evenly spaced questions (all)")
-    add("--template", default="auto", help=f"{', '.join(CHOICES)} (auto: what the model was tuned with)")
+    add(
+        "--template",
+        default="auto",
+        help=f"{', '.join(TEMPLATE_CHOICES)} (auto: what the model was tuned with)",
+    )
     add("--tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
     add("--temperature", type=float, help="sample, dividing the logits; default: always the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
@@ -120,8 +121,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, counts
-    from eval.judging.templates import choose
+    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
     from eval.model import EvaluatedModel
     from eval.results import claim_name
     from eval.store import read_json, said_of
@@ -134,7 +134,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
         decoding = Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    plan = Plan(questions, name, choose(model, args.template, say), args.tokens, args.seed)
+    plan = Plan(questions, name, choose_template(model, args.template, say), args.tokens, args.seed)
     answering = Answering(model, engine(args.engine, model, decoding, args.batch), plan, args.out)
     claim_name(model, args.out, say)
     path = answering.directory / ABOUT
@@ -161,7 +161,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
 def _judge(args: argparse.Namespace, say: Say) -> int:
     chosen = judge(args.judge)
     if args.existing:
-        from eval.judging.existing import read_existing
+        from eval.judging.pairs import read_existing
 
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
@@ -217,8 +217,7 @@ def _by_model(chosen: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.results import JUDGEMENTS, default_title, write
-    from eval.judging.terminal import lines
+    from eval.judging.results import JUDGEMENTS, default_title, lines, write
     from eval.model import clean_name
     from eval.store import read_json, said_of
 

@@ -10,9 +10,7 @@ from common.errors import UserError
 from common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Dot, Dots, Figure
 from common.report.numbers import DASH, between, formatted, p_value, percent, points
-from eval.judging.results import Judgement
-from eval.judging.terminal import remarks
-from eval.judging.win_rates import paired
+from eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
