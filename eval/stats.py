@@ -268,9 +268,8 @@ def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
     if pooled < 1e-12:
         return rates.tolist(), len(sizes) ** 2 / float((1 / sizes).sum())
     shrunk = (counts + PRIOR_ROWS * rates[:, None]) / (sizes + PRIOR_ROWS)
-    variances = _variance(shrunk, values) / (
-        1 - sizes / (sizes + PRIOR_ROWS) ** 2
-    )  # unbiased if groups are alike
+    # Unbiased if groups are alike.
+    variances = _variance(shrunk, values) / (1 - sizes / (sizes + PRIOR_ROWS) ** 2)
     return rates.tolist(), float(pooled * len(sizes) ** 2 / (variances / sizes).sum())
 
 

@@ -123,7 +123,7 @@ def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
 
 
 def shown(estimate: Estimate, unit: str, transform: Callable[[float], float] = float) -> dict[str, Any]:
-    """Return an estimate with its interval over prefixes or texts. of: what of it is meant."""
+    """Return an estimate with its interval over prefixes or texts. transform: what of it is meant."""
     interval = estimate.interval()
     low, high = (transform(interval.low), transform(interval.high)) if interval else (None, None)
     return {

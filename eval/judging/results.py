@@ -339,7 +339,7 @@ class Judgement:
 
     def interval(self, share: str) -> Interval:
         """The interval of a share or of the win rate, of which there must be one."""
-        return Interval(self.numbers[share]["low"], self.found[share]["high"])
+        return Interval(self.numbers[share]["low"], self.numbers[share]["high"])
 
     @cached_property
     def scores(self) -> dict[str, tuple[str, float]]:
