@@ -204,7 +204,7 @@ JUDGEMENTS = "judgements"
 VERSION = 3
 SHOWN = 5  # pairs in the report
 SHARES = ("win", "tie", "loss")
-FOUND = (*LABELS, "unreadable")
+VERDICTS = (*LABELS, "unreadable")
 
 
 def default_title(judged: Judged) -> str:
@@ -310,8 +310,8 @@ def _human(rows: list[Row]) -> dict[str, Any]:
         "unreadable_as_ties": accuracy(gold, ["tie" if f == "unreadable" else f for f in outcomes]),
         "kappa": cohen(*zip(*both, strict=True)) if both else None,
         "kappa_of_people": fleiss([row["human"] for row in rows]) if several else None,
-        "labels": list(FOUND),
-        "confusion": confusion(gold, settled, FOUND)[:3],
+        "labels": list(VERDICTS),
+        "confusion": confusion(gold, settled, VERDICTS)[:3],
     }
 
 
