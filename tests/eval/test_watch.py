@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import FailureError
 from common.lease import Lease, held
 from eval import targets as targets_module
 from eval import watch as watch_module
@@ -385,8 +386,9 @@ def test_data_at_fault_are_not_a_checkpoints_fault(world: Path, tmp_path: Path) 
     assert command(*arguments, world / "data")[0] == 0
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FailureError("a worker was killed")])
 def test_a_passing_trouble_is_tried_again(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     publish(world, run, 3)
@@ -395,7 +397,7 @@ def test_a_passing_trouble_is_tried_again(
 
     def lost(model: Any, *arguments: Any) -> Any:
         if model.name.endswith("3"):
-            raise OSError(5, "Input/output error")
+            raise error
         return evaluate(model, *arguments)
 
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
