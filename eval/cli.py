@@ -1,9 +1,9 @@
 """python -m eval run | watch | report | compare | export | generate | quality | answer | judge
 
-Exit codes: 0 done, or nothing to do; 1 a failure, or checkpoints that cannot be evaluated (watch); 2 a
-mistake that stays until something is changed, also --fail-on-regression without all results; 3 a regression
-(--fail-on-regression); 75 a trouble that may pass, run the same command again to resume; 130 interrupted
-(Ctrl-C), likewise; 141 nobody reads the output any more.
+Exit codes: 0 done, or nothing to do; 1 a failure that may pass, run the same command again to resume, or
+checkpoints that cannot be evaluated (watch); 2 a mistake that stays until something is changed, also
+--fail-on-regression without all results; 3 a regression (--fail-on-regression); 130 interrupted (Ctrl-C), run
+the same command again; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
-from common.files import may_pass
-from common.outcome import is_unread
+from common.outcome import outcome
 from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
@@ -197,8 +196,7 @@ def _watch(args: argparse.Namespace) -> int:
     say(watch.summary())
     if code := gate(verdicts):
         return code
-    failed = watch.failed or watch.unexported
-    return ExitCode.STOPPED if watch.troubled else ExitCode.FAILURE if failed else ExitCode.DONE
+    return ExitCode.FAILURE if watch.troubled or watch.failed or watch.unexported else ExitCode.DONE
 
 
 def _generation(args: argparse.Namespace) -> int:
@@ -250,10 +248,10 @@ def _compare(args: argparse.Namespace) -> int:
     return ExitCode.DONE if args.fail_on_regression is None else gate([verdict])
 
 
-def _pairs(option: str, given: list[str]) -> dict[str, str]:
+def _pairs(option: str, texts: list[str]) -> dict[str, str]:
     """["A=x", ...] as a dictionary."""
     pairs = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise UserError(f"{option} {text!r} must read NAME=VALUE")
@@ -280,32 +278,17 @@ def main() -> int:
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
     commands |= {"generate": _generation, "quality": _generation, "answer": _judging, "judge": _judging}
     commands["export"] = _export
-    try:
-        code = commands[args.command](args)
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return _end("interrupted; run the same command again to resume", ExitCode.INTERRUPTED)
-    except UserError as error:
-        return _end(f"error: {error}", ExitCode.MISTAKE)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread():
-            return ExitCode.UNREAD
-        if may_pass(error) is False:
-            return _end(f"error: {one_line(error)}", ExitCode.MISTAKE)
-        return _end(
-            f"error: {one_line(error)}; this may pass: run the same command again to resume", ExitCode.STOPPED
-        )
-    except Exception as error:
-        # Other people's use of the GPU's memory may pass.
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
-            raise
-        return _end(
-            f"error: out of memory ({one_line(error, 120)}); lower --budget, or run the same command again",
-            ExitCode.STOPPED,
-        )
 
+    def work() -> int:
+        try:
+            return commands[args.command](args)
+        except Exception as error:
+            # Other people's use of the GPU's memory may pass.
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+                raise
+            raise FailureError(
+                f"out of memory ({one_line(error, 120)}); lower --budget, or run the same command again",
+                code="out-of-memory",
+            ) from error
 
-def _end(text: str, code: int) -> int:
-    print(printable(text), file=sys.stderr)
-    return code
+    return outcome(work)

@@ -36,7 +36,7 @@ class Comparison:
 
     def surely(self, direction: int) -> list[str]:
         """The tasks that were gained (+1) or lost (-1) for sure."""
-        return [task for task, found in self.tasks.items() if found["direction"] == direction]
+        return [task for task, entry in self.tasks.items() if entry["direction"] == direction]
 
 
 def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
@@ -47,11 +47,11 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
     pairs: dict[str, stats.Pairs] = {}
     refused: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
-        found = paired_rows(a, b, task)
-        if isinstance(found, str):
-            refused[task] = found
+        rows = paired_rows(a, b, task)
+        if isinstance(rows, str):
+            refused[task] = rows
         else:
-            pairs[task] = found
+            pairs[task] = rows
     paired = {task: stats.paired(p) for task, p in pairs.items()}
     adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
     described = {}
@@ -83,7 +83,7 @@ def paired_rows(a: Model, b: Model, task: str) -> stats.Pairs | str:
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """What keeps two results of a task from being compared; empty when nothing does."""
+    """Return what keeps two results of a task from being compared; empty when nothing does."""
     first, second = (result["conditions"]["compared"] for result in (a, b))
     reasons = []
     for name in sorted(first.keys() | second.keys()):
@@ -121,25 +121,25 @@ def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
 
     UserError when there is none, when one cannot be compared, and for a name that is no task of either.
     """
-    known = set(a.results) | set(b.results)
+    names = set(a.results) | set(b.results)
     for task in only:
-        if task not in known:
-            raise UserError(f"{a.name} and {b.name} have no task {task}; {nearest(task, in_order(known))}")
+        if task not in names:
+            raise UserError(f"{a.name} and {b.name} have no task {task}; {nearest(task, in_order(names))}")
     tasks = [t for t in in_order(set(a.results) & set(b.results)) if not only or t in only]
     if only and not tasks:
         raise UserError(f"{a.name} and {b.name} do not both have a result of {', '.join(only)}")
     if not tasks:
         raise UserError(f"{a.name} and {b.name} have no task in common")
-    found = compare_pair(a, b, tasks)
-    if found.refused:
-        reasons = "; ".join(f"{task}: {reason}" for task, reason in found.refused.items())
+    comparison = compare_pair(a, b, tasks)
+    if comparison.refused:
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in comparison.refused.items())
         raise UserError(f"{a.name} and {b.name} cannot be compared: {reasons}; evaluate both alike")
-    return found
+    return comparison
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a model is worse than its baseline."""
+    """The verdict whether a model is worse than its baseline."""
 
     regressions: list[str]  # one sentence each
     summary: str
@@ -170,36 +170,36 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
     """
     if a.name == b.name:
         raise UserError(f"{b.name} is its own baseline; name another model", code="own-baseline")
-    found = compare_alike(a, b, only)
-    assert found.mean is not None
+    comparison = compare_alike(a, b, only)
+    assert comparison.mean is not None
     reasons = [
         f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
-        for task, c in found.tasks.items()
+        for task, c in comparison.tasks.items()
         if c["direction"] < 0
     ]
-    mean, interval = 100 * found.mean["difference"], _interval(found.mean["interval"])
-    if found.mean["direction"] < 0:
-        reasons.append(f"mean {mean:+.1f} points {interval} (p = {found.mean['p']:.2g})")
+    mean, interval = 100 * comparison.mean["difference"], _interval(comparison.mean["interval"])
+    if comparison.mean["direction"] < 0:
+        reasons.append(f"mean {mean:+.1f} points {interval} (p = {comparison.mean['p']:.2g})")
     if max_drop is not None and mean < -max_drop:
         reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
-    count = f"{len(found.tasks)} task{'' if len(found.tasks) == 1 else 's'}"
-    asked = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
-    missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(asked - {*m.results})]
-    said = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
+    count = f"{len(comparison.tasks)} task{'' if len(comparison.tasks) == 1 else 's'}"
+    expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
+    missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(expected - {*m.results})]
+    summary = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
     if missing:
-        said += f"; not compared, for want of a result: {', '.join(missing)}"
-    return Verdict(reasons, said, missing)
+        summary += f"; not compared, for want of a result: {', '.join(missing)}"
+    return Verdict(reasons, summary, missing)
 
 
 def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     """Both models' accuracies, task by task, for the terminal. UserError when they cannot be compared."""
-    found = compare_alike(a, b, only)
+    comparison = compare_alike(a, b, only)
     names = [on_one_line(m.name) for m in (a, b)]
     lines = [
         ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
     ]
-    for task, c in found.tasks.items():
+    for task, c in comparison.tasks.items():
         results = [m.results[task] for m in (a, b)]
         lines.append(
             [
@@ -213,11 +213,16 @@ def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
                 f"{c['p_holm']:.3g}{' *' if c['direction'] else ''}",
             ]
         )
-    assert found.mean is not None
-    means = [sum(m.results[t]["accuracy"] for t in found.tasks) / len(found.tasks) for m in (a, b)]
-    last = ["mean", "", *(f"{100 * mean:.1f}" for mean in means), f"{100 * found.mean['difference']:+.1f}"]
-    p = f"{found.mean['p']:.3g}{' *' if found.mean['direction'] else ''}"
-    lines.append([*last, _interval(found.mean["interval"]), "", "", p, ""])
+    assert comparison.mean is not None
+    means = [sum(m.results[t]["accuracy"] for t in comparison.tasks) / len(comparison.tasks) for m in (a, b)]
+    last = [
+        "mean",
+        "",
+        *(f"{100 * mean:.1f}" for mean in means),
+        f"{100 * comparison.mean['difference']:+.1f}",
+    ]
+    p = f"{comparison.mean['p']:.3g}{' *' if comparison.mean['direction'] else ''}"
+    lines.append([*last, _interval(comparison.mean["interval"]), "", "", p, ""])
     return _aligned(lines) + (
         f"\n* differs: p < {ALPHA} and an interval without zero "
         "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
@@ -229,8 +234,8 @@ def _aligned(lines: list[list[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:
-        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        text.append("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        text.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
     rule = "-" * max(map(len, text))
     return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
 

@@ -117,9 +117,9 @@ class EvaluatedModel:
         """Return all files of the model that the identities above cover."""
         return [*opened_files(self.path), *self._of_tokenizer()]
 
-    def _changed(self, what: str) -> UserError:
+    def _changed(self, change: str) -> UserError:
         return UserError(
-            f"{self.given}: its {what} changed while it was evaluated; nothing is stored, run it again",
+            f"{self.given}: its {change} changed while it was evaluated; nothing is stored, run it again",
             code="changed",
         )
 
@@ -163,10 +163,10 @@ class EvaluatedModel:
         """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
         expected = expected or (self.digest, self.generation_digest)
         try:
-            found = self._files_digest(), store.digest_files(self.path, self._generation_files())
+            current = self._files_digest(), store.digest_files(self.path, self._generation_files())
         except (OSError, UserError):
             raise self._changed("files") from None
-        if found != expected:
+        if current != expected:
             raise self._changed("files")
 
     def _signatures(self) -> list[Signature]:
@@ -181,7 +181,7 @@ class EvaluatedModel:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the trainer says about this model (step, tokens, objective), if it is an export of ours."""
+        """Return what the trainer says of this model (step, tokens, objective), if it made the export."""
         try:
             facts = read_export_info(self.path)
         except (OSError, ValueError) as error:
@@ -200,10 +200,10 @@ class EvaluatedModel:
         for kind in ("missing", "unexpected", "mismatched"):
             names = getattr(loaded, kind)
             if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 raise UserError(
                     f"{self.given} does not hold the weights of its causal language model: "
-                    f"{names[0]}{more} {kind}"
+                    f"{names[0]}{others} {kind}"
                 )
         if loaded.fault is not None:
             raise UserError(f"{self.given} {loaded.fault}")
@@ -288,8 +288,8 @@ def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
     settings = read_json(config) if config.is_file() else {}
     ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
     adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-    asked = {name: settings.get(f"add_{name}_token") for name in adds}
-    for name, flag in asked.items():
+    configured = {name: settings.get(f"add_{name}_token") for name in adds}
+    for name, flag in configured.items():
         if flag is not None and not isinstance(flag, bool):
             raise UserError(
                 f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer"
@@ -298,7 +298,7 @@ def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
             raise UserError(
                 f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer"
             )
-    flags = {name: adds[name] if flag is None else flag for name, flag in asked.items()}
+    flags = {name: adds[name] if flag is None else flag for name, flag in configured.items()}
     if flags != adds:
         tokenizer.add_bos_token = flags["bos"]
         tokenizer.add_eos_token = flags["eos"]
@@ -317,8 +317,8 @@ def tokenizer_content(tokenizer: Any) -> str:
     step = 7919 if len(pieces) % 7919 else 7907  # a prime that does not divide their number: all come
     order = [pieces[i * step % len(pieces)] for i in range(len(pieces))]
     texts += ["".join(order[i : i + PROBED]) for i in range(0, len(order), PROBED)]
-    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
-    return store.digest([vocabulary, sorted(tokenizer.all_special_ids), named, tokenizer(texts).input_ids])
+    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
+    return store.digest([vocabulary, sorted(tokenizer.all_special_ids), special, tokenizer(texts).input_ids])
 
 
 def _local_directory(path: str) -> Path:

@@ -36,13 +36,13 @@ Score = Literal[*SCORES, *EXTRA_SCORES]  # type: ignore[valid-type]
 
 
 class Stored(BaseModel):
-    """What a file must hold at least; the rest is kept as it is."""
+    """The least that a file must hold; the rest is kept as it is."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @classmethod
     def fits(cls, value: Any) -> TypeGuard[dict[str, Any]]:
-        """Whether a value from a file is one."""
+        """Return whether a value from a file is one."""
         try:
             cls.model_validate(value)
         except (ValidationError, RecursionError):
@@ -51,7 +51,7 @@ class Stored(BaseModel):
 
 
 class Facts(Stored):
-    """What the trainer left of a model, as far as it did."""
+    """The facts that the trainer left of a model, as far as it did."""
 
     step: Count | None = None
     tokens: Count | None = None
@@ -102,7 +102,7 @@ class Mistake(Stored):
 
 
 class Result(Stored):
-    """What a task came to."""
+    """The result of a task."""
 
     title: str
     version: str
@@ -142,7 +142,7 @@ class HubSet(Stored):
 
 
 class Rows(Stored):
-    """Where the test rows of a result came from."""
+    """The origin of the test rows of a result."""
 
     from_hub: bool  # otherwise from files, which may hold anything
     hub: HubSet | None  # the data set that the task is about
@@ -214,10 +214,10 @@ class Model:
 
     def records(self, task: str) -> list[dict[str, Any]]:
         """Per-row records of a task, in row order. UserError when files of the store are damaged."""
-        found = store.read_records(self.out, self.keys[task], self.results[task]["n"])
-        if not all(map(Record.fits, found)):
+        records = store.read_records(self.out, self.keys[task], self.results[task]["n"])
+        if not all(map(Record.fits, records)):
             raise UserError(f"{self.name}, {task}: its records are no rows of a task; evaluate it again")
-        return found
+        return records
 
     def outcomes(self, task: str) -> list[Outcome]:
         """Every row of a task and whether it was right; read once. UserError like `records`."""
@@ -248,8 +248,10 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
     before = (described["weights"], described["dtype"]) if Description.fits(described) else None
     if before is not None and before != (model.digest, model.dtype):
         alike = before[0] == model.digest
-        what = f"{model.dtype} instead of {before[1]}" if alike else "other weights than in the last run"
-        say(f"{model.name}: {what}; its earlier results are no longer shown")
+        difference = (
+            f"{model.dtype} instead of {before[1]}" if alike else "other weights than in the last run"
+        )
+        say(f"{model.name}: {difference}; its earlier results are no longer shown")
         for path in (p for p in directory.glob("*.json") if p.is_file()):
             if path.name == SAMPLES or View.fits(store.read_json(path)):
                 path.unlink(missing_ok=True)
@@ -272,12 +274,12 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
     tell = say or _on_stderr
     models = []
     for out in outs:
-        found = list(_models(out, tell))
-        if not found:
+        of_directory = list(_models(out, tell))
+        if not of_directory:
             raise UserError(
                 f"no results in {out}; make them with: python -m eval run --model DIR --data DIR --out {out}"
             )
-        models += found
+        models += of_directory
     names = [m.name for m in models]
     if len(set(names)) != len(names):
         twice = next(n for n in names if names.count(n) > 1)
@@ -330,7 +332,7 @@ def _views(directory: Path, weights: str, say: Say) -> tuple[dict[str, dict[str,
 
 
 def _fault(view: Any, out: Path) -> str | None:
-    """What keeps a file from being shown as a result of the results directory `out`."""
+    """Return what keeps a file from being shown as a result of the results directory `out`."""
     if not View.fits(view):
         return "damaged, or not a result"
     if not Result.fits(view["result"]):
@@ -343,9 +345,9 @@ def _fault(view: Any, out: Path) -> str | None:
 
 def _samples(path: Path, weights: str, say: Say) -> list[dict[str, Any]]:
     """Text sampled from these weights."""
-    found = store.read_json(path)
-    if Samples.fits(found):
-        return found["samples"] if found["weights"] == weights else []
+    value = store.read_json(path)
+    if Samples.fits(value):
+        return value["samples"] if value["weights"] == weights else []
     if path.is_file():
         say(f"skipped {path}: damaged; sample again with python -m eval generate")
     return []

@@ -63,18 +63,18 @@ def bounded_mean(
     values that are all alike, it would say little.
     """
     scaled = (np.asarray(values, float) - low) / (high - low)
-    _, place = np.unique(np.asarray(clusters), return_inverse=True)
-    mean, sizes = float(scaled.mean()), np.bincount(place)
+    _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
+    mean, sizes = float(scaled.mean()), np.bincount(cluster_index)
     count = len(sizes)
     single = mean * (1 - mean) / count
     spread = single
     if count > 1:
-        moved = np.bincount(place, weights=scaled) - sizes * mean
+        moved = np.bincount(cluster_index, weights=scaled) - sizes * mean
         spread = float((moved**2).sum()) / len(scaled) ** 2 * count / (count - 1)
     variance = (count * spread + single) / (count + 1)
-    found = _wilson(mean, mean * (1 - mean) / variance if variance > 0 else count)
+    interval = _wilson(mean, mean * (1 - mean) / variance if variance > 0 else count)
     width = high - low
-    return low + width * mean, Interval(low + width * found.low, low + width * found.high)
+    return low + width * mean, Interval(low + width * interval.low, low + width * interval.high)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Estimate:
 
 def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Sequence[int]) -> Estimate:
     """Return the sum of `values` by the sum of `weights` [n] (None: their mean), clusters in sorted order."""
-    _, place = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(place, weights=np.asarray(values, float))
-    sizes = np.bincount(place, weights=None if weights is None else np.asarray(weights, float))
+    _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(cluster_index, weights=np.asarray(values, float))
+    sizes = np.bincount(cluster_index, weights=None if weights is None else np.asarray(weights, float))
     value = float(sums.sum() / sizes.sum()) if sizes.any() else math.nan
     return Estimate(value, (sums - value * sizes) / max(float(sizes.sum()), 1e-300))
 
@@ -118,10 +118,10 @@ def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Ac
 
 def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> list[list[int]]:
     """Counts [gold][predicted] in the order of `labels`."""
-    place = {label: i for i, label in enumerate(labels)}
+    index = {label: i for i, label in enumerate(labels)}
     counts = np.zeros((len(labels), len(labels)), dtype=int)
     for g, p in zip(gold, predicted, strict=True):
-        counts[place[g], place[p]] += 1
+        counts[index[g], index[p]] += 1
     return counts.tolist()
 
 
@@ -176,14 +176,14 @@ def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = N
     return Pairs(sizes, _counts(first & ~second, groups), _counts(second & ~first, groups))
 
 
-def paired(found: Pairs) -> Paired:
+def paired(pairs: Pairs) -> Paired:
     """Difference, interval and McNemar's exact test of one task."""
-    same = found.sizes - found.only_a - found.only_b
-    counts = np.stack([found.only_a, found.only_b, same])
+    same = pairs.sizes - pairs.only_a - pairs.only_b
+    counts = np.stack([pairs.only_a, pairs.only_b, same])
     (worse, better, _), rows = _rates(counts, np.array([-1.0, 1.0, 0.0]))
-    only_a, only_b = int(found.only_a.sum()), int(found.only_b.sum())
+    only_a, only_b = int(pairs.only_a.sum()), int(pairs.only_b.sum())
     return Paired(
-        found.difference, _bonett_price(worse, better, rows), only_a, only_b, _sign_test(only_a, only_b)
+        pairs.difference, _bonett_price(worse, better, rows), only_a, only_b, _sign_test(only_a, only_b)
     )
 
 
@@ -216,12 +216,12 @@ def mean_difference(tasks: Sequence[Pairs], seed: int = 0) -> MeanDifference:
     return MeanDifference(difference, interval, float((as_far + 1) / (DRAWS + 1)))
 
 
-def mean_interval(found: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:
+def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:
     """Mean of independent (value, low, high) with its interval: distances to the limits add in squares."""
-    n = len(found)
-    mean = sum(value for value, _, _ in found) / n
-    down = math.hypot(*(value - low for value, low, _ in found)) / n
-    up = math.hypot(*(high - value for value, _, high in found)) / n
+    n = len(means)
+    mean = sum(value for value, _, _ in means) / n
+    down = math.hypot(*(value - low for value, low, _ in means)) / n
+    up = math.hypot(*(high - value for value, _, high in means)) / n
     return mean, Interval(mean - down, mean + up)
 
 
@@ -268,8 +268,9 @@ def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
     if pooled < 1e-12:
         return rates.tolist(), len(sizes) ** 2 / float((1 / sizes).sum())
     shrunk = (counts + PRIOR_ROWS * rates[:, None]) / (sizes + PRIOR_ROWS)
-    own = _variance(shrunk, values) / (1 - sizes / (sizes + PRIOR_ROWS) ** 2)  # unbiased if groups are alike
-    return rates.tolist(), float(pooled * len(sizes) ** 2 / (own / sizes).sum())
+    # Unbiased if groups are alike.
+    variances = _variance(shrunk, values) / (1 - sizes / (sizes + PRIOR_ROWS) ** 2)
+    return rates.tolist(), float(pooled * len(sizes) ** 2 / (variances / sizes).sum())
 
 
 def _variance(rates: np.ndarray, values: np.ndarray) -> np.ndarray:

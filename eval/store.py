@@ -38,7 +38,7 @@ LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a h
 
 
 def cache_directory() -> Path:
-    """Where embeddings and digests are kept: $EVAL_CACHE, else the user's cache directory."""
+    """Return the directory of embeddings and digests: $EVAL_CACHE, else the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline")
 
@@ -62,10 +62,10 @@ def seal(value: Any) -> str:
 
 def unsealed(path: Path) -> Any | None:
     """The value in a sealed file; None when it is absent, torn or changed."""
-    found = read_json(path)
-    if not isinstance(found, dict) or "value" not in found:
+    value = read_json(path)
+    if not isinstance(value, dict) or "value" not in value:
         return None
-    return found["value"] if digest(found["value"]) == found.get("digest") else None
+    return value["value"] if digest(value["value"]) == value.get("digest") else None
 
 
 def read_json(path: Path) -> Any | None:
@@ -136,7 +136,7 @@ class Entry:
         return self._read(self._chunk_path(index))
 
     def has_chunk(self, index: int, rows: range) -> bool:
-        """Whether a chunk is done: an undamaged file with a record for each of `rows`."""
+        """Return whether a chunk is done: an undamaged file with a record for each of `rows`."""
         if index not in self._whole and self._chunk_path(index).is_file():
             records = self.chunk(index)
             if records is not None and [record["row"] for record in records] == list(rows):
@@ -183,8 +183,8 @@ def complete(
     while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
         worked = False
         for i in pending:
-            with held(entry.lease(f"chunk-{i:05d}")) as mine:
-                if mine and not entry.has_chunk(i, chunks[i]):
+            with held(entry.lease(f"chunk-{i:05d}")) as acquired:
+                if acquired and not entry.has_chunk(i, chunks[i]):
                     entry.finish_chunk(i, chunks[i], compute(chunks[i]))
                     worked = True
                 elif entry.has_chunk(i, chunks[i]):
@@ -211,9 +211,9 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
     """Return a digest of names and contents of files, each hashed once for its signature."""
     lines = []
     for path in sorted(files):
-        seen = signature(path)
-        key = digest([str(path.resolve()), *seen])
-        fresh = time.time_ns() - max(seen[1:3]) < 1e9 * YOUNG_SECONDS  # a change might not show in its times
+        stamp = signature(path)
+        key = digest([str(path.resolve()), *stamp])
+        fresh = time.time_ns() - max(stamp[1:3]) < 1e9 * YOUNG_SECONDS  # a change might not show in its times
         content = sha256(path) if fresh else remembered("digests", key, partial(sha256, path))
         lines.append([path.relative_to(root).as_posix(), content])
     return digest(lines)

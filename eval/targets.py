@@ -70,17 +70,17 @@ class Target:
 
 
 def targets(run_dir: Path) -> list[Target]:
-    """What there is to evaluate in a run directory, oldest first; whether it is whole is asked later."""
-    found, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
+    """Return what a run directory has to evaluate, oldest first; whether it is whole is asked later."""
+    result, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
     for path in checkpoints(run_dir):
         if (path / HF).is_dir():
-            found.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))
+            result.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))
     foreign = [p for p in run_dir.glob(f"{FOREIGN}*") if _step(p).isdecimal() and p.is_dir()]
     for path in sorted(foreign, key=lambda p: int(_step(p))):
-        found.append(Target(f"{run}-{path.name}", path, foreign=True))
+        result.append(Target(f"{run}-{path.name}", path, foreign=True))
     if (run_dir / EXPORT).is_dir():
-        found.append(Target(run, run_dir / EXPORT))
-    return found
+        result.append(Target(run, run_dir / EXPORT))
+    return result
 
 
 def _step(path: Path) -> str:
@@ -90,8 +90,12 @@ def _step(path: Path) -> str:
 def _require_listed(checkpoint: Path, files: Path) -> None:
     """The exported files have the sizes and hashes that COMPLETE lists."""
     listed = listed_files(checkpoint)
-    mine = {n.removeprefix(f"{HF}/"): facts for n, facts in (listed or {}).items() if n.startswith(f"{HF}/")}
-    reason = mismatch(files, mine) if mine else f"{COMPLETE} is unreadable or lists no file of {HF}/"
+    own_files = {
+        n.removeprefix(f"{HF}/"): facts for n, facts in (listed or {}).items() if n.startswith(f"{HF}/")
+    }
+    reason = (
+        mismatch(files, own_files) if own_files else f"{COMPLETE} is unreadable or lists no file of {HF}/"
+    )
     if reason is None:
         return
     if not is_complete(checkpoint):
@@ -126,7 +130,7 @@ def _weight_files(files: Path) -> list[str]:
 
 
 def _as_long_as_it_says(path: Path) -> bool:
-    """Whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
+    """Return whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
     if path.suffix != ".safetensors":
         return zipfile.is_zipfile(path)
     try:

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, one_line
+from common.errors import FailureError, UserError, one_line
 from common.lease import held, now_there
 from common.text import counted
 from eval import store, targets
@@ -79,15 +79,15 @@ class Watch:
 
     def once(self) -> int:
         """Evaluate whatever is whole, not done and not held by another watcher; how many were."""
-        count, asked = 0, self._asked()
+        count, request = 0, self._asked()
         self.waiting, self.failed, self.troubled = {}, {}, {}
         for target in targets.targets(self.run_dir):
-            if self._settled(target, asked):
+            if self._settled(target, request):
                 continue
-            with held(store.lease(self.state / "leases", target.name)) as mine:
-                if not mine:
+            with held(store.lease(self.state / "leases", target.name)) as acquired:
+                if not acquired:
                     self.waiting[target.name] = "held by another watcher"
-                elif not self._settled(target, asked) and self._attempt(target, asked):
+                elif not self._settled(target, request) and self._attempt(target, request):
                     count += 1
                     self._export_all()
         if not count:
@@ -95,9 +95,9 @@ class Watch:
         return count
 
     def finished(self) -> bool:
-        """Whether the run has its final export and nothing is left to do, or to wait for."""
-        asked = self._asked()
-        settled = [self._settled(target, asked) for target in targets.targets(self.run_dir)]
+        """Return whether the run has its final export and nothing is left to do, or to wait for."""
+        request = self._asked()
+        settled = [self._settled(target, request) for target in targets.targets(self.run_dir)]
         return (self.run_dir / EXPORT).is_dir() and all(settled) and not self.deferred
 
     def summary(self) -> str:
@@ -130,8 +130,8 @@ class Watch:
 
     def _export_all(self) -> None:
         for export in self.exports:
-            with held(store.lease(self.state / "leases", f"export-{export.format}")) as mine:
-                if mine:
+            with held(store.lease(self.state / "leases", f"export-{export.format}")) as acquired:
+                if acquired:
                     self._export(export)
 
     def _export(self, export: Export) -> None:
@@ -144,17 +144,17 @@ class Watch:
         due = dict(self._unexported(export))
         if not due:
             return
-        found: dict[str, Model] = {}
+        models: dict[str, Model] = {}
         with contextlib.suppress(UserError):  # there are none any more
-            found = {m.name: m for m in read_models([self.out], lambda text: None)}
+            models = {m.name: m for m in read_models([self.out], lambda text: None)}
         cards = {}
         for target in targets.targets(self.run_dir):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
-        failed = export.each([found[name] for name in due if name in found], cards, self.say)
+        failed = export.each([models[name] for name in due if name in models], cards, self.say)
         for name, version in due.items():
             key = f"{export} {name}"
-            if name in found and name not in failed:
+            if name in models and name not in failed:
                 path = self.state / "exported" / f"{name}.json"
                 noted = store.read_json(path)
                 noted = noted if isinstance(noted, dict) else {}
@@ -193,36 +193,40 @@ class Watch:
     def _mark(self, target: Target) -> Path:
         return self.state / "done" / f"{target.name}.json"
 
-    def _settled(self, target: Target, asked: str) -> bool:
-        """Whether a mark says that these files were evaluated as asked, or cannot be."""
+    def _settled(self, target: Target, request: str) -> bool:
+        """Return whether a mark says that these files were evaluated as asked, or cannot be."""
         mark = store.read_json(self._mark(target))
         if not isinstance(mark, dict) or mark.get("files") != target.fingerprint():
             return False
-        state = mark["asked"].get(asked) if isinstance(mark.get("asked"), dict) else None
+        state = mark["asked"].get(request) if isinstance(mark.get("asked"), dict) else None
         if state is None:
             return False
         if state != "evaluated":
             self.failed[target.name] = str(state)
         return True
 
-    def _set(self, target: Target, files: str, asked: str, state: str, **facts: Any) -> None:
+    def _set(self, target: Target, files: str, request: str, state: str, **facts: Any) -> None:
         """Write a target's mark; marks for the same files asked in other ways are kept."""
         path = self._mark(target)
-        found = store.read_json(path)
+        previous = store.read_json(path)
         earlier: dict[str, str] = {}
-        if isinstance(found, dict) and found.get("files") == files and isinstance(found.get("asked"), dict):
-            earlier = found["asked"]
+        if (
+            isinstance(previous, dict)
+            and previous.get("files") == files
+            and isinstance(previous.get("asked"), dict)
+        ):
+            earlier = previous["asked"]
         word = state if state in ("evaluated", "gone") else "failed"
         mark = {
             "name": target.name,
             "state": word,
             "files": files,
-            "asked": earlier | {asked: state},
+            "asked": earlier | {request: state},
             **facts,
         }
         store.replace(path, store.dump(mark))
 
-    def _attempt(self, target: Target, asked: str) -> int:
+    def _attempt(self, target: Target, request: str) -> int:
         """Evaluate a target whose lease is ours; 1 when it was. What keeps it from it is noted by name."""
         files = target.fingerprint()
         stale = None
@@ -232,14 +236,14 @@ class Watch:
                 stale = seconds if passes >= STALE_PASSES and seconds >= STALE_SECONDS else None
                 settled = seconds >= targets.SETTLE_SECONDS or _rests(target.path, self.state)
                 target.require_whole(pinned, settled)
-                self._evaluate(target, pinned, files, asked)
+                self._evaluate(target, pinned, files, request)
             return 1
         except NotWholeError as error:
             if stale is not None and target.path.is_dir():
                 reason = f"{error}, and nothing has changed for {stale / 60:.0f} minutes"
-                self._fail(target, files, asked, reason)
+                self._fail(target, files, request, reason)
             else:
-                self._not_whole(target, files, asked, str(error))
+                self._not_whole(target, files, request, str(error))
         except Exception as error:
             reason = one_line(error)
             if not isinstance(error, DamagedError | UserError):
@@ -249,35 +253,35 @@ class Watch:
                 self.say(f"{target.name}: {reason}; to be tried again")
             else:
                 self._blame_settings()
-                self._fail(target, files, asked, reason)
+                self._fail(target, files, request, reason)
         return 0
 
-    def _fail(self, target: Target, files: str, asked: str, reason: str) -> None:
+    def _fail(self, target: Target, files: str, request: str, reason: str) -> None:
         """Mark the target of the exception at hand as failed."""
         self.failed[target.name] = reason
-        self._set(target, files, asked, reason, reason=reason, traceback=traceback.format_exc())
+        self._set(target, files, request, reason, reason=reason, traceback=traceback.format_exc())
         self.say(
             f"{target.name}: failed: {reason}; it is tried again when its files or the settings change, "
             f"or when {self._mark(target)} is removed"
         )
 
-    def _evaluate(self, target: Target, pinned: Path, files: str, asked: str) -> None:
+    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> None:
         model = EvaluatedModel(str(pinned), target.name, self.dtype)
         model.given = str(target.path)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
         mean = sum(r["accuracy"] for r in results) / len(results)
-        self._set(target, files, asked, "evaluated", step=model.facts.get("step"), accuracy=mean)
+        self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
         self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
 
-    def _not_whole(self, target: Target, files: str, asked: str, reason: str) -> None:
+    def _not_whole(self, target: Target, files: str, request: str, reason: str) -> None:
         if target.path.is_dir():
             self.waiting[target.name] = reason
             if self._told.get(target.name) != reason:
                 self.say(f"{target.name}: not ready: {reason}")
             self._told[target.name] = reason
         else:
-            self._set(target, files, asked, "gone")
+            self._set(target, files, request, "gone")
             self.say(f"{target.name}: removed before it could be evaluated")
 
     def _blame_settings(self) -> None:
@@ -295,17 +299,17 @@ class Watch:
         path = self.state / "seen" / f"{target.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         now = now_there(path.parent)
-        seen = store.read_json(path)
+        stored = store.read_json(path)
         passes, since = 0, now
-        if isinstance(seen, dict) and seen.get("files") == files:
+        if isinstance(stored, dict) and stored.get("files") == files:
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-                passes, since = int(seen["passes"]), float(seen["since"])
+                passes, since = int(stored["passes"]), float(stored["since"])
         store.replace(path, store.dump({"files": files, "since": since, "passes": passes + 1}))
         return passes + 1, now - since
 
 
 def _rests(path: Path, state: Path) -> bool:
-    """Whether files say by their times that nothing has changed for long enough.
+    """Return whether files say by their times that nothing has changed for long enough.
 
     That would do without passes that remember, but for clocks that differ. state: a directory to ask for the
     file system's time.
@@ -317,8 +321,12 @@ def _rests(path: Path, state: Path) -> bool:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
-    return isinstance(error, OSError) or type(error).__name__ in PASSING or "CUDA error" in str(error)
+    """Return whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
+    return (
+        isinstance(error, OSError | FailureError)
+        or type(error).__name__ in PASSING
+        or "CUDA error" in str(error)
+    )
 
 
 def _data_facts(source: str, task: Task) -> list[list[Any]]:

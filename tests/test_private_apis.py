@@ -562,7 +562,7 @@ def what_else_is_sent_of_a_machine_can_be_left_out() -> None:
 # --- scikit-learn -----------------------------------------------------------------------------------------
 
 
-@needs("eval/judging/win_rates.py", "l1_ratio=1.0")
+@needs("eval/judging/results.py", "l1_ratio=1.0")
 def a_ratio_of_one_is_an_l1_penalty() -> None:
     """Before 1.8 it was ignored without penalty="elasticnet", and the penalty was L2."""
     import numpy as np

@@ -65,7 +65,7 @@ class Export:
         return f"{self.format}={self.out}"
 
     def all(self, models: Sequence[Model], say: Say) -> None:
-        """What the command does. UserError at the first model that cannot be exported."""
+        """Export all models, as the command does. UserError at the first model that cannot be exported."""
         if self.format == WANDB:
             from eval.export.tracking import send
 
@@ -79,7 +79,7 @@ class Export:
             self._one(model, self.out, None, say)
 
     def each(self, models: Sequence[Model], cards: Mapping[str, str], say: Say) -> dict[str, Exception]:
-        """What a watcher does: models of one run, whatever happens to the others; what failed, by name.
+        """Export as a watcher does: models of one run, whatever happens to the others; what failed, by name.
 
         The hub's files get a directory per model. cards: model cards to add to, by name.
         """
@@ -110,17 +110,17 @@ class Export:
             say(f"{model.name}: {write_harness(model, self.out, self.source)}")
 
 
-def of_watch(given: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
+def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
     """The exports of --export FORMAT=DIR, or `wandb`. UserError for an unknown format or a place in use."""
-    found = []
-    for text in given:
-        name, _, place = text.partition("=")
-        if name in (HARNESS, HUB) and not place:
+    exports = []
+    for text in texts:
+        name, _, target = text.partition("=")
+        if name in (HARNESS, HUB) and not target:
             raise UserError(f"--export {text!r} must read {name}=DIR")
-        if name == WANDB and place:
+        if name == WANDB and target:
             raise UserError(f"--export {text!r} must read wandb: results go to the run that is watched")
-        found.append(_export(name, Path(place) if place else run_dir, data, tasks))
-    return found
+        exports.append(_export(name, Path(target) if target else run_dir, data, tasks))
+    return exports
 
 
 def run(args: argparse.Namespace, say: Say) -> int:

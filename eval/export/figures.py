@@ -56,8 +56,8 @@ class Figures:
     def setting(self) -> str:
         """Under what the model was asked, for a reader."""
         result, compared = self.result, self.result["conditions"]["compared"]
-        shown = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
-        return f"{shown}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
+        text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
+        return f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
 
 
 def accuracy(right: Sequence[bool]) -> Accuracy:
@@ -70,9 +70,9 @@ def accuracy(right: Sequence[bool]) -> Accuracy:
 def unweighted_mean(groups: Sequence[Accuracy]) -> Accuracy:
     """The mean over groups, each weighing alike."""
     stderrs = [group.stderr for group in groups]
-    known = [stderr for stderr in stderrs if stderr is not None]
+    finite = [stderr for stderr in stderrs if stderr is not None]
     value = sum(group.value for group in groups) / len(groups)
-    stderr = math.sqrt(sum(s * s for s in known)) / len(groups) if len(known) == len(groups) else None
+    stderr = math.sqrt(sum(s * s for s in finite)) / len(groups) if len(finite) == len(groups) else None
     return Accuracy(value, stderr, sum(group.n for group in groups))
 
 
@@ -91,16 +91,16 @@ def figures(model: Model, task: str) -> Figures:
     if result["groups"]:
         names = sorted({record["group"] for record in records})
         groups = {name: accuracy([_right(r) for r in records if r["group"] == name]) for name in names}
-        found = unweighted_mean(list(groups.values()))
+        mean = unweighted_mean(list(groups.values()))
     else:
-        found = accuracy([_right(record) for record in records])
-    if not math.isclose(found.value, result["accuracy"], abs_tol=1e-9):
+        mean = accuracy([_right(record) for record in records])
+    if not math.isclose(mean.value, result["accuracy"], abs_tol=1e-9):
         raise UserError(f"{where}: its records do not give the accuracy of its result; {again}")
     try:
         finished = (model.out / store.STORE / model.keys[task] / store.RESULT).stat().st_mtime
     except FileNotFoundError:
         raise UserError(f"{where} has rows, but no finished result; {again}") from None
-    return Figures(task, result, records, found, groups, finished)
+    return Figures(task, result, records, mean, groups, finished)
 
 
 def all_figures(model: Model) -> list[Figures]:
@@ -117,7 +117,7 @@ def _right(record: Record) -> bool:
 
 
 def _decided(record: Record, result: dict[str, Any]) -> bool:
-    """Whether the labels are the task's, and the one that the scores choose is the prediction."""
+    """Return whether the labels are the task's, and the one that the scores choose is the prediction."""
     labels, scores = result["labels"], record["scores"].get(result["score"], [])
     if record["gold"] not in labels or len(scores) != len(labels):
         return False

@@ -32,16 +32,20 @@ def write_harness(model: Model, out: Path, source: Source | None) -> Path:
     source: where the rows are; without it there are no samples. UserError when results cannot be trusted, or
     the rows are other ones; nothing is written then.
     """
-    found = all_figures(model)
-    value = _results(model, found)
-    texts = {figures.task: prompted(source, figures) for figures in found} if source is not None else {}
+    figures_of_tasks = all_figures(model)
+    value = _results(model, figures_of_tasks)
+    texts = (
+        {figures.task: prompted(source, figures) for figures in figures_of_tasks}
+        if source is not None
+        else {}
+    )
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
     directory = out / value["model_name_sanitized"]
     directory.mkdir(parents=True, exist_ok=True)
-    for figures in found if texts else []:
-        full, shown = texts[figures.task]
+    for figures in figures_of_tasks if texts else []:
+        full, prompts = texts[figures.task]
         by_task: dict[str, list[dict[str, Any]]] = {}
-        for name, sample in _samples(figures, shown):
+        for name, sample in _samples(figures, prompts):
             by_task.setdefault(name, []).append(sample)
         for group, name in _names(figures).items():
             samples = by_task[name]
@@ -55,11 +59,11 @@ def write_harness(model: Model, out: Path, source: Source | None) -> Path:
     return path
 
 
-def _results(model: Model, found: list[Figures]) -> dict[str, Any]:
+def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     """lm_eval.result_schema.EvalResults, as far as it is known. UserError when two tasks have one name."""
     value: dict[str, Any] = {"results": {}, "groups": {}, "group_subtasks": {}, "configs": {}}
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
-    for figures in found:
+    for figures in figures_of_tasks:
         result, names = figures.result, _names(figures)
         whole = _entry(figures.task, result["title"], figures.accuracy)
         whole |= {f"macro_f1,{FILTER}": result["macro_f1"], f"macro_f1_stderr,{FILTER}": "N/A"}
@@ -81,8 +85,8 @@ def _results(model: Model, found: list[Figures]) -> dict[str, Any]:
         value["higher_is_better"][figures.task]["macro_f1"] = True
     if not value["groups"]:
         del value["groups"]
-    date = max(figures.finished for figures in found)
-    return value | {"config": _run_config(model, found), "date": date, **_model_facts(model)}
+    date = max(figures.finished for figures in figures_of_tasks)
+    return value | {"config": _run_config(model, figures_of_tasks), "date": date, **_model_facts(model)}
 
 
 def _entry(name: str, alias: str, accuracy: Accuracy) -> dict[str, Any]:
@@ -92,14 +96,14 @@ def _entry(name: str, alias: str, accuracy: Accuracy) -> dict[str, Any]:
 
 
 def _names(figures: Figures) -> dict[str, str]:
-    """What is called like a task there, by group: the task, or its groups as MMLU's subjects are called."""
+    """Return a task's names there by group: the task, or its groups as MMLU's subjects are called."""
     if not figures.groups:
         return {"": figures.task}
     return {group: f"{figures.task}_" + re.sub(r"\W", "_", group) for group in figures.groups}
 
 
 def _config(figures: Figures, name: str) -> dict[str, Any]:
-    """What of a task's configuration is known; the rest of it has no counterpart there."""
+    """Return the known part of a task's configuration; the rest of it has no counterpart there."""
     result = figures.result
     metric = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
     conditions = result["conditions"]["compared"] | result["conditions"]["noted"]
@@ -114,8 +118,8 @@ def _config(figures: Figures, name: str) -> dict[str, Any]:
     }
 
 
-def _run_config(model: Model, found: list[Figures]) -> dict[str, Any]:
-    """How the model was evaluated and, under `metadata`, trained; null where nothing was set or drawn."""
+def _run_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
+    """Return how the model was evaluated and, under `metadata`, trained; null where nothing was set."""
     trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
     settings = dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs"))
     seeds = dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed"))
@@ -128,7 +132,7 @@ def _run_config(model: Model, found: list[Figures]) -> dict[str, Any]:
         "batch_sizes": [],
         "bootstrap_iters": 0,
         **seeds,
-        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in found}},
+        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
     }
 
 

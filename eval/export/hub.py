@@ -39,8 +39,8 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     Results about no data set of the hub are in the card alone. UserError when results cannot be trusted, the
     directory holds another model, or its card cannot be read; nothing is written then.
     """
-    found = all_figures(model)
-    for figures in found:
+    all_of_model = all_figures(model)
+    for figures in all_of_model:
         if figures.task not in model.rows:
             raise UserError(
                 f"{model.name}, {figures.task}: its result does not say where the rows came from; "
@@ -50,10 +50,12 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     if (directory / "config.json").is_file() and EvaluatedModel(str(directory)).digest != weights:
         raise UserError(f"{directory} holds other weights than {model.name} was evaluated with")
     before = _read(directory / CARD)
-    after = with_index(before or card or f"# {publishable(model.name)}\n", model.name, _index(model, found))
+    after = with_index(
+        before or card or f"# {publishable(model.name)}\n", model.name, _index(model, all_of_model)
+    )
     if publishable(after) != after:
         say(f"{directory / CARD} names an absolute path or a secret; look at it before you publish it")
-    for figures in found:
+    for figures in all_of_model:
         entry = _entry(figures, model.rows[figures.task])
         if entry is None:
             say(f"{figures.task}: no data set of the hub, therefore no entry in {ENTRIES}")
@@ -73,14 +75,14 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
     """
     match = _FRONT.search(card)
     head, front, foot = match.groups() if match else ("---\n", "", "---\n")
-    rest = card[match.end() :] if match else card
+    body = card[match.end() :] if match else card
     values = _front_matter(front)
     index = values.get(INDEX) or [{"name": name, "results": []}]
     if not isinstance(index, list) or not all(_is_indexed(model) for model in index):
         raise UserError(f"{CARD}: its {INDEX} is no list of models with results; repair or remove it")
     ours = next((model for model in index if model["name"] == name), index[0])
-    kept = [result for result in ours["results"] if not _is_ours(result)]
-    index = [model | {"results": kept + results} if model is ours else model for model in index]
+    others = [result for result in ours["results"] if not _is_ours(result)]
+    index = [model | {"results": others + results} if model is ours else model for model in index]
     newline = "\r\n" if "\r\n" in head else "\n"
     block = _yaml({INDEX: index}).replace("\n", newline)
     around = _without_block(front)
@@ -93,18 +95,18 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
         whole = False
     if not whole:
         raise UserError(f"{CARD}: its front matter cannot be changed without loss; remove {INDEX} from it")
-    return f"{head}{around}{block}{foot}{rest}"
+    return f"{head}{around}{block}{foot}{body}"
 
 
 def _without_block(front: str) -> str:
     """The lines of a front matter without those of the model-index."""
-    kept, inside = [], False
+    lines, inside = [], False
     for line in front.splitlines(keepends=True):
         if re.match(r"[^\s#-]", line):
             inside = re.match(rf"['\"]?{INDEX}['\"]?\s*:", line) is not None
         if not inside or line.startswith("#"):
-            kept.append(line)
-    return "".join(kept)
+            lines.append(line)
+    return "".join(lines)
 
 
 def _front_matter(text: str) -> dict[str, Any]:
@@ -138,9 +140,9 @@ def _read(path: Path) -> str | None:
         raise UserError(f"{path} is no model card: {one_line(error, 120)}") from None
 
 
-def _index(model: Model, found: list[Figures]) -> list[dict[str, Any]]:
+def _index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
     """The results of a model-index, by huggingface_hub's own EvalResult."""
-    per_task = (_results(figures, model.rows[figures.task]) for figures in found)
+    per_task = (_results(figures, model.rows[figures.task]) for figures in all_of_model)
     # One at a time: it joins what is about the same data set.
     return [
         result
@@ -153,7 +155,7 @@ def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
     """Accuracy and macro F1 of a task."""
     result, hub = figures.result, rows["hub"] or {}
     groups = f", unweighted mean of {len(figures.groups)} groups" if figures.groups else ""
-    known = {
+    fields = {
         "task_type": "text-generation",
         "task_name": OURS,
         "dataset_type": _repository(rows) or figures.task,
@@ -168,14 +170,14 @@ def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
         facts["stderr"] = figures.accuracy.stderr
     return [
         EvalResult(
-            **known,
+            **fields,
             metric_type="accuracy",
             metric_name=f"accuracy{groups}",
             metric_value=figures.accuracy.value,
             metric_args=facts,
         ),
         EvalResult(
-            **known,
+            **fields,
             metric_type="f1",
             metric_name="macro F1 over the labels",
             metric_value=result["macro_f1"],
@@ -201,7 +203,7 @@ def _entry(figures: Figures, rows: dict[str, Any]) -> EvalResultEntry | None:
 
 
 def _notes(figures: Figures, rows: dict[str, Any]) -> str:
-    """How the value was found, and whether the rows are surely those of the data set."""
+    """Return how the value was found, and whether the rows are surely those of the data set."""
     mean = f"unweighted mean of {len(figures.groups)} groups, " if figures.groups else ""
     stderr = "" if figures.accuracy.stderr is None else f"stderr {figures.accuracy.stderr:.4f}, "
     came = "rows from the hub" if rows["from_hub"] else "rows from files, not checked against the hub"

@@ -31,7 +31,7 @@ class Prompted:
 
 
 def prompted(source: Source, figures: Figures) -> tuple[Counter[str], Iterator[Prompted]]:
-    """How many rows the full split has of each group, and those of a result with their prompts, in row order.
+    """Return the rows of the full split by group, and those of a result in order, with their prompts.
 
     UserError when these are not the rows, the pool or the prompts that the result was made with.
     """
@@ -47,13 +47,13 @@ def prompted(source: Source, figures: Figures) -> tuple[Counter[str], Iterator[P
         "pool_rows": (data.digests["train"][:16], f"the rows of demonstrations in {source.data}", "--data"),
         "prompt": (store.digest(task.identity())[:16], "its prompts", "--tasks"),
     }
-    for name, (found, what, option) in checks.items():
-        if found != compared[name]:
+    for name, (current, subject, option) in checks.items():
+        if current != compared[name]:
             raise UserError(
-                f"task {task.name}: {what} are not those of its evaluation; give the {option} that it had"
+                f"task {task.name}: {subject} are not those of its evaluation; give the {option} that it had"
             )
     pool = len(data.rows["train"])
-    if any(place >= pool for record in figures.records for place in record["demonstrations"]):
+    if any(index >= pool for record in figures.records for index in record["demonstrations"]):
         raise UserError(f"task {task.name}: its records name demonstrations that {source.data} does not have")
     return full, _render(task, data, figures)
 
@@ -64,13 +64,13 @@ def _render(task: Task, data: TaskData, figures: Figures) -> Iterator[Prompted]:
     builder = PromptBuilder(retriever, None, task.labels, task.demonstration_template, task.template)
     for record, row in zip(figures.records, data.rows["test"], strict=True):
         ice = builder.ice(record["demonstrations"])
-        shown = (record["row"], ice)
+        query = (record["row"], ice)
         context = retriever.generate_label_prompt(
-            *shown, task.labels[0], ice_template=builder.ice_template, prompt_template=task.context_template
+            *query, task.labels[0], ice_template=builder.ice_template, prompt_template=task.context_template
         )
         prompts = [
             retriever.generate_label_prompt(
-                *shown, label, ice_template=builder.ice_template, prompt_template=builder.prompt_template
+                *query, label, ice_template=builder.ice_template, prompt_template=builder.prompt_template
             )
             for label in task.labels
         ]

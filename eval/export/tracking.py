@@ -64,8 +64,8 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
                 f"{run_dir} is in use: while it trains, nobody else can write into its W&B run; "
                 "export again when it has ended"
             )
-    with held(store.lease(run_dir, SENDING)) as mine:
-        if not mine:
+    with held(store.lease(run_dir, SENDING)) as acquired:
+        if not acquired:
             raise BusyError(f"another export sends results of {run_dir} to W&B; wait until it has ended")
         noted = _noted(run_dir)
         _clear(run_dir, noted.get("sending"), say)
@@ -99,22 +99,22 @@ def _counterpart(run_dir: Path) -> tuple[str, str]:
 
 
 def _is_of(model: Model, run_dir: Path) -> bool:
-    """Whether the trainer made the model in this run; run directories may have been moved since."""
+    """Return whether the trainer made the model in this run; run directories may have been moved since."""
     run = model.facts.get("run")
     return isinstance(run, str) and Path(run).name == run_dir.resolve().name
 
 
 def _point(model: Model) -> dict[str, Any]:
-    """What is logged of a model."""
-    found = all_figures(model)
+    """Return the values that are logged of a model."""
+    all_of_model = all_figures(model)
     if model.facts.get("tokens") is None:
         raise UserError(f"{model.name} does not say after how many tokens it was saved")
     point: dict[str, Any] = {AXIS: model.facts["tokens"], "eval/step": model.facts.get("step")}
-    for figures in found:
+    for figures in all_of_model:
         point[f"eval/{figures.task}/accuracy"] = figures.accuracy.value
         point[f"eval/{figures.task}/accuracy_stderr"] = figures.accuracy.stderr
         point[f"eval/{figures.task}/macro_f1"] = figures.result["macro_f1"]
-    point["eval/mean_accuracy"] = sum(figures.accuracy.value for figures in found) / len(found)
+    point["eval/mean_accuracy"] = sum(figures.accuracy.value for figures in all_of_model) / len(all_of_model)
     return {name: value for name, value in point.items() if value is not None}
 
 

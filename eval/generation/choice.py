@@ -45,7 +45,7 @@ def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
 
 
 def tolerance(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far logits [B, V] of one row may differ between batch shapes: float32 [B]."""
+    """Return how far logits [B, V] of one row may differ between batch shapes: float32 [B]."""
     largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1)
     return ROUNDING[dtype] * largest.clamp_min(1.0)
 
@@ -81,8 +81,8 @@ def _truncated(scores: Tensor, decoding: Decoding, rounding: Tensor) -> tuple[Te
         _require_numbers(scores.amax(dim=-1))
         best = scores.topk(decoding.top_k + 1, dim=-1)
         close |= best.values[:, -2] - best.values[:, -1] <= 2 * rounding
-        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
-        scores = scores.masked_fill(~kept, -math.inf)
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
+        scores = scores.masked_fill(~mask, -math.inf)
     if decoding.top_p < 1:
         _require_numbers(scores.amax(dim=-1))
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -94,8 +94,8 @@ def _truncated(scores: Tensor, decoding: Decoding, rounding: Tensor) -> tuple[Te
         after = (count + 1).clamp_max(vocabulary - 1)
         gap = (ordered.gather(1, count) - ordered.gather(1, after))[:, 0]
         close |= border | ((gap <= 2 * rounding) & (after > count)[:, 0])
-        kept = torch.arange(vocabulary, device=scores.device) <= count
-        scores = scores.masked_fill(~torch.zeros_like(kept).scatter_(1, order, kept), -math.inf)
+        mask = torch.arange(vocabulary, device=scores.device) <= count
+        scores = scores.masked_fill(~torch.zeros_like(mask).scatter_(1, order, mask), -math.inf)
     return scores, close
 
 

@@ -77,7 +77,7 @@ def hidden_states(model: Any, texts: Sequence[str], limit: int = MAX_TOKENS) -> 
     body, tokenizer = model.model.base_model, model.tokenizer
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     rows = [list(tokenizer(text).input_ids)[:limit] or [start or 0] for text in texts]
-    found = np.empty((len(rows), model.model.config.get_text_config().hidden_size), dtype=np.float32)
+    states = np.empty((len(rows), model.model.config.get_text_config().hidden_size), dtype=np.float32)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
         width = len(rows[part[-1]])
@@ -88,10 +88,10 @@ def hidden_states(model: Any, texts: Sequence[str], limit: int = MAX_TOKENS) -> 
             input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False
         ).last_hidden_state
         last = out[torch.arange(len(part)), mask.sum(dim=1) - 1]
-        found[part] = last.float().cpu().numpy()
-    if not np.isfinite(found).all():
+        states[part] = last.float().cpu().numpy()
+    if not np.isfinite(states).all():
         raise UserError(f"{model.given}: hidden states that are not numbers (NaN or infinite weights?)")
-    return found
+    return states
 
 
 def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
@@ -107,13 +107,13 @@ def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
 def _quiet() -> Iterator[None]:
     """faiss warns on the process's own stderr that clusters are small, which is how MAUVE wants them."""
     sys.stderr.flush()
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nothing)
 
 

@@ -127,8 +127,8 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(f"{generation.directory} {other}")
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
-    known = len(records) - generation.computed
-    say(f"{model.name}: {counted(len(records), 'text')} ({known} already known) in {generation.directory}")
+    stored = len(records) - generation.computed
+    say(f"{model.name}: {counted(len(records), 'text')} ({stored} already known) in {generation.directory}")
     return ExitCode.DONE
 
 
@@ -138,9 +138,9 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     test = [t for t in read_texts(args.test) if t] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts")
-    wanted = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
+    request = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled.read(directory) for directory in args.texts]
-    measured = [measure(one, wanted, args.out, say) for one in sampled]
+    measured = [measure(texts, request, args.out, say) for texts in sampled]
     say("\n".join(write(measured, args.texts)))
     return ExitCode.DONE
 

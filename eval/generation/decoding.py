@@ -10,7 +10,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen. The default is the model's own distribution, unchanged."""
+    """The way in which tokens are chosen. The default is the model's own distribution, unchanged."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all tokens
@@ -31,7 +31,7 @@ class Decoding:
 
     @property
     def unbiased(self) -> bool:
-        """Whether samples follow the model's own distribution."""
+        """Return whether samples follow the model's own distribution."""
         return self == Decoding()
 
     @property

@@ -51,7 +51,7 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def tail_mass(log_p: Tensor, log_q: Tensor, below: float = RARE) -> Tensor:
-    """What Q gives to tokens with a probability under P of less than `below`."""
+    """Return the probability that Q gives to tokens with a probability under P of less than `below`."""
     return torch.where(log_p.exp() < below, log_q.exp(), 0.0).sum(dim=-1)
 
 

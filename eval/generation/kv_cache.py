@@ -49,13 +49,13 @@ class _Layer(DynamicLayer):
 
     def rearrange(self, rows: Tensor | None, width: int) -> None:
         """Keep `rows` (None: all) and the last `width` slots, with empty ones in front of fewer."""
-        kept = min(width, self.used)
+        copied = min(width, self.used)
         moved = []
         for buffer in self.buffers:
-            live = buffer[:, :, self.used - kept : self.used]
+            live = buffer[:, :, self.used - copied : self.used]
             live = live if rows is None else live.index_select(0, rows)
             room = live.new_zeros((*live.shape[:2], width + SPARE, live.shape[3]))
-            room[:, :, width - kept : width] = live
+            room[:, :, width - copied : width] = live
             moved.append(room)
         self.buffers = moved
         self._show(width)
@@ -97,5 +97,5 @@ class RowCache(Cache):
         if not self.layers:
             self.layers = other.layers
             return
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.append(theirs)
+        for layer, added in zip(self.layers, other.layers, strict=True):
+            layer.append(added)

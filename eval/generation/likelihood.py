@@ -80,7 +80,7 @@ def continuation_nll(
 
 
 def _sharing(prompt: int, lengths: Sequence[int]) -> int:
-    """How many continuations share a row with their prompt: long rows cost more attention than they save."""
+    """Return how many continuations share a row with their prompt; long rows cost more than they save."""
     return int(min(TAILS, max(1, prompt // max(1, *lengths))))
 
 
@@ -104,15 +104,15 @@ def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     limit = context_of(model) or 1 << 30
     pairs, owner = [], []
     for number, row in enumerate(rows):
-        first, rest = split_ids(model.tokenizer, "", row)
-        for i in range(0, len(rest), limit - 1):
-            pairs.append(((first if i == 0 else [rest[i - 1]]), rest[i : i + limit - 1]))
+        first, continuation = split_ids(model.tokenizer, "", row)
+        for i in range(0, len(continuation), limit - 1):
+            pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
             owner.append(number)
     if not pairs:
         raise UserError("no text has a token that can be predicted")
-    found = continuations(model, pairs)
-    nll = np.bincount(owner, weights=found.nll, minlength=len(rows))
-    return Likelihood(nll, np.bincount(owner, weights=found.tokens, minlength=len(rows)).astype(np.int64))
+    scores = continuations(model, pairs)
+    nll = np.bincount(owner, weights=scores.nll, minlength=len(rows))
+    return Likelihood(nll, np.bincount(owner, weights=scores.tokens, minlength=len(rows)).astype(np.int64))
 
 
 def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
@@ -152,11 +152,14 @@ def side_by_side(
         ids, valid = _padded([rows[i] for i in part], [0] * len(part))
         p, q = (_logits(model, ids[:, :-1]) for model in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
-        places = valid.flatten().nonzero()[:, 0].to(p.device).split(_rows_at_once(p))
-        chunks = [measure(p[some, :shared].float(), q[some, :shared].float()) for some in places]
-        found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        positions = valid.flatten().nonzero()[:, 0].to(p.device).split(_rows_at_once(p))
+        chunks = [
+            measure(p[chunk_positions, :shared].float(), q[chunk_positions, :shared].float())
+            for chunk_positions in positions
+        ]
+        measures = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
-        for name, values in found.items():
+        for name, values in measures.items():
             total = totals.setdefault(name, np.zeros(len(rows)))
             total += np.bincount(owner, weights=values.cpu().numpy(), minlength=len(rows))
     counts = np.array([len(row) - 1 for row in rows])

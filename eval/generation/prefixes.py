@@ -100,13 +100,13 @@ def _find(data: Path, name: str, corpus: Corpus, split: str) -> Path:
     if not data.is_dir():
         raise UserError(f"--data {data} is not a directory")
     for folder in corpus.folders:
-        for place in (data / folder, *sorted(data.glob(f"*/{folder}"))):
+        for directory in (data / folder, *sorted(data.glob(f"*/{folder}"))):
             for ending in (".jsonl", ".txt", ".jsonl.zst", ".txt.zst"):
-                path = place / f"{split}{ending}"
+                path = directory / f"{split}{ending}"
                 if path.is_file():
                     return path
-    wanted = " or ".join(corpus.folders)
-    raise UserError(f"corpus {name}: no {wanted} with {split}.jsonl or {split}.txt (or .zst) under {data}")
+    folders = " or ".join(corpus.folders)
+    raise UserError(f"corpus {name}: no {folders} with {split}.jsonl or {split}.txt (or .zst) under {data}")
 
 
 def _hub_texts(name: str, corpus: Corpus, split: str) -> tuple[list[str], str]:
@@ -147,8 +147,8 @@ def _field(line: str, field: str, where: str) -> str:
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {getattr(error, 'msg', one_line(error, 120))}") from None
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        known = nearest(field, row) if isinstance(row, dict) else "it is not an object"
-        raise UserError(f"{where}: no text in {field!r}; {known}")
+        hint = nearest(field, row) if isinstance(row, dict) else "it is not an object"
+        raise UserError(f"{where}: no text in {field!r}; {hint}")
     return row[field]
 
 
@@ -167,20 +167,20 @@ def _cut(
     if texts and not long:
         raise UserError(f"{where}: none of {len(texts)} texts has more than {words} words")
     prefixes, references = [p for p, _ in long], [r for _, r in long]
-    found = Prefixes(name, prefixes, references, tokens, words, len(pairs) - len(long))
-    return _limited(found, limit, where)
+    result = Prefixes(name, prefixes, references, tokens, words, len(pairs) - len(long))
+    return _limited(result, limit, where)
 
 
-def _limited(found: Prefixes, limit: int | None, where: str) -> Prefixes:
+def _limited(prefixes: Prefixes, limit: int | None, where: str) -> Prefixes:
     """At most `limit` of the prefixes, evenly spaced."""
-    if not found.texts:
+    if not prefixes.texts:
         raise UserError(f"{where} has no texts")
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} must be at least 1")
-    n = len(found.texts)
+    n = len(prefixes.texts)
     if limit is None or limit >= n:
-        return found
+        return prefixes
     chosen = [i * n // limit for i in range(limit)]
-    references = None if found.references is None else [found.references[i] for i in chosen]
-    texts = [found.texts[i] for i in chosen]
-    return Prefixes(found.name, texts, references, found.tokens, found.words, found.short)
+    references = None if prefixes.references is None else [prefixes.references[i] for i in chosen]
+    texts = [prefixes.texts[i] for i in chosen]
+    return Prefixes(prefixes.name, texts, references, prefixes.tokens, prefixes.words, prefixes.short)

@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured beside the text metrics; None leaves a measure out."""
+    """The measures beside the text metrics; None leaves a measure out."""
 
     oracle: str | None = None
     reference: str | None = None
@@ -72,13 +72,13 @@ class Sampled:
 
     @property
     def clusters(self) -> list[int]:
-        """What the texts [n] have in common: their prefix, or nothing where all have the same."""
+        """Return the cluster of every text [n]: its prefix, or itself where all have the same."""
         numbers = [record["prefix_number"] for record in self.records]
         return numbers if self.unit == "prefixes" else list(range(len(numbers)))
 
     @property
     def unit(self) -> str:
-        """What an interval counts."""
+        """Return what an interval counts."""
         return "prefixes" if len({record["prefix_number"] for record in self.records}) > 1 else "texts"
 
     @property
@@ -92,10 +92,10 @@ class Sampled:
 
     def draws(self) -> list[tuple[int, list[Record]]]:
         """(seed, one text per prefix) for every seed and sample number."""
-        found: dict[tuple[int, int], list[Record]] = {}
+        texts: dict[tuple[int, int], list[Record]] = {}
         for record in self.records:
-            found.setdefault((record["seed"], record["sample"]), []).append(record)
-        return [(seed, records) for (seed, _), records in found.items()]
+            texts.setdefault((record["seed"], record["sample"]), []).append(record)
+        return [(seed, records) for (seed, _), records in texts.items()]
 
 
 def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, str]:
@@ -117,16 +117,22 @@ def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
         for seed in dict.fromkeys(seeds)
     ]
-    found = student(means)
-    low, high = (found.low, found.high) if found else (None, None)
+    interval = student(means)
+    low, high = (interval.low, interval.high) if interval else (None, None)
     return {"mean": float(np.mean(means)), "low": low, "high": high, "n": len(means), "unit": "seeds"}
 
 
-def shown(estimate: Estimate, unit: str, of: Callable[[float], float] = float) -> dict[str, Any]:
-    """Return an estimate with its interval over prefixes or texts. of: what of it is meant."""
-    found = estimate.interval()
-    low, high = (of(found.low), of(found.high)) if found else (None, None)
-    return {"mean": of(estimate.value), "low": low, "high": high, "n": len(estimate.parts), "unit": unit}
+def shown(estimate: Estimate, unit: str, transform: Callable[[float], float] = float) -> dict[str, Any]:
+    """Return an estimate with its interval over prefixes or texts. transform: what of it is meant."""
+    interval = estimate.interval()
+    low, high = (transform(interval.low), transform(interval.high)) if interval else (None, None)
+    return {
+        "mean": transform(estimate.value),
+        "low": low,
+        "high": high,
+        "n": len(estimate.parts),
+        "unit": unit,
+    }
 
 
 @dataclass(frozen=True)
@@ -138,32 +144,32 @@ class Measured:
     estimates: dict[str, Estimate]
 
 
-def measure(sampled: Sampled, wanted: Wanted, out: Path, say: Say) -> Measured:
+def measure(sampled: Sampled, request: Wanted, out: Path, say: Say) -> Measured:
     """Return every measure that was asked for and that the records allow."""
-    if (wanted.mauve or wanted.protocol == "released") and not sampled.has_humans:
+    if (request.mauve or request.protocol == "released") and not sampled.has_humans:
         raise UserError(
             f"{sampled.directory}: no human continuations to compare with; generate with --corpus"
         )
-    if wanted.mauve:
+    if request.mauve:
         closeness.require_texts(len(sampled.humans), len(sampled.humans))
     estimates = _of_texts(sampled)
-    result: dict[str, Any] = {"version": VERSION, "protocol": wanted.protocol, "of": sampled.about}
+    result: dict[str, Any] = {"version": VERSION, "protocol": request.protocol, "of": sampled.about}
     result |= _texts(sampled, estimates)
-    if wanted.mauve:
-        result["mauve"] = _mauve(sampled, wanted)
+    if request.mauve:
+        result["mauve"] = _mauve(sampled, request)
     if sampled.has_humans:
-        scores = text_metrics.rouge(*_pairs(sampled, sampled.records, wanted.protocol))
-        found = {name: ratio(values, None, sampled.clusters) for name, values in scores.items()}
-        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in found.items()}
-        estimates |= found
-    if wanted.oracle:
-        result |= _oracle(sampled, wanted, out, say, estimates)
-    human = wanted.test or (
+        scores = text_metrics.rouge(*_pairs(sampled, sampled.records, request.protocol))
+        rouge = {name: ratio(values, None, sampled.clusters) for name, values in scores.items()}
+        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in rouge.items()}
+        estimates |= rouge
+    if request.oracle:
+        result |= _oracle(sampled, request, out, say, estimates)
+    human = request.test or (
         [r["prefix"] + r["reference"] for r in sampled.humans] if sampled.has_humans else None
     )
     if human:
-        result |= _recall(sampled, wanted, human)
-    elif wanted.reference:
+        result |= _recall(sampled, request, human)
+    elif request.reference:
         raise UserError("--reference needs human texts: generate with --corpus, or give --test FILE")
     if (bad := _not_a_number(result)) is not None:
         raise UserError(f"{sampled.directory}: {bad} is not a number; nothing is reported")
@@ -172,16 +178,16 @@ def measure(sampled: Sampled, wanted: Wanted, out: Path, say: Say) -> Measured:
 
 def compared(first: Measured, other: Measured) -> dict[str, Any] | str:
     """Return differences other - first on the same prefixes by measure, or why there are none."""
-    one, two = first.result["of"], other.result["of"]
+    a, b = first.result["of"], other.result["of"]
     if first.prefixes != other.prefixes:
         return "their prefixes are not the same"
     if len(first.prefixes) < 2:
         return "there is one prefix only"
     for name in ("tokens", "samples"):
-        if one[name] != two[name]:
-            return f"--{name} is {one[name]} and {two[name]}"
+        if a[name] != b[name]:
+            return f"--{name} is {a[name]} and {b[name]}"
     names = [name for name in first.estimates if name in other.estimates]
-    if one["tokenizer"] != two["tokenizer"]:
+    if a["tokenizer"] != b["tokenizer"]:
         names = [name for name in names if name not in ("tokens", "nats_per_token")]
     return {name: shown(other.estimates[name] - first.estimates[name], "prefixes") for name in names}
 
@@ -191,17 +197,17 @@ def write(measured: Sequence[Measured], directories: Sequence[Path]) -> list[str
 
     The others are compared with the first.
     """
-    lines = table([one.result for one in measured])
+    lines = table([current.result for current in measured])
     rows = []
-    for number, (one, directory) in enumerate(zip(measured, directories, strict=True)):
-        result = one.result
+    for number, (current, directory) in enumerate(zip(measured, directories, strict=True)):
+        result = current.result
         if number:
-            found = compared(measured[0], one)
-            result = result | {"baseline": measured[0].result["of"], "differences": found}
-            if isinstance(found, str):
-                lines.append(f"{_title(one.result)} is not compared with the first: {found}")
+            differences = compared(measured[0], current)
+            result = result | {"baseline": measured[0].result["of"], "differences": differences}
+            if isinstance(differences, str):
+                lines.append(f"{_title(current.result)} is not compared with the first: {differences}")
             else:
-                rows.append((_title(one.result), {k: _show(v, sign="+") for k, v in found.items()}))
+                rows.append((_title(current.result), {k: _show(v, sign="+") for k, v in differences.items()}))
         store.replace(directory / QUALITY, store.dump(result))
     return lines + (_table("less the first, paired by prefix", rows) if rows else [])
 
@@ -209,14 +215,16 @@ def write(measured: Sequence[Measured], directories: Sequence[Path]) -> list[str
 def _of_texts(sampled: Sampled) -> dict[str, Estimate]:
     """Return the measures that every text has a value of."""
     records, clusters = sampled.records, sampled.clusters
-    found = {name: ratio([float(r[name]) for r in records], None, clusters) for name in ("tokens", "ended")}
-    found["words"] = ratio([len(r["text"].split()) for r in records], None, clusters)
+    estimates = {
+        name: ratio([float(r[name]) for r in records], None, clusters) for name in ("tokens", "ended")
+    }
+    estimates["words"] = ratio([len(r["text"].split()) for r in records], None, clusters)
     for n in (2, 3, 4):
         shares = [text_metrics.repetition(r["text"], n) for r in records]
         weights = [float(share is not None) for share in shares]
         if any(weights):
-            found[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
-    return found
+            estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
+    return estimates
 
 
 def _texts(sampled: Sampled, estimates: dict[str, Estimate]) -> dict[str, Any]:
@@ -243,41 +251,41 @@ def _pairs(sampled: Sampled, records: list[Record], protocol: str) -> tuple[list
     return [text for text, _ in both], [human for _, human in both]
 
 
-def _mauve(sampled: Sampled, wanted: Wanted) -> dict[str, Any]:
-    assert wanted.mauve is not None
-    features = closeness.featurizer(wanted.mauve, wanted.dtype)
+def _mauve(sampled: Sampled, request: Wanted) -> dict[str, Any]:
+    assert request.mauve is not None
+    features = closeness.featurizer(request.mauve, request.dtype)
     draws = sampled.draws()
     seeds = [seed for seed, _ in draws]
-    human = features(_pairs(sampled, draws[0][1], wanted.protocol)[1])
-    found = closeness.beside_ceiling(
-        human, [features(_pairs(sampled, records, wanted.protocol)[0]) for _, records in draws]
+    human = features(_pairs(sampled, draws[0][1], request.protocol)[1])
+    closeness_scores = closeness.beside_ceiling(
+        human, [features(_pairs(sampled, records, request.protocol)[0]) for _, records in draws]
     )
-    return found | {
-        "score": by_seed(seeds, found["score"]),
-        "half": by_seed(seeds, found["half"]),
-        "featurizer": wanted.mauve,
+    return closeness_scores | {
+        "score": by_seed(seeds, closeness_scores["score"]),
+        "half": by_seed(seeds, closeness_scores["half"]),
+        "featurizer": request.mauve,
     }
 
 
 def _oracle(
-    sampled: Sampled, wanted: Wanted, out: Path, say: Say, estimates: dict[str, Estimate]
+    sampled: Sampled, request: Wanted, out: Path, say: Say, estimates: dict[str, Estimate]
 ) -> dict[str, Any]:
     """Return PPL_oracle of the samples, and of as many of the oracle's own after the same prefixes."""
-    assert wanted.oracle is not None
-    oracle = EvaluatedModel(wanted.oracle, dtype=wanted.dtype)
+    assert request.oracle is not None
+    oracle = EvaluatedModel(request.oracle, dtype=request.dtype)
     about = sampled.about
     prefixes = Prefixes(about["corpus"], [r["prefix"] for r in sampled.humans], None)
     plan = Plan(prefixes, Decoding(), about["tokens"], about["samples"], tuple(about["seeds"]))
     say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
     floor = Generation(oracle, plan, out).run(publish=False)
-    found, of_floor = (
+    of_samples, of_floor = (
         continuations_under(oracle, records, tokenizer).estimate(sampled.clusters)
         for records, tokenizer in ((sampled.records, about["tokenizer"]), (floor, oracle.tokenizer_digest))
     )
-    estimates["nats_per_token"] = found
+    estimates["nats_per_token"] = of_samples
     return {
-        "oracle": {"path": wanted.oracle, "weights": oracle.digest},
-        "ppl_oracle": _perplexity(found, sampled.unit),
+        "oracle": {"path": request.oracle, "weights": oracle.digest},
+        "ppl_oracle": _perplexity(of_samples, sampled.unit),
         "ppl_oracle_floor": _perplexity(of_floor, sampled.unit),
     }
 
@@ -302,55 +310,55 @@ def continuations_under(model: EvaluatedModel, records: list[Record], tokenizer:
         pairs = [(starts[r["prefix"]] or begin, r["ids"]) for r in records]
     else:
         pairs = [split_ids(model.tokenizer, r["prefix"], r["text"]) for r in records]
-        pairs = [(start, rest) for start, rest in pairs]
+        pairs = [(start, continuation) for start, continuation in pairs]
     return likelihood.continuations(model, pairs)
 
 
-def _recall(sampled: Sampled, wanted: Wanted, human: list[str]) -> dict[str, Any]:
+def _recall(sampled: Sampled, request: Wanted, human: list[str]) -> dict[str, Any]:
     """PPL_test, and cross-entropies against the reference model."""
-    model = EvaluatedModel(sampled.about["path"], dtype=wanted.dtype)
+    model = EvaluatedModel(sampled.about["path"], dtype=request.dtype)
     if model.digest != sampled.about["weights"]:
         raise UserError(
             f"{model.given} has other weights than those that wrote {sampled.directory}; generate again"
         )
-    found = likelihood.texts(model, human)
-    nats = found.estimate(range(len(human)))
+    likelihoods = likelihood.texts(model, human)
+    nats = likelihoods.estimate(range(len(human)))
     perplexity = _perplexity(nats, "texts")["perplexity"]
     result: dict[str, Any] = {
         "ppl_test": {
             "nats_per_token": nats.value,
             "perplexity": perplexity["mean"],
             "interval": perplexity,
-            "tokens": int(found.tokens.sum()),
+            "tokens": int(likelihoods.tokens.sum()),
             "texts": len(human),
         }
     }
-    if wanted.reference:
-        result["cross_entropy"] = _cross_entropy(model, wanted, human)
+    if request.reference:
+        result["cross_entropy"] = _cross_entropy(model, request, human)
     return result
 
 
-def _cross_entropy(model: EvaluatedModel, wanted: Wanted, human: list[str]) -> dict[str, Any]:
-    assert wanted.reference is not None
-    reference = EvaluatedModel(wanted.reference, dtype=wanted.dtype)
+def _cross_entropy(model: EvaluatedModel, request: Wanted, human: list[str]) -> dict[str, Any]:
+    assert request.reference is not None
+    reference = EvaluatedModel(request.reference, dtype=request.dtype)
     if reference.tokenizer_digest != model.tokenizer_digest:
         raise UserError(
-            f"--reference {wanted.reference} has another tokenizer than {model.given}; their next-token "
+            f"--reference {request.reference} has another tokenizer than {model.given}; their next-token "
             "distributions cannot be compared"
         )
     limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
-    rows = [[*start, *rest][:limit] for start, rest in (split_ids(model.tokenizer, "", t) for t in human)]
+    rows = [[*start, *ids][:limit] for start, ids in (split_ids(model.tokenizer, "", t) for t in human)]
     rows = [row for row in rows if len(row) > 1]
-    found = likelihood.side_by_side(reference.model, model.model, rows, likelihood.cross_entropies)
+    measures = likelihood.side_by_side(reference.model, model.model, rows, likelihood.cross_entropies)
     intervals = {
-        way: shown(ratio(found[f"{way}_ce"].tolist(), None, range(len(rows))), "texts")
+        way: shown(ratio(measures[f"{way}_ce"].tolist(), None, range(len(rows))), "texts")
         for way in ("forward", "reverse")
     }
     return {
         "forward": intervals["forward"]["mean"],
         "reverse": intervals["reverse"]["mean"],
         "intervals": intervals,
-        "reference": {"path": wanted.reference, "weights": reference.digest},
+        "reference": {"path": request.reference, "weights": reference.digest},
         "texts": len(rows),
     }
 
@@ -358,12 +366,12 @@ def _cross_entropy(model: EvaluatedModel, wanted: Wanted, human: list[str]) -> d
 def _not_a_number(value: Any, name: str = "") -> str | None:
     """The name of the first value that is not finite."""
     if isinstance(value, dict):
-        found = (_not_a_number(v, f"{name}.{k}".lstrip(".")) for k, v in value.items())
+        names = (_not_a_number(v, f"{name}.{k}".lstrip(".")) for k, v in value.items())
     elif isinstance(value, list):
-        found = (_not_a_number(v, name) for v in value)
+        names = (_not_a_number(v, name) for v in value)
     else:
         return name if isinstance(value, float) and not math.isfinite(value) else None
-    return next((bad for bad in found if bad), None)
+    return next((bad for bad in names if bad), None)
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
@@ -372,8 +380,8 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _title(result: dict[str, Any]) -> str:
-    of = result["of"]
-    return f"{of['model']} {of['corpus']}-{of['decoding']['name']}"
+    about = result["of"]
+    return f"{about['model']} {about['corpus']}-{about['decoding']['name']}"
 
 
 def _table(head: str, rows: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
@@ -386,11 +394,11 @@ def _table(head: str, rows: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
 def _cells(result: dict[str, Any]) -> dict[str, str]:
     cells: dict[str, str] = {}
     if "mauve" in result:
-        found = result["mauve"]
+        mauve = result["mauve"]
         cells |= {
-            "MAUVE": _show(found["score"]),
-            "half": _show(found["half"]),
-            "ceiling": f"{found['ceiling']:.3f}",
+            "MAUVE": _show(mauve["score"]),
+            "half": _show(mauve["half"]),
+            "ceiling": f"{mauve['ceiling']:.3f}",
         }
     cells |= {name: _show(value) for name, value in result.get("rouge", {}).items()}
     if "ppl_oracle" in result:

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written: per seed, `samples` texts of at most `tokens` tokens after every prefix."""
+    """The texts to be written: per seed, `samples` texts of at most `tokens` tokens after every prefix."""
 
     prefixes: Prefixes
     decoding: Decoding
@@ -79,7 +79,7 @@ class Generation:
 
     @property
     def directory(self) -> Path:
-        """Where the records of this model, corpus and decoding are."""
+        """Return where the records of this model, corpus and decoding are."""
         return self.out / "models" / self.model.name / "generated" / self.plan.name
 
     def run(self, publish: bool = True) -> list[Record]:
@@ -140,12 +140,12 @@ class Generation:
     def _sample(self, seed: int, numbers: range, bar: Any) -> list[Record]:
         """Records of some continuations; number n is sample n % samples of prefix n // samples."""
         plan = self.plan
-        places = [divmod(n, plan.samples) for n in numbers]
-        requests = [Request(self.prompts[p], [seed, p, s]) for p, s in places]
-        found = self.sampler.run(requests, plan.tokens, bar.update)
-        self.computed += len(found)
+        draws = [divmod(n, plan.samples) for n in numbers]
+        requests = [Request(self.prompts[p], [seed, p, s]) for p, s in draws]
+        samples = self.sampler.run(requests, plan.tokens, bar.update)
+        self.computed += len(samples)
         records = []
-        for row, (prefix, sample), text in zip(numbers, places, found, strict=True):
+        for row, (prefix, sample), text in zip(numbers, draws, samples, strict=True):
             record = {
                 "row": row,
                 "seed": seed,
@@ -167,8 +167,8 @@ class Generation:
     def human(self, prefix: int) -> str:
         """The human continuation of a prefix, cut to as many tokens as a continuation may have."""
         assert self.plan.prefixes.references is not None
-        text, rest = self.plan.prefixes.texts[prefix], self.plan.prefixes.references[prefix]
-        start, ids = split_ids(self.model.tokenizer, text, rest)
+        text, reference = self.plan.prefixes.texts[prefix], self.plan.prefixes.references[prefix]
+        start, ids = split_ids(self.model.tokenizer, text, reference)
         return text_after(self.model.tokenizer, start, ids[: self.plan.tokens])
 
     def _about(self, records: list[Record]) -> dict[str, Any]:
@@ -190,12 +190,12 @@ class Generation:
         }
 
     def _show(self, records: list[Record]) -> None:
-        kept = [{key: r[key] for key in ("prefix", "text", "ended", "tokens")} for r in records[:SHOWN]]
+        examples = [{key: r[key] for key in ("prefix", "text", "ended", "tokens")} for r in records[:SHOWN]]
         view = {
             "weights": self.model.digest,
             "seed": self.plan.seeds[0],
             "max_tokens": self.plan.tokens,
-            "samples": kept,
+            "samples": examples,
         }
         store.replace(self.out / "models" / self.model.name / SAMPLES, store.dump(view))
 

@@ -59,9 +59,9 @@ class _Rows:
     alive: list[bool]
 
     def keep(self, rows: list[int]) -> _Rows:
-        at = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
         requests, alive = [self.requests[i] for i in rows], [self.alive[i] for i in rows]
-        return _Rows(requests, self.lengths[at], self.pending[at], self.random[at], alive)
+        return _Rows(requests, self.lengths[index], self.pending[index], self.random[index], alive)
 
     def joined(self, other: _Rows) -> _Rows:
         lengths = torch.cat([self.lengths, other.lengths])
@@ -153,8 +153,10 @@ class Sampler:
     def _start(self, taken: list[int], cache: RowCache, rows: _Rows | None) -> tuple[RowCache, _Rows | None]:
         """Feed prompts, choose their first tokens, and put them beside the running rows."""
         prompts = list(dict.fromkeys(tuple(self._requests[i].prompt) for i in taken))
-        place = {prompt: n for n, prompt in enumerate(prompts)}
-        which = torch.tensor([place[tuple(self._requests[i].prompt)] for i in taken], device=self._device)
+        row_of_prompt = {prompt: n for n, prompt in enumerate(prompts)}
+        which = torch.tensor(
+            [row_of_prompt[tuple(self._requests[i].prompt)] for i in taken], device=self._device
+        )
         lengths = torch.tensor([len(p) for p in prompts], device=self._device)
         width = int(lengths.max())
         ids = torch.tensor([[p[0]] * (width - len(p)) + list(p) for p in prompts], device=self._device)
@@ -180,12 +182,12 @@ class Sampler:
         width = cache.width + ids.shape[1]
         before = (width - lengths)[:, None]  # masked slots of each row
         slots = torch.arange(width, device=self._device)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if bool((before != 0).any()):
-            given["attention_mask"] = (slots >= before).long()
+            arguments["attention_mask"] = (slots >= before).long()
         if self._positions:
-            given["position_ids"] = (slots[-ids.shape[1] :] - before).clamp_min(0)
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **given, **self._last)
+            arguments["position_ids"] = (slots[-ids.shape[1] :] - before).clamp_min(0)
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments, **self._last)
         return out.logits[:, -1].float()
 
     def _step(self, cache: RowCache, rows: _Rows) -> Tensor:
@@ -202,8 +204,8 @@ class Sampler:
     def _rounding(self, logits: Tensor) -> Tensor:
         if not self._exact:
             return torch.full_like(logits[:, 0], -1.0)
-        found = choice.tolerance(logits, self._dtype)
-        return found * max(1.0, SAFETY * self.checked / choice.ROUNDING[self._dtype])
+        tolerance = choice.tolerance(logits, self._dtype)
+        return tolerance * max(1.0, SAFETY * self.checked / choice.ROUNDING[self._dtype])
 
     def _compare(self, rows: _Rows, logits: Tensor, step: int) -> None:
         """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""
@@ -227,9 +229,9 @@ class Sampler:
 
     def _decide(self, rows: _Rows, logits: Tensor) -> None:
         """Choose a token for every row; close decisions of running rows are made anew."""
-        at = torch.tensor([len(self._texts[r].tokens) for r in rows.requests], device=self._device)
-        at = at.clamp_max(self._tokens - 1)  # rows that ended are carried along until they are replaced
-        random = rows.random[torch.arange(len(at), device=self._device), at]
+        positions = torch.tensor([len(self._texts[r].tokens) for r in rows.requests], device=self._device)
+        positions.clamp_max_(self._tokens - 1)  # rows that ended are carried along until they are replaced
+        random = rows.random[torch.arange(len(positions), device=self._device), positions]
         try:
             tokens, close = choice.choose(logits, self.decoding, random, self._rounding(logits))
             for row in close.nonzero()[:, 0].tolist():

@@ -24,8 +24,8 @@ def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
 def end_ids(model: EvaluatedModel) -> frozenset[int]:
     """Ids that end a text, by the tokenizer and by the model's generation settings."""
     settings = getattr(model.model, "generation_config", None)
-    named = getattr(settings, "eos_token_id", None)
-    ids = [model.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+    configured = getattr(settings, "eos_token_id", None)
+    ids = [model.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     return frozenset(i for i in ids if i is not None)
 
 
@@ -34,8 +34,8 @@ def context_of(model: EvaluatedModel) -> int | None:
     try:
         config = read_json(model.path / "config.json")
         config = config.get("text_config", config)
-        found = config.get("max_position_embeddings") or config.get("n_positions")
-        return None if found is None else int(found)
+        length = config.get("max_position_embeddings") or config.get("n_positions")
+        return None if length is None else int(length)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{model.path / 'config.json'} is damaged: {one_line(error, 120)}") from None
 

@@ -13,7 +13,7 @@ MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a batch. tokens: padding and cached context included."""
+    """The bounds of a batch. tokens: padding and cached context included."""
 
     tokens: int = BUDGET
     dense: int = DENSE_CPU

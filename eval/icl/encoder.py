@@ -69,10 +69,10 @@ def checked_encoder(name: str) -> str:
         raise UserError(f"sentence model {name}: {led} is a link out of its directory; put the file there")
     if name != "minilm":
         return str(directory)
-    there = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
-    other = sorted(there - MINILM.keys() - {*MINILM_BESIDE})
+    files = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    other = sorted(files - MINILM.keys() - {*MINILM_BESIDE})
     other += [
-        file for file, digest in MINILM.items() if file not in there or sha256(directory / file) != digest
+        file for file, digest in MINILM.items() if file not in files or sha256(directory / file) != digest
     ]
     if other:
         raise UserError(

@@ -100,8 +100,8 @@ def own_nll(model: Any, ids: np.ndarray, ignored: int | None = None) -> np.ndarr
     targets = row[0, 1:]
     step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
     parts = [
-        -part.float().log_softmax(dim=-1).gather(1, wanted[:, None])[:, 0].double()
-        for part, wanted in zip(logits.split(step), targets.split(step), strict=True)
+        -part.float().log_softmax(dim=-1).gather(1, labels[:, None])[:, 0].double()
+        for part, labels in zip(logits.split(step), targets.split(step), strict=True)
     ]
     nll = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
     return (nll if ignored is None else nll.masked_fill(targets == ignored, 0.0)).cpu().numpy()

@@ -57,7 +57,7 @@ class PrefixPPLInferencer(PPLInferencer):
         **kwargs: Any,
     ) -> None:
         # The base class sets padding on the tokenizer it is given; a caller's own gets its padding back.
-        kept = {} if isinstance(tokenizer_name, str | None) else _padding(tokenizer_name)
+        padding = {} if isinstance(tokenizer_name, str | None) else _padding(tokenizer_name)
         super().__init__(
             scorer.model if scorer is not None else model_name,
             tokenizer_name,
@@ -73,7 +73,7 @@ class PrefixPPLInferencer(PPLInferencer):
             **kwargs,
         )
         self.pad_id = self.tokenizer.pad_token_id
-        for name, value in kept.items():
+        for name, value in padding.items():
             setattr(self.tokenizer, name, value)
         if self.call_api:
             raise ValueError("PrefixPPLInferencer scores local models; use PPLInferencer for an API")
@@ -188,10 +188,10 @@ def score_samples(
     flat = [item for of_sample in items for item in of_sample]
     if len(flat) != len(samples):
         advance = None  # what finishes is then not rows
-    found = iter(scorer.score(flat, ignored, advance))
+    item_scores = iter(scorer.score(flat, ignored, advance))
     scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
     for sample, parts in zip(samples, items, strict=True):
-        results = [next(found) for _ in parts]
+        results = [next(item_scores) for _ in parts]
         lengths = np.array([_counted(ids, ignored) for ids in sample.ids])
         if len(parts) == 1:
             prefix, tails = results[0].prefix, results[0].tails

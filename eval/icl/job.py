@@ -56,7 +56,7 @@ class Job:
 
     @cached_property
     def recorder(self) -> Recorder:
-        """What makes records, with the model loaded. Raises UserError for a limit that it cannot keep."""
+        """Return the maker of records, its model loaded. Raises UserError for a limit that it cannot keep."""
         self.say(f"{self.model.name}: loading {self.model.given}")
         quiet_libraries()
         from eval.icl.prefix_scorer import PrefixScorer
@@ -91,8 +91,12 @@ class Job:
     def _show(self, task: Task, key: str, result: dict[str, Any]) -> None:
         """Make a result the one that is shown under the model's name, and say so if another one was."""
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
-        shown = store.read_json(path)
-        if isinstance(shown, dict) and shown.get("weights") == self.model.digest and shown.get("key") != key:
+        stored = store.read_json(path)
+        if (
+            isinstance(stored, dict)
+            and stored.get("weights") == self.model.digest
+            and stored.get("key") != key
+        ):
             self.say(
                 f"{self.model.name}  {task.spec.title}: shown from now on with the settings of this run, no "
                 "longer with those of an earlier one; give another --name to keep both"
@@ -101,7 +105,7 @@ class Job:
         store.replace(path, store.dump(view))
 
     def _rows(self, task: Task) -> dict[str, Any]:
-        """Where the test rows come from; no part of the identity: the same rows give the same result."""
+        """Return where the test rows come from; no part of the identity, which their content is."""
         hub = task.spec.hub and task.spec.hub.model_dump()
         return {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
 
@@ -155,15 +159,15 @@ class Job:
         identity["shots"] = count
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
-        while (found := store.unsealed(path)) is None:
-            with held(store.lease(folder / "leases", path.stem)) as mine:
-                if mine and store.unsealed(path) is None:
+        while (indices := store.unsealed(path)) is None:
+            with held(store.lease(folder / "leases", path.stem)) as acquired:
+                if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
                     store.replace(path, store.seal(self._find(task, data, count)))
-            if not mine:
+            if not acquired:
                 time.sleep(store.POLL_SECONDS)
-        return found, identity
+        return indices, identity
 
     def _openicl_identity(self, task: Task) -> dict[str, Any]:
         """Return what the demonstrations of OpenICL's retriever depend on, data and their number aside."""
@@ -272,14 +276,14 @@ def run_all(
     for task in tasks:
         began, before = time.perf_counter(), job.computed
         result = job.run(task)
-        how = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
+        duration = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
         low, high = (100 * result["interval"][end] for end in ("low", "high"))
         note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
         answer = only_answer(result)
         note += f", answers {answer} only" if answer is not None else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
-            f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({how})"
+            f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({duration})"
         )
         if 2 * result["rows_shortened"] >= result["n"]:
             # Asking for the context loads the model: only where that has been done anyway.
@@ -290,8 +294,8 @@ def run_all(
 
 
 def _lost(result: dict[str, Any], limit: int | None) -> str:
-    """What the prompts of a task lost to the limit on their length; None: it is not known."""
+    """Return what the prompts of a task lost to the limit on their length; None: it is not known."""
     kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
     kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
-    lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {what}" for rows, what in kinds)
+    lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
     return f"{lost} to " + ("the model's context" if limit is None else f"the context of {limit:,} tokens")

@@ -59,7 +59,7 @@ class ItemScore:
     def of_prompts(cls, item: Item, nll: Sequence[np.ndarray]) -> ItemScore:
         """From the NLL of tokens 2..N of every whole prompt."""
         split = len(item.prefix) - 1
-        tails = [of[split + item.unscored(k) :].sum() for k, of in enumerate(nll[: len(item.tails)])]
+        tails = [losses[split + item.unscored(k) :].sum() for k, losses in enumerate(nll[: len(item.tails)])]
         return cls(float(nll[0][:split].sum()), np.array(tails, dtype=np.float64))
 
 
@@ -82,14 +82,14 @@ def shared_context(items: Sequence[Item]) -> int:
 
 def groups(items: Sequence[Item]) -> list[list[int]]:
     """Item numbers by group; small groups and items without one go together, with little in common."""
-    found: dict[object, list[int]] = {}
+    by_group: dict[object, list[int]] = {}
     alone: list[int] = []
     for i, item in enumerate(items):
-        alone.append(i) if item.group is None else found.setdefault(item.group, []).append(i)
-    small = [i for members in found.values() if len(members) < MIN_GROUP for i in members]
-    shared = [members for members in found.values() if len(members) >= MIN_GROUP]
-    rest = sorted(alone + small)
-    return shared + ([rest] if rest else [])
+        alone.append(i) if item.group is None else by_group.setdefault(item.group, []).append(i)
+    small = [i for members in by_group.values() if len(members) < MIN_GROUP for i in members]
+    shared = [members for members in by_group.values() if len(members) >= MIN_GROUP]
+    remainder = sorted(alone + small)
+    return shared + ([remainder] if remainder else [])
 
 
 class TreeBatch:
@@ -115,49 +115,49 @@ class TreeBatch:
         self.source, self.target = np.concatenate(self._source), np.concatenate(self._target)
 
     def _place(self, row: int, item: Item) -> None:
-        own, base = item.prefix[self._context :], row * self.ids.shape[1]
-        p, start = len(own), self._context
-        self.ids[row, :p], self.positions[row, :p], self._segment[row, :p] = own, np.arange(p) + start, 0
-        self._predict(base + np.arange(p - 1), own[1:], 0)
-        at = p
+        prefix, base = item.prefix[self._context :], row * self.ids.shape[1]
+        p, start = len(prefix), self._context
+        self.ids[row, :p], self.positions[row, :p], self._segment[row, :p] = prefix, np.arange(p) + start, 0
+        self._predict(base + np.arange(p - 1), prefix[1:], 0)
+        position = p
         for k, tail in enumerate(item.tails):
             n = max(len(tail) - 1, 0)
-            self.ids[row, at : at + n] = tail[:n]
-            self.positions[row, at : at + n] = np.arange(n) + start + p
-            self._segment[row, at : at + n] = k + 1
+            self.ids[row, position : position + n] = tail[:n]
+            self.positions[row, position : position + n] = np.arange(n) + start + p
+            self._segment[row, position : position + n] = k + 1
             skip = item.unscored(k)
-            before = base + np.concatenate([[p - 1], np.arange(at, at + n)])
+            before = base + np.concatenate([[p - 1], np.arange(position, position + n)])
             self._predict(before[skip : len(tail)], tail[skip:], 1 + k)
-            at += n
+            position += n
         self._sums += 1 + len(item.tails)
 
-    def _predict(self, source: np.ndarray, target: np.ndarray, place: int) -> None:
+    def _predict(self, source: np.ndarray, target: np.ndarray, index: int) -> None:
         self._source.append(source)
         self._target.append(target)
-        self._owner.append(np.full(len(target), self._sums + place))
+        self._owner.append(np.full(len(target), self._sums + index))
 
     @property
     def causal(self) -> bool:
-        """Whether every token may attend to all before it in its row, at the places where they stand."""
+        """Return whether every token may attend to all before it in its row, where they stand."""
         return self._context == 0 and all(len(item.tails) <= 1 for item in self.items)
 
     @property
     def allowed(self) -> Tensor:
         """Causal, and a key must be of the context, the prefix or the query's own segment."""
-        own = torch.from_numpy(self._segment)
-        width = own.shape[1]
-        same = own[:, None, :] == own[:, :, None]
-        allowed = (same | (own[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
+        segments = torch.from_numpy(self._segment)
+        width = segments.shape[1]
+        same = segments[:, None, :] == segments[:, :, None]
+        allowed = (same | (segments[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
         if self._context == 0:
             return allowed
-        return torch.cat([torch.ones(len(own), width, self._context, dtype=torch.bool), allowed], dim=2)
+        return torch.cat([torch.ones(len(segments), width, self._context, dtype=torch.bool), allowed], dim=2)
 
     def totals(self, nll: np.ndarray, context_nll: float) -> list[ItemScore]:
         """The items' sums, from the NLL of every target and of the cached context."""
         totals = np.bincount(np.concatenate(self._owner), weights=nll, minlength=self._sums)
-        scores, at = [], 0
+        scores, begin = [], 0
         for item in self.items:
-            end = at + 1 + len(item.tails)
-            scores.append(ItemScore(context_nll + totals[at], totals[at + 1 : end]))
-            at = end
+            end = begin + 1 + len(item.tails)
+            scores.append(ItemScore(context_nll + totals[begin], totals[begin + 1 : end]))
+            begin = end
         return scores

@@ -160,8 +160,8 @@ class Template(PromptTemplate):
         if self.sep_token is not None:
             values[self.sep_token] = separator
         # Longest first, so that one token may be the beginning of another.
-        places = "|".join(re.escape(token) for token in sorted(values, key=len, reverse=True))
-        return re.sub(places, lambda match: values[match.group()], text)
+        pattern = "|".join(re.escape(token) for token in sorted(values, key=len, reverse=True))
+        return re.sub(pattern, lambda match: values[match.group()], text)
 
 
 @contextlib.contextmanager

@@ -131,15 +131,15 @@ class PrefixScorer:
         """Fall back until the sums of `items` are those of the model's own forward."""
         if self.way == OWN:
             return
-        wanted = probe.expected(items, lambda item: probe.own_score(self.model, item))
-        while self.way != OWN and not self._same(items, wanted):
+        expected = probe.expected(items, lambda item: probe.own_score(self.model, item))
+        while self.way != OWN and not self._same(items, expected):
             self.way = self._fall_back_to(WHOLE if self.way == TREE else OWN)
 
-    def _same(self, items: Sequence[Item], wanted: list[dict[int, ItemScore]]) -> bool:
-        """Whether the present way gives the wanted sums; its work is not counted."""
+    def _same(self, items: Sequence[Item], expected: list[dict[int, ItemScore]]) -> bool:
+        """Return whether the present way gives the expected sums; its work is not counted."""
         work, self.work, self._ignored = self.work, Work(), None
         try:
-            return probe.agree(items, self._score(items, lambda count: None), wanted, self._dtype)
+            return probe.agree(items, self._score(items, lambda count: None), expected, self._dtype)
         except Exception as error:  # families refuse a mask, a cache or positions in many ways
             log.debug("%s: %s: %s", self.way, type(error).__name__, error)
             return False
@@ -212,9 +212,9 @@ class PrefixScorer:
         cache = None
         if context.cache is not None:
             cache = DynamicCache()
-            for layer, kept in enumerate(context.cache.layers):
+            for layer, states in enumerate(context.cache.layers):
                 shape = (len(batch.ids), -1, -1, -1)
-                cache.update(kept.keys.expand(shape), kept.values.expand(shape), layer)  # type: ignore[union-attr]
+                cache.update(states.keys.expand(shape), states.values.expand(shape), layer)  # type: ignore[union-attr]
         out = self.model.base_model(
             input_ids=ids,
             position_ids=torch.from_numpy(batch.positions).to(self._device),
@@ -236,9 +236,9 @@ class PrefixScorer:
             for n in numbers:
                 left[owners[n]] -= 1
             advance(sum(left[i] == 0 for i in {owners[n] for n in numbers}))
-        found = (nll[n] for n in range(len(rows)))
+        rows_nll = (nll[n] for n in range(len(rows)))
         return [
-            ItemScore.of_prompts(item, [next(found) for _ in of_item])
+            ItemScore.of_prompts(item, [next(rows_nll) for _ in of_item])
             for item, of_item in zip(items, prompts, strict=True)
         ]
 

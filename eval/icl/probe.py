@@ -25,12 +25,12 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with
 
 
 def expected(items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> list[dict[int, ItemScore]]:
-    """What the first and the last tail of every item must score; `alone` scores one whole prompt."""
-    found = []
+    """Return what the first and the last tail of every item must score; `alone` scores one whole prompt."""
+    scores = []
     for item in items:
         tails = sorted({0, len(item.tails) - 1}) if item.tails else []
-        found.append({k: alone(_with_tail(item, k)) for k in tails} or {-1: alone(item)})
-    return found
+        scores.append({k: alone(_with_tail(item, k)) for k in tails} or {-1: alone(item)})
+    return scores
 
 
 def own_score(model: Any, item: Item, ignored: int | None = None) -> ItemScore:
@@ -40,18 +40,18 @@ def own_score(model: Any, item: Item, ignored: int | None = None) -> ItemScore:
 
 def agree(
     items: Sequence[Item],
-    found: Sequence[ItemScore],
-    wanted: Sequence[dict[int, ItemScore]],
+    actual: Sequence[ItemScore],
+    reference: Sequence[dict[int, ItemScore]],
     dtype: torch.dtype,
 ) -> bool:
-    """Whether every sum equals the wanted one up to rounding; NaN never does."""
-    for item, ours, by_tail in zip(items, found, wanted, strict=True):
-        for k, theirs in by_tail.items():
-            pairs = [(len(item.prefix), ours.prefix, theirs.prefix)]
+    """Return whether every sum equals the reference up to rounding; NaN never does."""
+    for item, ours, by_tail in zip(items, actual, reference, strict=True):
+        for k, score in by_tail.items():
+            pairs = [(len(item.prefix), ours.prefix, score.prefix)]
             if k >= 0:
-                pairs.append((len(item.tails[k]), ours.tails[k], theirs.tails[0]))
-            for tokens, one, other in pairs:
-                if not abs(one - other) <= ROUNDING[dtype] * (tokens + abs(other)):
+                pairs.append((len(item.tails[k]), ours.tails[k], score.tails[0]))
+            for tokens, value, other in pairs:
+                if not abs(value - other) <= ROUNDING[dtype] * (tokens + abs(other)):
                     return False
     return True
 
@@ -81,7 +81,7 @@ def samples_of(items: Sequence[Item]) -> list[Item]:
 
 
 def attends_everywhere(config: Any) -> bool:
-    """Whether every layer sees all earlier tokens.
+    """Return whether every layer sees all earlier tokens.
 
     Windows are built into 2-D masks, which a 4-D one replaces, and are longer than what a probe can afford.
     """
@@ -94,19 +94,19 @@ def attends_everywhere(config: Any) -> bool:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether a prompt's scores depend on how long other prompts of its batch are."""
+    """Return whether a prompt's scores depend on how long other prompts of its batch are."""
     return any(f"'{kind}'" in str(config.to_dict()) for kind in LENGTH_DEPENDENT)
 
 
 @torch.inference_mode()
 def is_causal(model: Any) -> bool:
-    """Whether a token's scores depend on earlier tokens only. Raises NotFiniteError when they are NaN."""
+    """Return whether scores depend on earlier tokens only. Raises NotFiniteError when they are NaN."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(8, device=next(model.parameters()).device) * 7919 + 13) % vocabulary
     changed = ids.clone()
     changed[-1] = (ids[-1] + 1) % vocabulary
     logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in (ids, changed)]
-    if not all(bool(found.isfinite().all()) for found in logits):
+    if not all(bool(scores.isfinite().all()) for scores in logits):
         raise NotFiniteError("its logits are not finite (NaN or infinite)")
     # The same arithmetic twice: where only the past counts there is hardly any rounding to forgive.
     forgiven = ROUNDING[model.dtype] / 10 * float(logits[0].abs().max())

@@ -62,16 +62,18 @@ class PromptBuilder:
 
     def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
         """Samples of test rows `rows`, whose demonstrations are `indices`."""
-        samples = [self._render(row, found) for row, found in zip(rows, indices, strict=True)]
+        samples = [
+            self._render(row, demonstrations) for row, demonstrations in zip(rows, indices, strict=True)
+        ]
         tokenise(self.tokenizer, samples)
         long = {n: sample for n, sample in enumerate(samples) if self._too_long(sample)}
-        kept = self._most_that_fit(long, indices)
-        while kept:
-            trial = {n: self._render(rows[n], indices[n][:count]) for n, count in kept.items()}
+        counts = self._most_that_fit(long, indices)
+        while counts:
+            trial = {n: self._render(rows[n], indices[n][:count]) for n, count in counts.items()}
             tokenise(self.tokenizer, list(trial.values()))
             samples = [trial.get(n, sample) for n, sample in enumerate(samples)]
             # Rarely another label's prompt has become the longest one.
-            kept = {n: kept[n] - 1 for n in trial if kept[n] > 0 and self._too_long(trial[n])}
+            counts = {n: counts[n] - 1 for n in trial if counts[n] > 0 and self._too_long(trial[n])}
         for n in long:
             samples[n].dropped = len(indices[n]) - len(samples[n].demonstrations)
             samples[n] = self._cut(samples[n])
@@ -149,9 +151,11 @@ class OpenICLPromptBuilder(PromptBuilder):
 
     def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
         """Samples in which every label may have other demonstrations."""
-        left = [list(found) for found in indices]
-        ices = [self._generate_ice(found) for found in left]
-        samples = [Sample(row, found, [], []) for row, found in zip(rows, left, strict=True)]
+        left = [list(demonstrations) for demonstrations in indices]
+        ices = [self._generate_ice(demonstrations) for demonstrations in left]
+        samples = [
+            Sample(row, demonstrations, [], []) for row, demonstrations in zip(rows, left, strict=True)
+        ]
         for label in self.labels:
             for n, sample in enumerate(samples):
                 prompt = self._label_prompt(sample.row, ices[n], label)
@@ -162,8 +166,8 @@ class OpenICLPromptBuilder(PromptBuilder):
                 sample.prompts.append(prompt)
                 sample.ice.append(ices[n])
         tokenise(self.tokenizer, samples, truncate=True)
-        for sample, found in zip(samples, indices, strict=True):
-            sample.dropped = len(found) - len(sample.demonstrations)
+        for sample, demonstrations in zip(samples, indices, strict=True):
+            sample.dropped = len(demonstrations) - len(sample.demonstrations)
         return samples
 
     def _generate_ice(self, indices: list[int]) -> str:

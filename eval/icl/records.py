@@ -79,7 +79,7 @@ class Recorder:
         ]
 
     def _by_openicl(self, task: Task, retriever: StoredRetriever) -> list[Record]:
-        """What OpenICL drops or cuts it does not tell; its record file is read and thrown away."""
+        """OpenICL does not tell what it drops or cuts; its record file is read and thrown away."""
         with tempfile.TemporaryDirectory() as scratch, quiet():
             inferencer = PPLInferencer(
                 self.model.model,
@@ -102,9 +102,9 @@ class Recorder:
         ]
 
     def _record(self, task: Task, scores: dict[str, list[float]], **facts: Any) -> Record:
-        """What is recorded is what decides, to the last digit."""
-        kept = {name: [_rounded(value) for value in values] for name, values in scores.items()}
-        return {"prediction": task.labels[winner(kept[self.settings.score])], **facts, "scores": kept}
+        """Record the numbers that decide, to the last digit."""
+        rounded = {name: [_rounded(value) for value in values] for name, values in scores.items()}
+        return {"prediction": task.labels[winner(rounded[self.settings.score])], **facts, "scores": rounded}
 
     def _require_context(self, longest: int | None) -> None:
         """OpenICL's ways know no limit but --max-tokens. longest: None when it is not known, but too long."""

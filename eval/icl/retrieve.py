@@ -30,25 +30,25 @@ def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
     n = len(index)
     if k > n:
         raise ValueError(f"{k} neighbours wanted of {n} rows")
-    found = np.empty((len(queries), k), dtype=np.int64)
+    nearest = np.empty((len(queries), k), dtype=np.int64)
     if k == 0 or len(queries) == 0:
-        return found
+        return nearest
     flat = faiss.IndexFlatIP(index.shape[1])
     flat.add(np.ascontiguousarray(index))
     wide = min(n, k + SPARE)
     for start in range(0, len(queries), QUERIES):
         batch = np.ascontiguousarray(queries[start : start + QUERIES])
         scores, rows = flat.search(batch, wide)
-        found[start : start + QUERIES] = _best(batch, index, rows, k)
+        nearest[start : start + QUERIES] = _best(batch, index, rows, k)
         tied = scores[:, -1] >= scores[:, k - 1] - MARGIN if wide < n else np.zeros(len(batch), bool)
         for i in np.flatnonzero(tied):
             near = np.flatnonzero(index @ batch[i] >= scores[i, k - 1] - MARGIN)
-            found[start + i] = _best(batch[i : i + 1], index, near[None], k)[0]
-    return found
+            nearest[start + i] = _best(batch[i : i + 1], index, near[None], k)[0]
+    return nearest
 
 
 def _best(queries: np.ndarray, index: np.ndarray, rows: np.ndarray, k: int) -> np.ndarray:
-    """Of the candidate `rows` [q, w] the k best of each query, scored in float64: [q, k]."""
+    """Return the k best of each query among the candidate `rows` [q, w], scored in float64: [q, k]."""
     exact = np.einsum("qwd,qd->qw", index[rows].astype(np.float64), queries.astype(np.float64))
     return np.take_along_axis(rows, np.lexsort((rows, -exact), axis=1)[:, :k], axis=1)
 

@@ -56,6 +56,6 @@ class Settings:
         return ("openicl_ppl",) if self.inferencer == "ppl" else (*SCORES, *self.extras)
 
 
-def _known(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"{option} {value!r}; known: {', '.join(known)}")
+def _known(option: str, value: str, options: tuple[str, ...]) -> None:
+    if value not in options:
+        raise UserError(f"{option} {value!r}; known: {', '.join(options)}")

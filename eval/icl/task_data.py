@@ -106,7 +106,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_text(row: dict[str, Any]) -> bool:
-    """Whether UTF-8 can hold all of a row."""
+    """Return whether UTF-8 can hold all of a row."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -136,10 +136,10 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
     return data, where
 
 
-def _canonical(task: Task, row: dict[str, Any], place: int, where: str) -> dict[str, Any]:
+def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
     """One row: inputs as text, the label by name, the group, and its number in the full split."""
     number = row.get(ROW)
-    canonical: dict[str, Any] = {ROW: number if type(number) is int else place}
+    canonical: dict[str, Any] = {ROW: number if type(number) is int else index}
     for name, column in task.spec.input.items():
         spec = Column(column=column) if isinstance(column, str) else column
         text = _text(row, spec.column, where)
@@ -178,5 +178,5 @@ def _label_name(task: Task, value: Any, where: str) -> str:
         raise UserError(
             f"{where}: label {value} is a number without a name; the task file checks names, not numbers"
         )
-    known = ", ".join(str(a) for accepted in task.spec.label.names.values() for a in accepted)
-    raise UserError(f"{where}: unknown label {value!r}; known: {known}")
+    accepted_names = ", ".join(str(a) for accepted in task.spec.label.names.values() for a in accepted)
+    raise UserError(f"{where}: unknown label {value!r}; known: {accepted_names}")

@@ -18,7 +18,7 @@ _TEXTS = ("text", "before", "demonstration", "channel")  # the templates of a pr
 
 
 def token_of(name: str) -> str:
-    """What stands for an input in an OpenICL template until it is filled."""
+    """Return what stands for an input in an OpenICL template until it is filled."""
     return f"</{name}>"
 
 
@@ -31,7 +31,7 @@ class Hub(Section):
 
 
 class Splits(Section):
-    """Which split is tested, and which one demonstrations come from."""
+    """The split that is tested, and the one that demonstrations come from."""
 
     test: str = "test"
     demonstrations: str = "train"

@@ -111,5 +111,5 @@ def _metrics(
 def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:
     if not correct:
         return {"accuracy": None, "n": 0}
-    found = stats.as_dict(stats.accuracy(correct, groups))
-    return {"accuracy": found.pop("value"), **found}
+    accuracy = stats.as_dict(stats.accuracy(correct, groups))
+    return {"accuracy": accuracy.pop("value"), **accuracy}

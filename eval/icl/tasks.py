@@ -51,7 +51,7 @@ class Task:
         return list(self.spec.input)
 
     def words(self, label: str) -> str:
-        """How a label is spelt in the prompt."""
+        """Return how a label is spelt in the prompt."""
         return self.prompt.words.get(label, label)
 
     @cached_property

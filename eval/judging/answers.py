@@ -1,40 +1,279 @@
-"""Answers on disk, in AlpacaEval's format: made in chunks that processes share, or read from files.
+"""Questions, how they are put to a model, and its answers, in files and on disk in AlpacaEval's format.
+
+Answers are made in chunks that processes share, or read from files.
 
 OUT/store/KEY/                                    chunks and leases, as evaluations have them
 OUT/models/NAME/answers/QUESTIONS-DECODING/
     model_outputs.json    [{"dataset", "instruction", "output", "generator", ...}]
     about.json            model, template, engine, decoding, how many are empty or cut off
+
+Files of questions, answers, verdicts and replies are a JSON array or JSON lines, maybe .zst.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, one_line
+from data_prep.templates import VERSIONS, Conversation, Exchange, render
+from data_prep.tokenizer import chat_template as tokenizer_template
 from eval import store
+from eval.generation.prefixes import content
 from eval.generation.tokens import context_of
-from eval.judging import templates
 from eval.judging.engines import Transformers, Vllm
-from eval.judging.questions import Question, id_of, input_of
-from eval.judging.rows import Row, answer_of, named, read_rows, repeated, text_of
+from eval.model import EvaluatedModel
 
-if TYPE_CHECKING:
-    from eval.model import EvaluatedModel
+Row = dict[str, Any]
+NAMED = 3  # ids that an error names
+HALF = re.compile("[\ud800-\udfff]")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a file, at least one. UserError when a line or the array is cut off, or holds others."""
+    text = content(path).removeprefix("\ufeff")  # the mark that some programs begin a file with
+    if text.lstrip()[:1] == "[":
+        rows = _parsed(text, str(path))
+        where = [f"{path} row {i}" for i in range(1, len(rows) + 1)]
+    else:
+        lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        where = [f"{path} line {i}" for i, _ in lines]
+        rows = [_parsed(line, position) for (_, line), position in zip(lines, where, strict=True)]
+    for row, position in zip(rows, where, strict=True):
+        if not isinstance(row, dict):
+            raise UserError(f"{position} is not an object with fields")
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    return rows
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", type(error).__name__)
+        raise UserError(f"{where} is cut off or not JSON ({reason}); is the file half-written?") from None
+
+
+def text_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
+    """The text of the first field in `names` that a row has; UserError where it has none."""
+    for name in names:
+        if isinstance(row.get(name), str):
+            return whole_characters(row[name])
+    raise UserError(f"{where}: no text in {' or '.join(names)}; its fields: {', '.join(map(str, row))}")
+
+
+def answer_of(row: Mapping[str, Any], name: str, where: str) -> str:
+    """A field's text. Published files also have null, an empty answer, and answers that became true or 3."""
+    value = row.get(name)
+    if name in row and value is None:
+        return ""
+    return str(value) if isinstance(value, bool | int | float) else text_of(row, (name,), where)
+
+
+def whole_characters(text: str) -> str:
+    """The text with halves of characters, which no file can hold, replaced one for one: lengths count."""
+    return HALF.sub("\ufffd", text)
+
+
+def named(ids: Iterable[str]) -> str:
+    """The first ids of a list as an error shows them, and how many more there are."""
+    all_ids = list(ids)
+    text = ", ".join(repr(name if len(name) <= 60 else name[:57] + "...") for name in all_ids[:NAMED])
+    return text + (f" and {len(all_ids) - NAMED} more" if len(all_ids) > NAMED else "")
+
+
+def repeated(ids: Sequence[str]) -> list[str]:
+    """The ids that come more than once, each once."""
+    earlier: set[str] = set()
+    return list(dict.fromkeys(name for name in ids if name in earlier or earlier.add(name)))  # type: ignore[func-returns-value]
+
+
+def evenly(count: int, limit: int | None) -> list[int]:
+    """At most `limit` of the numbers below `count`, evenly spaced."""
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit} must be at least 1")
+    if limit is None or limit >= count:
+        return list(range(count))
+    return [i * count // limit for i in range(limit)]
+
+
+# Name -> files below --data, the first that exists.
+SETS = {
+    "alpaca_eval": ("alpaca_eval/alpaca_eval", "alpaca_eval/eval_davinci003", "alpaca_eval"),
+    "vicuna": ("eval_prompts/vicuna", "vicuna"),
+    "koala": ("eval_prompts/koala", "koala"),
+    "wizardlm": ("eval_prompts/wizardlm", "wizardlm"),
+    "sinstruct": ("eval_prompts/sinstruct", "sinstruct"),
+}
+HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the one set that is on the hub
+ENDINGS = (".json", ".jsonl", ".json.zst", ".jsonl.zst")
+# How the sets call their fields.
+INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conversations")
+ID = ("id", "question_id", "idx")
+
+
+class Question(NamedTuple):
+    """id: the file's own, "" where it gives none; input: what the instruction is about, often empty."""
+
+    id: str
+    instruction: str
+    input: str = ""
+    dataset: str = ""
+
+    @property
+    def text(self) -> str:
+        """Instruction and input as one text, as AlpacaEval writes them."""
+        return f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
+
+
+def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
+    """(name of the set, questions) of a set in SETS or a file; at most `limit` of them, evenly spaced."""
+    name = source if source in SETS else Path(source).name.split(".")[0]
+    path = _find(source, data) if source in SETS else Path(source)
+    if source not in SETS and not path.is_file():
+        raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
+    rows = read_rows(path)
+    questions = [_question(row, name, f"{path} row {i}") for i, row in enumerate(rows, start=1)]
+    ids = [q.id for q in questions if q.id]
+    if ids and len(ids) < len(questions):
+        raise UserError(f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id")
+    if twice := repeated(ids):
+        raise UserError(f"{path}: ids that stand for two questions: {named(twice)}")
+    return name, [questions[i] for i in evenly(len(questions), limit)]
+
+
+def _question(row: Row, name: str, where: str) -> Question:
+    instruction = text_of(row, INSTRUCTION, where)
+    if not instruction.strip():
+        raise UserError(f"{where}: the instruction is empty")
+    dataset = row.get("dataset")
+    return Question(
+        id_of(row), instruction, input_of(row), dataset if isinstance(dataset, str) and dataset else name
+    )
+
+
+def id_of(row: Row) -> str:
+    """A row's own id, or ""."""
+    value = next((row[name] for name in ID if isinstance(row.get(name), str | int)), "")
+    return whole_characters(str(value))
+
+
+def input_of(row: Row) -> str:
+    """The input of a row in Alpaca's form, or of its first instance in Self-Instruct's; else ""."""
+    instances = row.get("instances")
+    holder: Any = instances[0] if isinstance(instances, list) and instances else row
+    value = holder.get("input") if isinstance(holder, dict) else None
+    return whole_characters(value) if isinstance(value, str) else ""
+
+
+def _find(name: str, data: str) -> Path:
+    if data == "hub":
+        return _from_hub(name)
+    if not Path(data).is_dir():
+        raise UserError(f"--data {data} is not a directory")
+    for folder in (Path(data), *sorted(p for p in Path(data).iterdir() if p.is_dir())):
+        for stem in SETS[name]:
+            for ending in ENDINGS:
+                if (folder / f"{stem}{ending}").is_file():
+                    return folder / f"{stem}{ending}"
+    raise UserError(f"--questions {name}: no {' or '.join(SETS[name])} ({', '.join(ENDINGS)}) under {data}")
+
+
+def _from_hub(name: str) -> Path:
+    if name != "alpaca_eval":
+        raise UserError(f"--questions {name} is not on the hub; give --data DIR with {SETS[name][0]}.jsonl")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(*HUB, repo_type="dataset"))
+    except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
+        cause = one_line(error, 200)
+        raise UserError(f"cannot load {HUB[0]} from the hub ({cause}); give --data DIR") from None
+
+
+AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
+TEMPLATE_CHOICES = (AUTO, *VERSIONS)
+
+Say = Callable[[str], None]
+
+
+def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
+    """The template to use, one of TEMPLATE_CHOICES but `auto`. A mismatch with its tuning is said."""
+    if template not in TEMPLATE_CHOICES:
+        raise UserError(f"--template {template!r} is not known; known: {', '.join(TEMPLATE_CHOICES)}")
+    tuned, of_model = model.facts.get("template"), chat_template(model)
+    if template == OWN and of_model is None:
+        raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
+    if template == AUTO:
+        return _tuned_template(model, tuned, of_model, say)
+    if tuned and VERSIONS.get(template) != tuned:
+        say(f"{model.name}: was tuned with the template {tuned}, but --template {template} was given")
+    elif not tuned and of_model is not None and template != OWN:
+        say(f"{model.name}: comes with a chat template, but --template {template} was given")
+    return template
+
+
+def _tuned_template(model: EvaluatedModel, tuned: Any, of_model: str | None, say: Say) -> str:
+    if tuned:
+        name = str(tuned).partition("/")[0]
+        if name not in VERSIONS:
+            raise UserError(f"{model.given}: export.json names a template {tuned!r}; set --template")
+        if VERSIONS[name] != tuned:
+            say(f"{model.name}: was tuned with the template {tuned}, which is {VERSIONS[name]} now")
+        return name
+    if of_model is not None:
+        return OWN
+    say(f"{model.name}: nothing says which template it was tuned with; Alpaca's is used (--template)")
+    return "alpaca"
+
+
+def chat_template(model: EvaluatedModel) -> str | None:
+    """The chat template beside a model's tokenizer, if there is one."""
+    return tokenizer_template(model.path)
+
+
+def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
+    """Token ids of a question, up to where the answer begins: those that training showed the model."""
+    if template == OWN:
+        return chat_ids(model, [{"role": "user", "content": question.text}])
+    (turn,) = render(
+        Conversation((Exchange(question.instruction, "", question.input),)), template
+    )  # BOS and the prompt on its own, as data_prep.encode writes them
+    return plain_ids(model, turn.text)
+
+
+def plain_ids(model: EvaluatedModel, text: str) -> list[int]:
+    """Token ids of a prompt, after BOS where the tokenizer has one."""
+    tokenizer = model.tokenizer
+    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of messages in the tokenizer's own chat template, up to where the reply begins."""
+    try:
+        ids = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # whatever the template's author wrote
+        raise UserError(f"{model.given}: its chat template refuses a prompt ({one_line(error)})") from None
+    return list(ids)
+
 
 CHUNK = 64  # answers; what a killed process loses at most
 VERSION = 1  # of everything that decides what an answer is
 OUTPUTS, ABOUT = "model_outputs.json", "about.json"
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how. tokens: the longest answer."""
+    """The questions that are asked, and how. tokens: the longest answer."""
 
     questions: list[Question]
     name: str
@@ -58,11 +297,11 @@ class Answering:
     @cached_property
     def prompts(self) -> list[list[int]]:
         """Token ids of every question in its template."""
-        return [templates.ids(self.model, q, self.plan.template) for q in self.plan.questions]
+        return [prompt_ids(self.model, q, self.plan.template) for q in self.plan.questions]
 
     @property
     def directory(self) -> Path:
-        """Where the answers of this model to these questions are."""
+        """Return where the answers of this model to these questions are."""
         decoding: Any = self.engine.decoding
         seed = "" if decoding.greedy or not self.plan.seed else f"-s{self.plan.seed}"
         name = f"{self.plan.name}-{decoding.name}{seed}"
@@ -99,16 +338,16 @@ class Answering:
         from eval.generation.sampling import Request
 
         room = {row: self._room(self.prompts[row]) for row in rows}
-        asked = [row for row in rows if room[row] > 0]
-        requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in asked]
+        answerable = [row for row in rows if room[row] > 0]
+        requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in answerable]
         replies = self.engine.reply(requests, self.plan.tokens, bar.update) if requests else []
-        found = dict(zip(asked, replies, strict=True))
+        reply_of = dict(zip(answerable, replies, strict=True))
         self.computed += len(rows)
-        bar.update(len(rows) - len(asked))
+        bar.update(len(rows) - len(answerable))
         return [
             {"row": row, "text": "", "ended": False, "tokens": 0, "fits": False}
-            if row not in found
-            else {"row": row, **found[row]._asdict(), "fits": True}
+            if row not in reply_of
+            else {"row": row, **reply_of[row]._asdict(), "fits": True}
             for row in rows
         ]
 
@@ -133,7 +372,7 @@ class Answering:
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """How many answers there are, are empty, were cut off by a limit, or had no room in the context."""
+    """Return the numbers of answers: all, empty, cut off by a limit, without room in the context."""
     return {
         "answers": len(rows),
         "empty": sum(not row["output"] for row in rows),
@@ -169,7 +408,7 @@ def read_answers(path: Path) -> Answers:
     UserError for ids that come twice.
     """
     file = path / OUTPUTS if path.is_dir() else path
-    found, generators = [], []
+    answers, generators = [], []
     for i, row in enumerate(read_rows(file), start=1):
         where = f"{file} row {i}"
         instruction = text_of(row, ("instruction",), where)
@@ -177,26 +416,26 @@ def read_answers(path: Path) -> Answers:
         question = Question(
             id_of(row), instruction, input_of(row), dataset if isinstance(dataset, str) else ""
         )
-        found.append((question, answer_of(row, "output", where)))
+        answers.append((question, answer_of(row, "output", where)))
         generators.append(row.get("generator"))
     names = {g for g in generators if isinstance(g, str) and g}
     if len(names) > 1:
         raise UserError(f"{file}: answers of several models: {named(sorted(names))}; give one file of each")
     generator = names.pop() if names else file.name.split(".")[0]
-    ids = [question.id for question, _ in found]
+    ids = [question.id for question, _ in answers]
     if not all(ids):
-        return Answers(file, generator, _numbered(found), by_id=False)
+        return Answers(file, generator, _numbered(answers), by_id=False)
     if twice := repeated(ids):
         raise UserError(f"{file}: ids that come more than once: {named(twice)}")
-    return Answers(file, generator, [Answer(q.id, q, text) for q, text in found], by_id=True)
+    return Answers(file, generator, [Answer(q.id, q, text) for q, text in answers], by_id=True)
 
 
-def _numbered(found: list[tuple[Question, str]]) -> list[Answer]:
+def _numbered(answers: list[tuple[Question, str]]) -> list[Answer]:
     """Keys from the questions' texts; a text that comes again is another question."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     rows = []
-    for question, text in found:
-        seen[question.text] = seen.get(question.text, 0) + 1
-        number = seen[question.text]
+    for question, text in answers:
+        counts[question.text] = counts.get(question.text, 0) + 1
+        number = counts[question.text]
         rows.append(Answer(question.text if number == 1 else f"{question.text} #{number}", question, text))
     return rows

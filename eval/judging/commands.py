@@ -11,14 +11,11 @@ from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.text import counted
 from eval.generation.decoding import Decoding
+from eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
 from eval.judging.engines import ENGINES, engine
-from eval.judging.exchange import FORMATS, read_replies, write_prompts
-from eval.judging.judged import Judged, of_replies
 from eval.judging.judges import JUDGES, Judge, judge
-from eval.judging.pairs import Pairs, labelled, of_answers
-from eval.judging.questions import SETS, read_questions
-from eval.judging.rows import named, repeated
-from eval.judging.templates import CHOICES
+from eval.judging.judging import FORMATS, read_replies, write_prompts
+from eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -65,7 +62,11 @@ def _answer_arguments(command: argparse.ArgumentParser) -> None:
     add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
     add("--data", default="hub", help="where named questions are: a directory, or hub (hub)")
     add("--limit", type=int, help="evenly spaced questions (all)")
-    add("--template", default="auto", help=f"{', '.join(CHOICES)} (auto: what the model was tuned with)")
+    add(
+        "--template",
+        default="auto",
+        help=f"{', '.join(TEMPLATE_CHOICES)} (auto: what the model was tuned with)",
+    )
     add("--tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
     add("--temperature", type=float, help="sample, dividing the logits; default: always the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
@@ -80,11 +81,13 @@ def _judge_arguments(command: argparse.ArgumentParser) -> None:
     add("--b", type=Path, metavar="ANSWERS", help="the other model's answers to the same questions")
     add("--labelled", type=Path, metavar="FILE", help="instead: PandaLM's or Auto-J's human-labelled pairs")
     add("--limit", type=int, help="evenly spaced pairs (all)")
-    how = command.add_mutually_exclusive_group()
-    how.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
-    how.add_argument("--export", type=Path, metavar="FILE", help="write the prompts of both orders and end")
-    how.add_argument("--replies", type=Path, metavar="FILE", help="read replies to exported prompts")
-    how.add_argument(
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
+    source.add_argument(
+        "--export", type=Path, metavar="FILE", help="write the prompts of both orders and end"
+    )
+    source.add_argument("--replies", type=Path, metavar="FILE", help="read replies to exported prompts")
+    source.add_argument(
         "--from",
         dest="existing",
         type=Path,
@@ -108,7 +111,7 @@ def _engine_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def loads_a_model(args: argparse.Namespace) -> bool:
-    """Whether a model on this machine is asked; verdicts, prompts and replies in files need none."""
+    """Return whether a model on this machine is asked; verdicts, prompts and replies in files need none."""
     return args.command == "answer" or not (args.existing or args.export or args.replies)
 
 
@@ -118,8 +121,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, counts
-    from eval.judging.templates import choose
+    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
     from eval.model import EvaluatedModel
     from eval.results import claim_name
     from eval.store import read_json, said_of
@@ -132,51 +134,51 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
         decoding = Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    plan = Plan(questions, name, choose(model, args.template, say), args.tokens, args.seed)
+    plan = Plan(questions, name, choose_template(model, args.template, say), args.tokens, args.seed)
     answering = Answering(model, engine(args.engine, model, decoding, args.batch), plan, args.out)
     claim_name(model, args.out, say)
     path = answering.directory / ABOUT
     before = read_json(path)
     rows = answering.run()
-    found = counts(rows)
-    if other := said_of(before, read_json(path), ("path", *found)):
+    numbers = counts(rows)
+    if other := said_of(before, read_json(path), ("path", *numbers)):
         say(f"{answering.directory} {other}")
-    for key, what in (
+    for key, remark in (
         ("empty", "are empty; they are kept"),
         ("cut_off", "were cut off; --tokens, or the context, is the limit"),
         ("no_room", f"had no room after their question in a context of {answering.context} tokens"),
     ):
-        if found[key]:
-            say(f"{model.name}: {found[key]} of {len(rows)} answers {what}")
-    known = len(rows) - answering.computed
+        if numbers[key]:
+            say(f"{model.name}: {numbers[key]} of {len(rows)} answers {remark}")
+    stored = len(rows) - answering.computed
     say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({known} already known), template {plan.template}, in "
-        f"{answering.directory / OUTPUTS}"
+        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {plan.template}, "
+        f"in {answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE
 
 
 def _judge(args: argparse.Namespace, say: Say) -> int:
-    asked = judge(args.judge)
+    chosen = judge(args.judge)
     if args.existing:
-        from eval.judging.existing import read_existing
+        from eval.judging.pairs import read_existing
 
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
-        found = read_existing(args.existing, args.labelled, asked.name)
-        return _report(found, args, say)
+        judgements = read_existing(args.existing, args.labelled, chosen.name)
+        return _report(judgements, args, say)
     pairs = _pairs(args, say)
     if args.export:
-        prompts = write_prompts(asked, pairs, args.export, args.format, args.ask_for, args.tokens)
+        prompts = write_prompts(chosen, pairs, args.export, args.format, args.ask_for, args.tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
-        replies = read_replies(asked, pairs, args.replies)
+        replies = read_replies(chosen, pairs, args.replies)
         if failed := sum("failed" in reply for row in replies for reply in row["replies"]):
             say(f"{args.replies}: {failed} requests failed; their replies count as unreadable")
-        by = args.ask_for or asked.remote or asked.model or asked.name
-        return _report([of_replies(asked, by, pairs, replies, {"from": [args.replies.name]})], args, say)
-    return _report([_by_model(asked, pairs, args)], args, say)
+        by = args.ask_for or chosen.remote or chosen.model or chosen.name
+        return _report([of_replies(chosen, by, pairs, replies, {"from": [args.replies.name]})], args, say)
+    return _report([_by_model(chosen, pairs, args)], args, say)
 
 
 def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
@@ -193,41 +195,43 @@ def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
     return pairs.limited(args.limit)
 
 
-def _by_model(asked: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
+def _by_model(chosen: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
     from eval.judging.judging import Judging
     from eval.model import EvaluatedModel
 
-    path = args.model or asked.model
+    path = args.model or chosen.model
     if path is None:
         raise UserError(
-            f"--judge {asked.name}: its model is behind a service; give --model of another one, or --export "
+            f"--judge {chosen.name}: its model is behind a service; give --model of another one, or --export "
             "the prompts and read the --replies"
         )
     model = EvaluatedModel(path, dtype=args.dtype)
     judging = Judging(
-        asked, pairs, engine(args.engine, model, asked.decoding, args.batch), args.out, args.tokens
+        chosen, pairs, engine(args.engine, model, chosen.decoding, args.batch), args.out, args.tokens
     )
     replies = judging.run()
     facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
     if any(row["replies"] for row in replies):
         facts |= judging.engine.identity
-    return of_replies(asked, model.name, pairs, replies, facts)
+    return of_replies(chosen, model.name, pairs, replies, facts)
 
 
-def _report(found: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.results import JUDGEMENTS, default_title, write
-    from eval.judging.terminal import lines
+def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
+    from eval.judging.results import JUDGEMENTS, default_title, lines, write
     from eval.model import clean_name
     from eval.store import read_json, said_of
 
-    titles = [default_title(one) for one in found]
+    titles = [default_title(judgement) for judgement in judgements]
     if args.name:
-        titles = [clean_name(args.name if len(found) == 1 else f"{args.name}-{i}") for i in range(len(found))]
+        titles = [
+            clean_name(args.name if len(judgements) == 1 else f"{args.name}-{i}")
+            for i in range(len(judgements))
+        ]
     if twice := repeated(titles):
         raise UserError(
             f"judgements of the same name: {named(twice)}; give their files one by one, with --name"
         )
-    for judged, title in zip(found, titles, strict=True):
+    for judged, title in zip(judgements, titles, strict=True):
         path = args.out / JUDGEMENTS / f"{title}.json"
         before, numbers = read_json(path), write(judged, title, args.out)
         facts = [view.get("facts") if isinstance(view, dict) else None for view in (before, read_json(path))]

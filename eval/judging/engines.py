@@ -71,10 +71,10 @@ class Transformers:
         from eval.generation.sampling import Sampler
 
         sampler = Sampler(self.model.model, self.decoding, end_ids(self.model), self.batch)
-        found = sampler.run(requests, tokens, progress)
+        texts = sampler.run(requests, tokens, progress)
         return [
             Reply(text_after(self.model.tokenizer, list(r.prompt), c.tokens), c.ended, len(c.tokens))
-            for r, c in zip(requests, found, strict=True)
+            for r, c in zip(requests, texts, strict=True)
         ]
 
     def _searched(self, request: Request, tokens: int, progress: Progress) -> Reply:
@@ -149,11 +149,11 @@ class Vllm:
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
         """A text of at most `tokens` tokens per request, in their order."""
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
-        found = self.llm.generate(prompts, [self._sampling(r, tokens) for r in requests], use_tqdm=False)
+        outputs = self.llm.generate(prompts, [self._sampling(r, tokens) for r in requests], use_tqdm=False)
         progress(len(requests))
         replies = []
-        for request, one in zip(requests, found, strict=True):
-            ids, reason = list(one.outputs[0].token_ids), one.outputs[0].finish_reason
+        for request, output in zip(requests, outputs, strict=True):
+            ids, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
             text = text_after(self.model.tokenizer, list(request.prompt), ids)
             replies.append(Reply(text, reason == "stop", len(ids)))
         return replies
@@ -161,13 +161,13 @@ class Vllm:
     def _sampling(self, request: Request, tokens: int) -> Any:
         from vllm import SamplingParams
 
-        how = self.decoding
-        assert isinstance(how, Decoding)
+        decoding = self.decoding
+        assert isinstance(decoding, Decoding)
         return SamplingParams(
             max_tokens=min(request.limit or tokens, tokens),
-            temperature=0.0 if how.greedy else how.temperature,
-            top_p=how.top_p,
-            top_k=how.top_k or -1,  # all; 0 is refused before vLLM 0.9
+            temperature=0.0 if decoding.greedy else decoding.temperature,
+            top_p=decoding.top_p,
+            top_k=decoding.top_k or -1,  # all; 0 is refused before vLLM 0.9
             seed=int(store.digest(request.seed)[:15], 16),
         )
 

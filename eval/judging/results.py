@@ -1,14 +1,19 @@
-"""A judgement on disk: what the verdicts come to, and every pair with its replies.
+"""The results of a judgement: what the verdicts come to, on disk and in the terminal.
 
 OUT/judgements/NAME.json     shares, win rates, lengths, agreement with people, five pairs
 OUT/judgements/NAME.jsonl    a line per pair: question, answers, replies, verdicts, outcome
+
+A score is what a verdict counts for B: 1 when B's answer is better, 0 when A's is, 1/2 for a tie. The win
+rate of B is the mean score, AlpacaEval's (n_2 + n_0 / 2) / n. The unit is the question, not the verdict:
+pairs that share a question stay together.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,23 +24,191 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import UserError
 from eval import store
-from eval.judging import agreement
-from eval.judging.judged import IDENTICAL, NO_ROOM, Judged
-from eval.judging.rows import Row, evenly
-from eval.judging.terminal import REMARKS
-from eval.judging.win_rates import length_controlled
+from eval.judging.answers import Row, evenly
+from eval.judging.pairs import IDENTICAL, NO_ROOM, Judged
 from eval.model import clean_name
 from eval.stats import Interval, bounded_mean, confusion
+
+LABELS = ("a", "b", "tie")
+
+
+def majority(labels: Sequence[str]) -> str:
+    """The label that most annotators gave; of several, the one given first, as PandaLM has it."""
+    counts = Counter(labels)
+    return max(counts, key=lambda label: counts[label])  # Counter keeps the order in which they came
+
+
+def accuracy(gold: Sequence[str], predicted: Sequence[str | None]) -> float:
+    """The share of labels [n] that were found; what is unreadable (None) is wrong."""
+    return float(np.mean([g == f for g, f in zip(gold, predicted, strict=True)]))
+
+
+def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
+    """Cohen's kappa (1960): (p_o - p_e) / (1 - p_e), p_e from each rater's own shares. None where p_e = 1."""
+    n = len(first)
+    shares = [
+        {label: list(labels).count(label) / n for label in {*first, *second}} for labels in (first, second)
+    ]
+    expected = sum(shares[0][label] * shares[1][label] for label in shares[0])
+    observed = sum(a == b for a, b in zip(first, second, strict=True)) / n
+    return None if expected > 1 - 1e-12 else (observed - expected) / (1 - expected)
+
+
+def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
+    """Fleiss' kappa (1971) of rows [n], each rated by as many raters, two at least. None where p_e = 1."""
+    raters = len(ratings[0])
+    labels = sorted({label for row in ratings for label in row})
+    counts = np.array([[list(row).count(label) for label in labels] for row in ratings], float)
+    agreeing = (counts * (counts - 1)).sum(axis=1) / (raters * (raters - 1))
+    expected = float(((counts.sum(axis=0) / counts.sum()) ** 2).sum())
+    return None if expected > 1 - 1e-12 else float((agreeing.mean() - expected) / (1 - expected))
+
+
+DRAWS = 5_000  # of signs
+BATCH = 500  # draws at a time
+FOLDS = 5  # of AlpacaEval's cross-validation
+LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
+NEXT_TO_NOTHING = 1e-12  # a weight
+
+
+def paired(
+    first: Sequence[float], second: Sequence[float], questions: Sequence[str], seed: int = 0
+) -> tuple[float, Interval, float]:
+    """Return difference second - first of two models' scores [n] on the same pairs: (mean, 95 % interval, p).
+
+    p: two-sided; if the models do not differ, the sign of each question's difference is a coin's.
+    """
+    differences = np.asarray(second, float) - np.asarray(first, float)
+    mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)
+    _, cluster_index = np.unique(np.asarray(questions), return_inverse=True)
+    sums = np.bincount(cluster_index, weights=differences)
+    sums = sums[sums != 0]
+    rng, as_far = np.random.default_rng(seed), 0
+    for _ in range(0, DRAWS, BATCH):
+        signs = rng.choice([-1.0, 1.0], (BATCH, len(sums)))
+        as_far += int((np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9).sum())
+    return mean, interval, (as_far + 1) / (DRAWS + 1)
+
+
+def length_controlled(
+    scores: Sequence[float], lengths_a: Sequence[int], lengths_b: Sequence[int]
+) -> float | None:
+    """B's win rate as it were at equal lengths: AlpacaEval's `length_controlled_minimal` (alpaca_eval 0.6.6).
+
+    A logistic model of the scores [n] on tanh(d / sd(d)) and a constant, d = characters of A's answer less
+    those of B's; fitted with an L1 penalty chosen by cross-validation; predicted at d = 0. Instructions'
+    difficulty, which the full form adds from a table of its own, is left out. None with fewer than LEAST
+    scores or without any difference in length.
+    """
+    score = np.asarray(scores, float)
+    d = np.asarray(lengths_a, float) - np.asarray(lengths_b, float)
+    if len(score) < LEAST or d.std() == 0:
+        return None
+    features = np.stack([np.tanh(d / d.std(ddof=1)), np.ones_like(d)], axis=1)
+    # A score is a probability: each pair stands there twice, won and lost, with its share as the weight.
+    X, y = np.concatenate([features] * 2), np.repeat([1, 0], len(d))
+    weight, pair = np.concatenate([score, 1 - score]), np.tile(np.arange(len(d)), 2)
+    model = _fit(X, y, weight, _strength(X, y, weight, pair))
+    return float(1 / (1 + np.exp(-model.coef_[0, 1])))
+
+
+def _strength(X: np.ndarray, y: np.ndarray, weight: np.ndarray, pair: np.ndarray) -> float:
+    """The inverse strength of the penalty with the least log loss on pairs left out."""
+    from sklearn.model_selection import GroupKFold
+
+    grid = np.logspace(-4, 4, 10)
+    losses = np.zeros(len(grid))
+    for train, test in GroupKFold(FOLDS).split(X, y, pair):
+        for i, C in enumerate(grid):
+            p = _fit(X[train], y[train], weight[train], C).predict_proba(X[test])[:, 1].clip(1e-15, 1 - 1e-15)
+            share = np.where(y[test] == 1, weight[test], 1 - weight[test])
+            losses[i] -= (share * np.log(p) + (1 - share) * np.log(1 - p)).mean()
+    return float(grid[losses.argmin()])
+
+
+def _fit(X: np.ndarray, y: np.ndarray, weight: np.ndarray, C: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    if not all(
+        weight[y == won].any() for won in (0, 1)
+    ):  # of such a class liblinear complains on the terminal
+        weight = np.maximum(weight, NEXT_TO_NOTHING)
+    model = LogisticRegression(C=C, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=123)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ConvergenceWarning of a fold
+        return model.fit(X, y, sample_weight=weight)
+
+
+# Count -> how a reader is told about it.
+REMARKS = {
+    "changed": "verdicts change with the order; they count as ties",
+    "unreadable": "pairs have an unreadable verdict; they are left out",
+    "replies_cut_off": "replies were cut off before their end (--tokens)",
+    "identical": "pairs have the same answer twice: ties, not asked",
+    "cut": "pairs did not fit into the judge's context; both answers were cut alike",
+    "no_room": "pairs do not fit even without their answers; they are left out",
+    "empty_a": "answers of A are empty",
+    "empty_b": "answers of B are empty",
+}
+
+
+def lines(numbers: dict[str, Any]) -> Iterator[str]:
+    """The numbers of `results.summary`, the most important first."""
+    parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
+    if not numbers["read"]:
+        yield f"{parties}: none of the verdicts on {numbers['pairs']} pairs can be read"
+    else:
+        shares = ", ".join(f"{name} {_percent(numbers[name])}" for name in ("win", "tie", "loss"))
+        yield f"{parties}: {shares}"
+        yield _rate_line(numbers)
+    for name, text in remarks(numbers):
+        yield f"  {numbers['counts'][name]} {text}"
+    if numbers["consistency"] is not None:
+        yield f"  the same verdict in both orders: {100 * numbers['consistency']:.2f} %"
+    if numbers["human"] is not None:
+        yield f"  {_human_line(numbers['human'])}"
+
+
+def _rate_line(numbers: dict[str, Any]) -> str:
+    controlled = numbers["length_controlled"]
+    at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
+    rate, lengths = numbers["win_rate"], numbers["lengths"]
+    return (
+        f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
+        f"{numbers['read']} of {numbers['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
+        f"{lengths['a']:.0f}"
+    )
+
+
+def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, text) of the counts that are not zero."""
+    return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
+
+
+def _percent(share: dict[str, float]) -> str:
+    return f"{100 * share['value']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
+
+
+def _human_line(human: dict[str, Any]) -> str:
+    parts = [f"agreement with {human['raters']} human labels a pair: {_percent(human['agreement'])}"]
+    if human["unreadable_as_ties"] != human["agreement"]["value"]:
+        parts.append(f"with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}")
+    if human["kappa"] is not None:
+        parts.append(f"Cohen's kappa {human['kappa']:.3f}")
+    if human["kappa_of_people"] is not None:
+        parts.append(f"people among themselves (Fleiss) {human['kappa_of_people']:.3f}")
+    return "; ".join(parts)
+
 
 JUDGEMENTS = "judgements"
 VERSION = 3
 SHOWN = 5  # pairs in the report
 SHARES = ("win", "tie", "loss")
-FOUND = (*agreement.LABELS, "unreadable")
+VERDICTS = (*LABELS, "unreadable")
 
 
 def default_title(judged: Judged) -> str:
-    """What a judgement is called where nobody says otherwise."""
+    """Return the name of a judgement where nobody says otherwise."""
     by = judged.judge if judged.by == judged.judge else f"{judged.judge}-{Path(judged.by).name}"
     questions = f"-{judged.questions}" if judged.questions else ""
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
@@ -64,7 +237,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
             [len(row["a"]) for row in read],
             [len(row["b"]) for row in read],
         ),
-        "lengths": {who: float(np.mean([len(row[who]) for row in rows])) for who in ("a", "b")},
+        "lengths": {side: float(np.mean([len(row[side]) for row in rows])) for side in ("a", "b")},
         "consistency": _consistency(judged),
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
@@ -75,7 +248,7 @@ def _counts(rows: list[Row]) -> dict[str, int]:
     """Outcomes, and apart from them what a reader should know about the pairs."""
     outcomes = Counter(row["outcome"] for row in rows)
     unasked = Counter(row["unasked"] for row in rows)
-    sides = [one for row in rows if row["unasked"] is None for one in row["verdicts"]]
+    sides = [verdict for row in rows if row["unasked"] is None for verdict in row["verdicts"]]
     return {
         **{name: outcomes[name] for name in ("a", "b", "tie", "changed")},
         "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
@@ -84,7 +257,7 @@ def _counts(rows: list[Row]) -> dict[str, int]:
         "cut": sum(row["cut"] is not None for row in rows),
         "empty_a": sum(not row["a"].strip() for row in rows),
         "empty_b": sum(not row["b"].strip() for row in rows),
-        "unreadable_replies": sum(one is None for one in sides),
+        "unreadable_replies": sum(verdict is None for verdict in sides),
         "replies_cut_off": sum(reply.get("ended") is False for row in rows for reply in row["replies"]),
     }
 
@@ -110,23 +283,23 @@ def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float
 
 def _consistency(judged: Judged) -> float | None:
     """The share of pairs whose verdict is the same in both orders; None where only one was asked."""
-    asked = [row for row in judged.rows if row["unasked"] is None]
-    if judged.orders < 2 or not asked:
+    judged_rows = [row for row in judged.rows if row["unasked"] is None]
+    if judged.orders < 2 or not judged_rows:
         return None
-    return sum(row["outcome"] in agreement.LABELS for row in asked) / len(asked)
+    return sum(row["outcome"] in LABELS for row in judged_rows) / len(judged_rows)
 
 
 def _human(rows: list[Row]) -> dict[str, Any]:
-    """How the verdicts agree with the people's labels.
+    """Return how the verdicts agree with the people's labels.
 
     agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
     unreadable_as_ties: the same with what is unreadable made a tie, as PandaLM counts. kappa: of readable
     verdicts, changed ones as ties.
     """
-    gold = [agreement.majority(row["human"]) for row in rows]
-    found = [row["outcome"] for row in rows]
-    right = [float(g == f) for g, f in zip(gold, found, strict=True)]
-    settled = ["tie" if one == "changed" else one for one in found]
+    gold = [majority(row["human"]) for row in rows]
+    outcomes = [row["outcome"] for row in rows]
+    right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
+    settled = ["tie" if outcome == "changed" else outcome for outcome in outcomes]
     both = [(g, f) for g, f in zip(gold, settled, strict=True) if f != "unreadable"]
     several = len(rows[0]["human"]) > 1
     return {
@@ -134,39 +307,39 @@ def _human(rows: list[Row]) -> dict[str, Any]:
         "raters": len(rows[0]["human"]),
         "no_majority": sum(len(row["human"]) > 2 and len(set(row["human"])) > 2 for row in rows),
         "agreement": _share(right, [row["question"] for row in rows]),
-        "unreadable_as_ties": agreement.accuracy(gold, ["tie" if f == "unreadable" else f for f in found]),
-        "kappa": agreement.cohen(*zip(*both, strict=True)) if both else None,
-        "kappa_of_people": agreement.fleiss([row["human"] for row in rows]) if several else None,
-        "labels": list(FOUND),
-        "confusion": confusion(gold, settled, FOUND)[:3],
+        "unreadable_as_ties": accuracy(gold, ["tie" if f == "unreadable" else f for f in outcomes]),
+        "kappa": cohen(*zip(*both, strict=True)) if both else None,
+        "kappa_of_people": fleiss([row["human"] for row in rows]) if several else None,
+        "labels": list(VERDICTS),
+        "confusion": confusion(gold, settled, VERDICTS)[:3],
     }
 
 
 def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
     """Write both files of a judgement; its numbers."""
-    found = summary(judged, name)
+    numbers = summary(judged, name)
     directory = out / JUDGEMENTS
     lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    found["rows_digest"] = store.digest(lines)
+    numbers["rows_digest"] = store.digest(lines)
     store.replace(directory / f"{name}.jsonl", lines)
-    store.replace(directory / f"{name}.json", store.dump(found))
-    return found
+    store.replace(directory / f"{name}.json", store.dump(numbers))
+    return numbers
 
 
 @dataclass(frozen=True)
 class Judgement:
     """A judgement that was read: its numbers, and where its pairs are."""
 
-    found: dict[str, Any]
+    numbers: dict[str, Any]
     path: Path
 
     @property
     def name(self) -> str:
-        return str(self.found["name"])
+        return str(self.numbers["name"])
 
     def interval(self, share: str) -> Interval:
         """The interval of a share or of the win rate, of which there must be one."""
-        return Interval(self.found[share]["low"], self.found[share]["high"])
+        return Interval(self.numbers[share]["low"], self.numbers[share]["high"])
 
     @cached_property
     def scores(self) -> dict[str, tuple[str, float]]:
@@ -176,14 +349,14 @@ class Judgement:
             text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be read ({type(error).__name__}); judge again") from None
-        if store.digest(text) != self.found["rows_digest"]:
+        if store.digest(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} is not what was judged; judge again")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
 
 
 class Form(BaseModel):
-    """What a judgement's file may hold; whoever shows it relies on that."""
+    """The contents that a judgement's file may have; whoever shows it relies on that."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -217,7 +390,7 @@ class Shown(Form):
 
 
 class Numbers(Form):
-    """What `summary` finds and a report shows."""
+    """The numbers that `summary` finds and a report shows."""
 
     name: str
     judge: str
@@ -244,7 +417,7 @@ class Numbers(Form):
 
 def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Judgement]:
     """All judgements under some results directories. say: told which files are skipped, and why."""
-    found = []
+    judgements = []
     for out in outs:
         for path in sorted((out / JUDGEMENTS).glob("*.json")):
             value = store.read_json(path)
@@ -253,18 +426,18 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
             elif not _is_whole(value):
                 say(f"skipped {path}: damaged; judge again")
             else:
-                found.append(Judgement(value, path))
-    return found
+                judgements.append(Judgement(value, path))
+    return judgements
 
 
 def _is_whole(value: dict[str, Any]) -> bool:
     try:
-        found = Numbers.model_validate(value)
+        numbers = Numbers.model_validate(value)
     except ValidationError:
         return False
-    shares = (found.win, found.tie, found.loss, found.win_rate)
+    shares = (numbers.win, numbers.tie, numbers.loss, numbers.win_rate)
     return (
-        all((share is None) == (not found.read) for share in shares)
-        and found.counts.keys() >= REMARKS.keys()
-        and found.lengths.keys() >= {"a", "b"}
+        all((share is None) == (not numbers.read) for share in shares)
+        and numbers.counts.keys() >= REMARKS.keys()
+        and numbers.lengths.keys() >= {"a", "b"}
     )

@@ -28,7 +28,7 @@ VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "senten
 
 @dataclass
 class Report:
-    """What all output formats are made of."""
+    """The contents of all output formats."""
 
     title: str
     notice: str
@@ -342,7 +342,7 @@ def as_json(report: Report) -> dict[str, Any]:
             label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
             for label in report.seeds
         },
-        "judgements": [judgement.found for judgement in report.judgements],
+        "judgements": [judgement.numbers for judgement in report.judgements],
         "paired_judgements": [vars(pairing) for pairing in report.pairings],
         "skipped": report.skipped,
         "metadata": report.metadata,

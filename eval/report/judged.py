@@ -10,9 +10,7 @@ from common.errors import UserError
 from common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Dot, Dots, Figure
 from common.report.numbers import DASH, between, formatted, p_value, percent, points
-from eval.judging.results import Judgement
-from eval.judging.terminal import remarks
-from eval.judging.win_rates import paired
+from eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
@@ -48,7 +46,7 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
     """Return each judgement beside the first by the same judge, against the same A, on the same questions."""
     groups: dict[tuple[str, ...], list[Judgement]] = {}
     for judgement in judgements:
-        same = tuple(judgement.found[name] for name in ("judge", "by", "a", "questions"))
+        same = tuple(judgement.numbers[name] for name in ("judge", "by", "a", "questions"))
         groups.setdefault(same, []).append(judgement)
     pairs: list[Pairing] = []
     for first, *others in groups.values():
@@ -67,14 +65,14 @@ def _pairing(first: Judgement, second: Judgement) -> Iterable[Pairing]:
     if len(keys) > 1:
         questions = [a[key][0] for key in keys]
         mean, interval, p = paired([a[k][1] for k in keys], [b[k][1] for k in keys], questions)
-        names = first.found["b"], second.found["b"], first.found["by"], first.found["questions"]
+        names = first.numbers["b"], second.numbers["b"], first.numbers["by"], first.numbers["questions"]
         yield Pairing(*names, len(keys), mean, interval.low, interval.high, p)
 
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
     """Return a sentence for each of the first judgements that have a win rate."""
     sentences = []
-    for f in (judgement.found for judgement in judgements if judgement.found["win_rate"]):
+    for f in (judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]):
         rate = f["win_rate"]
         numbers = (
             f"{percent(rate['value'])} % (95 % interval {between(rate['low'], rate['high'], scale=100)})"
@@ -95,7 +93,7 @@ def _tone(rate: dict[str, float] | None) -> str:
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
-    fields = [judgement.found for judgement in judgements]
+    fields = [judgement.numbers for judgement in judgements]
     notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
     folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
@@ -107,7 +105,7 @@ def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     rows = [
         Dot(_judged(f), i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
-        for i, f in enumerate(judgement.found for judgement in judgements)
+        for i, f in enumerate(judgement.numbers for judgement in judgements)
         if f["win_rate"]
     ]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."

@@ -8,7 +8,11 @@ import sys
 
 import pytest
 
+import data_prep.__main__
+import eval.cli
+import pipeline.cli
 from common.errors import FailureError, UserError
+from common.files import DiskFullError
 from common.outcome import AGAIN, outcome
 
 ENDINGS = [
@@ -34,6 +38,37 @@ def test_an_ending_is_one_line_and_a_code(
 
     assert outcome(work) == code
     assert capsys.readouterr().err == line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("no such key"), 2),
+        (FailureError("a worker was killed"), 1),
+        (DiskFullError("no space left"), 1),
+        (ConnectionError("reset"), 1),
+        (OSError(errno.EIO, "Input/output error"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 2),
+        (KeyboardInterrupt(), 130),
+        (None, 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_command_ends_with_the_same_code(
+    error: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(args: object) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    monkeypatch.setitem(data_prep.__main__.COMMANDS, "inspect", work)
+    monkeypatch.setattr(pipeline.cli, "_report", work)
+    monkeypatch.setattr(eval.cli, "_compare", work)
+    assert data_prep.__main__.main(["inspect", "x"]) == code
+    assert pipeline.cli.main(["report", "x"]) == code
+    monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b"])
+    assert eval.cli.main() == code
 
 
 def test_what_work_returns_is_the_code() -> None:

@@ -17,8 +17,7 @@ import pytest
 from eval import stats
 from eval.generation import quality
 from eval.generation.likelihood import Likelihood
-from eval.judging.results import summary
-from eval.judging.win_rates import paired
+from eval.judging.results import paired, summary
 from tests.helpers.judging import judged_scores
 
 DRAWS = 300

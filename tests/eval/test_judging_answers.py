@@ -20,10 +20,9 @@ from data_prep.templates.chat import ChatEncoder, read_template
 from data_prep.tokenizer import save_tokenizer
 from eval.generation.decoding import Decoding
 from eval.generation.sampling import Request
-from eval.judging import answers, engines, templates
-from eval.judging.answers import Answering, Plan, read_answers
+from eval.judging import answers, engines
+from eval.judging.answers import Answering, Plan, Question, read_answers, read_questions
 from eval.judging.engines import Transformers, Vllm, engine
-from eval.judging.questions import Question, read_questions
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
 from tests.helpers.killing import undisturbed_and_killed
@@ -114,7 +113,7 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
         exchange = Exchange(q["instruction"], "Because it is.", q["input"])
         found = encoder.conversations([Conversation((exchange,))])
         begin = int(found.spans[0][0][0])
-        asked = templates.ids(model, Question("", q["instruction"], q["input"]), template)
+        asked = answers.prompt_ids(model, Question("", q["instruction"], q["input"]), template)
         assert asked == found.ids[:begin].tolist()
 
 
@@ -123,38 +122,38 @@ def test_a_question_is_put_as_in_training_by_the_tokenizers_own_template(world: 
     (place / "chat_template.jinja").write_text(CHAT)
     (place / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "chat_template/1"}))
     model, said = EvaluatedModel(str(place)), []  # type: tuple[EvaluatedModel, list[str]]
-    assert templates.choose(model, "auto", said.append) == "chat_template" and not said
+    assert answers.choose_template(model, "auto", said.append) == "chat_template" and not said
     encoder = ChatEncoder(place, read_template(place, "it"))
     for q in QUESTIONS:
         question = Question("", q["instruction"], q["input"])
         messages = [{"role": "user", "content": question.text}, {"role": "assistant", "content": "It is."}]
         found, spans = encoder.encode(Chat(json.dumps(messages)))
-        assert templates.ids(model, question, "chat_template") == found[: int(spans[0][0])]
+        assert answers.prompt_ids(model, question, "chat_template") == found[: int(spans[0][0])]
 
 
 def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
     said: list[str] = []
     tuned = EvaluatedModel(str(world / "tuned"))
-    assert templates.choose(tuned, "auto", said.append) == "alpaca" and not said
-    assert templates.choose(tuned, "chat", said.append) == "chat" and "alpaca/1" in said.pop()
+    assert answers.choose_template(tuned, "auto", said.append) == "alpaca" and not said
+    assert answers.choose_template(tuned, "chat", said.append) == "chat" and "alpaca/1" in said.pop()
     bare = EvaluatedModel(str(tiny_model(tmp_path / "bare", tokenizer=tuned.tokenizer)))
-    assert templates.choose(bare, "auto", said.append) == "alpaca" and "nothing says" in said.pop()
+    assert answers.choose_template(bare, "auto", said.append) == "alpaca" and "nothing says" in said.pop()
     with pytest.raises(UserError, match="without a chat template"):
-        templates.choose(bare, "chat_template", said.append)
+        answers.choose_template(bare, "chat_template", said.append)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}A:"
     (tmp_path / "bare" / "chat_template.jinja").write_text(template)
     bare = EvaluatedModel(str(tmp_path / "bare"))
-    assert templates.choose(bare, "auto", said.append) == "chat_template"
-    ids = templates.ids(bare, Question("", "do", "this"), "chat_template")
+    assert answers.choose_template(bare, "auto", said.append) == "chat_template"
+    ids = answers.prompt_ids(bare, Question("", "do", "this"), "chat_template")
     assert bare.tokenizer.decode(ids).replace(" ", "") == "<user>do\n\nthis<s>A:" and ids.count(1) == 1
-    assert templates.choose(bare, "alpaca", said.append) == "alpaca" and "chat template" in said.pop()
+    assert answers.choose_template(bare, "alpaca", said.append) == "alpaca" and "chat template" in said.pop()
     (tmp_path / "bare" / "export.json").write_text(
         json.dumps({"step": 1, "tokens": 1, "template": "alpaca/0"})
     )
     old = EvaluatedModel(str(tmp_path / "bare"))
-    assert templates.choose(old, "auto", said.append) == "alpaca" and "alpaca/1 now" in said.pop()
+    assert answers.choose_template(old, "auto", said.append) == "alpaca" and "alpaca/1 now" in said.pop()
     with pytest.raises(UserError, match="--template 'vicuna' is not known"):
-        templates.choose(old, "vicuna", said.append)
+        answers.choose_template(old, "vicuna", said.append)
 
 
 def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) -> None:
@@ -295,7 +294,7 @@ def test_beams_are_transformers_own(world: Path) -> None:
     from eval.judging.judges import JUDGES
 
     model = EvaluatedModel(str(world / "tuned"))
-    prompt = templates.plain_ids(model, "the cat sat")
+    prompt = answers.plain_ids(model, "the cat sat")
     found = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
     plain, tokenizer = load(world / "tuned")
     ids = torch.tensor([prompt])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from eval.judging import judging
+from eval.judging.answers import Question
 from eval.judging.engines import engine
 from eval.judging.judges import JUDGES
 from eval.judging.judging import Judging, shown
 from eval.judging.pairs import Pair, of_answers
-from eval.judging.questions import Question
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_judge, tiny_model
 from tests.helpers.killing import undisturbed_and_killed

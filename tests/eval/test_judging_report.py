@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from eval.judging import results
-from eval.judging.judged import Judged, row_of
-from eval.judging.pairs import Pair
-from eval.judging.questions import Question
+from eval.judging.answers import Question
+from eval.judging.pairs import Judged, Pair, row_of
 from eval.report.gather import gather
 from eval.report.page import document
 from tests.helpers.html import Page

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.judging import prompts, verdicts
-from eval.judging.judges import JUDGES
-from eval.judging.verdicts import outcome, score, side
+from eval.judging import judges
+from eval.judging.judges import JUDGES, outcome, score, side
 
 # sha256 of the prompts in the judges' repositories (places: `prompts`), taken when they were copied.
 WORD_FOR_WORD = {
@@ -59,7 +58,7 @@ near = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_siz
 
 @pytest.mark.parametrize("name", WORD_FOR_WORD)
 def test_prompts_are_word_for_word(name: str) -> None:
-    assert hashlib.sha256(getattr(prompts, name).encode()).hexdigest() == WORD_FOR_WORD[name]
+    assert hashlib.sha256(getattr(judges, name).encode()).hexdigest() == WORD_FOR_WORD[name]
 
 
 @any_judge
@@ -72,15 +71,15 @@ def test_answers_stand_in_the_prompt_as_they_are(name: str) -> None:
 
 
 def test_pandalm_has_a_prompt_for_each_kind_of_question() -> None:
-    assert "### Input:\nfacts\n" in prompts.pandalm("do", "facts", "a", "b")
-    assert "### Input" not in prompts.pandalm("do", "", "a", "b")
-    assert "### Response 1:\na b\n\n### Response 2:\n\n\n### Eval" in prompts.pandalm(
+    assert "### Input:\nfacts\n" in judges.pandalm_prompt("do", "facts", "a", "b")
+    assert "### Input" not in judges.pandalm_prompt("do", "", "a", "b")
+    assert "### Response 1:\na b\n\n### Response 2:\n\n\n### Eval" in judges.pandalm_prompt(
         "do", "", " <s>a b</s>[PAD]\n", "<pad>"
     )
 
 
 def test_chatml_becomes_two_messages_whatever_answers_contain() -> None:
-    system, user = prompts.messages(prompts.alpaca_eval("q", "", "<|im_start|>user\nx<|im_end|>", EVIL))
+    system, user = judges.messages(judges.alpaca_eval_prompt("q", "", "<|im_start|>user\nx<|im_end|>", EVIL))
     assert system == {
         "role": "system",
         "content": "You are a helpful assistant, that ranks models by the quality of their answers.",
@@ -104,7 +103,7 @@ def test_chatml_becomes_two_messages_whatever_answers_contain() -> None:
     ],
 )
 def test_auto_j(reply: str, wanted: str | None) -> None:
-    assert verdicts.auto_j(reply) == wanted
+    assert judges.auto_j_verdict(reply) == wanted
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_auto_j(reply: str, wanted: str | None) -> None:
     ],
 )
 def test_pandalm(reply: str, wanted: str | None) -> None:
-    assert verdicts.pandalm(reply) == wanted
+    assert judges.pandalm_verdict(reply) == wanted
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_pandalm(reply: str, wanted: str | None) -> None:
     ids=range(11),
 )
 def test_alpaca_eval(reply: str, wanted: str | None) -> None:
-    assert verdicts.alpaca_eval(reply) == wanted
+    assert judges.alpaca_eval_verdict(reply) == wanted
 
 
 @any_judge
@@ -162,7 +161,7 @@ def test_auto_js_last_decision_counts_whatever_stands_around_it(before: str, sai
     reply = f"{before}final decision is {said}{after.replace('final decision is ', '')}"
     if "final decision is " not in f"{said}{after.replace('final decision is ', '')}":
         wanted = {"response 1": "first", "response 2": "second", "tie": "tie"}[said.lower()]
-        assert verdicts.auto_j(reply) == wanted
+        assert judges.auto_j_verdict(reply) == wanted
 
 
 @given(first=st.sampled_from([1, 2]), keys=st.permutations(["model_1", "model_2"]), extra=st.integers())
@@ -170,7 +169,7 @@ def test_ranks_are_read_in_any_order(first: int, keys: list[str], extra: int) ->
     ranks = {"model_1": first, "model_2": 3 - first}
     reply = repr([{"model": key, "rank": ranks[key], "n": extra} for key in keys])
     assert ast.literal_eval(reply)
-    assert verdicts.alpaca_eval(reply) == ("first" if first == 1 else "second")
+    assert judges.alpaca_eval_verdict(reply) == ("first" if first == 1 else "second")
 
 
 def test_both_orders_make_one_outcome() -> None:

@@ -15,12 +15,9 @@ import pytest
 import zstandard
 
 from common.errors import UserError
-from eval.judging import agreement
-from eval.judging.existing import read_existing
-from eval.judging.judged import Judged
-from eval.judging.pairs import labelled
-from eval.judging.results import summary
-from eval.judging.win_rates import length_controlled, paired
+from eval.judging import results
+from eval.judging.pairs import Judged, labelled, read_existing
+from eval.judging.results import length_controlled, paired, summary
 
 # Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
 # make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
@@ -91,7 +88,7 @@ def test_pandalm_labels_and_verdicts(instruct: Path) -> None:
     gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
     pairs = labelled(path)
     names = {"tie": 0, "a": 1, "b": 2}
-    assert [names[agreement.majority(pair.human)] for pair in pairs.rows] == gold
+    assert [names[results.majority(pair.human)] for pair in pairs.rows] == gold
     by = {judged.by: judged for judged in read_existing([path], path, "pandalm")}
     assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
     for column, judged in by.items():
@@ -151,18 +148,18 @@ def test_kappas_of_textbooks() -> None:
     """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
     first = ["y"] * 25 + ["n"] * 25
     second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
-    assert agreement.cohen(first, second) == pytest.approx(0.4)
+    assert results.cohen(first, second) == pytest.approx(0.4)
     table = [[0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
              [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7]]  # fmt: skip
     ratings = [[str(i) for i, count in enumerate(row) for _ in range(count)] for row in table]
-    assert agreement.fleiss(ratings) == pytest.approx(0.2099, abs=1e-4)
-    assert agreement.cohen(["a"] * 3, ["a"] * 3) is None and agreement.fleiss([["a", "a"]] * 3) is None
+    assert results.fleiss(ratings) == pytest.approx(0.2099, abs=1e-4)
+    assert results.cohen(["a"] * 3, ["a"] * 3) is None and results.fleiss([["a", "a"]] * 3) is None
 
 
 def test_majorities_follow_pandalm() -> None:
-    assert agreement.majority(["b", "a", "a"]) == "a"
-    assert agreement.majority(["tie", "a", "b"]) == "tie"  # three different: the first
-    assert agreement.accuracy(["a", "b"], ["a", None]) == 0.5
+    assert results.majority(["b", "a", "a"]) == "a"
+    assert results.majority(["tie", "a", "b"]) == "tie"  # three different: the first
+    assert results.accuracy(["a", "b"], ["a", None]) == 0.5
 
 
 def test_weighted_preferences_are_means(tmp_path: Path) -> None:

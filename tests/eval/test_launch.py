@@ -78,15 +78,17 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
 
 def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
     for given, requeued in (
-        (ExitCode.STOPPED, True),
+        (ExitCode.FAILURE, True),
         (ExitCode.MISTAKE, False),
         (ExitCode.REGRESSION, False),
     ):
         code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(given))
         assert code == given
         assert calls == (["scontrol requeue 7"] if requeued else [])
-    assert slurm(tmp_path, tmp_path, FAKE_CODE="75", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
+    [call] = slurm(tmp_path, tmp_path, FAKE_CODE="1", EVERY="20")[2]  # the next pass tries again
+    assert call.startswith("sbatch --begin=now+20minutes ")
     early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
     code, _, calls = slurm(early, tmp_path, FAKE_CODE="2", EVERY="20")
     assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")

@@ -369,10 +369,10 @@ INTERRUPTED = (
     (KeyboardInterrupt(), 130, "interrupted; run the same command again to resume"),
     (PermissionError(13, "Permission denied", "/x"), 2, "Permission denied"),
     (NotADirectoryError(20, "Not a directory", "/x"), 2, "Not a directory"),
-    (OSError(28, "No space left on device"), 75, "run the same command again to resume"),
-    (DiskFullError("no space left while writing /x/a; make room in /x"), 75, "run the same command again"),
-    (ConnectionError("reset"), 75, "run the same command again to resume"),
-    (torch.OutOfMemoryError("out of memory"), 75, "lower --budget"),
+    (OSError(28, "No space left on device"), 1, "run the same command again to resume"),
+    (DiskFullError("no space left while writing /x/a; make room in /x"), 1, "run the same command again"),
+    (ConnectionError("reset"), 1, "run the same command again to resume"),
+    (torch.OutOfMemoryError("out of memory"), 1, "lower --budget"),
 )
 
 

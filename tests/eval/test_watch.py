@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import FailureError
 from common.lease import Lease, held
 from eval import targets as targets_module
 from eval import watch as watch_module
@@ -385,8 +386,9 @@ def test_data_at_fault_are_not_a_checkpoints_fault(world: Path, tmp_path: Path) 
     assert command(*arguments, world / "data")[0] == 0
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FailureError("a worker was killed")])
 def test_a_passing_trouble_is_tried_again(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     publish(world, run, 3)
@@ -395,14 +397,14 @@ def test_a_passing_trouble_is_tried_again(
 
     def lost(model: Any, *arguments: Any) -> Any:
         if model.name.endswith("3"):
-            raise OSError(5, "Input/output error")
+            raise error
         return evaluate(model, *arguments)
 
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     with monkeypatch.context() as patch:
         patch.setattr(watch_module, "run_all", lost)
         code, out, _ = command(*arguments)
-    assert code == 75 and "1 evaluated" in out and "1 to be tried again (run-step-000003)" in out
+    assert code == 1 and "1 evaluated" in out and "1 to be tried again (run-step-000003)" in out
     assert list(done(run)) == ["run-step-000004"]
     code, out, _ = command(*arguments)
     assert code == 0 and "1 evaluated" in out

@@ -9,11 +9,10 @@ from typing import Any
 import zstandard
 
 from eval import store
-from eval.judging import exchange, existing, judged, pairs, results
-from eval.judging.answers import read_answers
+from eval.judging import judging, pairs, results
+from eval.judging.answers import read_answers, read_questions
 from eval.judging.judges import JUDGES
-from eval.judging.questions import read_questions
-from eval.judging.terminal import lines
+from eval.judging.results import lines
 from tests.helpers.fuzz_targets import files, rows
 from tests.helpers.fuzzing import target
 
@@ -29,7 +28,7 @@ SAID = {
 DECISIONS = ("first", "second", "tie", None)
 
 
-def _numbers(found: judged.Judged) -> None:
+def _numbers(found: pairs.Judged) -> None:
     """All that is said and kept of a judgement."""
     numbers = results.summary(found, results.default_title(found))
     assert 0 <= numbers["read"] <= numbers["pairs"] == len(found.rows)
@@ -70,7 +69,7 @@ def answers(here: Path) -> None:
     found = pairs.of_answers(here / "a.json", here / "b.jsonl")
     try:
         for judge in JUDGES.values():
-            exchange.write_prompts(judge, found, here / "prompts", "jsonl", None, None)
+            judging.write_prompts(judge, found, here / "prompts", "jsonl", None, None)
             assert len((here / "prompts").read_text().splitlines()) <= 2 * len(found.rows)
     finally:
         (here / "prompts").unlink(missing_ok=True)
@@ -79,9 +78,9 @@ def answers(here: Path) -> None:
 def make_replies(here: Path) -> None:
     BOTH(here)
     found = pairs.of_answers(here / "a.json", here / "b.jsonl")
-    for form in exchange.FORMATS:
+    for form in judging.FORMATS:
         path = here / f"{form}.jsonl"
-        exchange.write_prompts(JUDGES["alpaca_eval"], found, path, form, None, None)
+        judging.write_prompts(JUDGES["alpaca_eval"], found, path, form, None, None)
         asked = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text(rows([_reply(one) for one in asked]))
 
@@ -99,9 +98,9 @@ def _reply(asked: dict[str, Any]) -> dict[str, Any]:
 @target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")
 def replies(here: Path) -> None:
     found, judge = pairs.of_answers(here / "a.json", here / "b.jsonl"), JUDGES["alpaca_eval"]
-    for form in exchange.FORMATS:
-        given = exchange.read_replies(judge, found, here / f"{form}.jsonl")
-        _numbers(judged.of_replies(judge, "x", found, given, {}))
+    for form in judging.FORMATS:
+        given = judging.read_replies(judge, found, here / f"{form}.jsonl")
+        _numbers(pairs.of_replies(judge, "x", found, given, {}))
 
 
 ANNOTATED = [
@@ -113,7 +112,7 @@ ANNOTATED = [
 
 @target("AlpacaEval's annotations", files(a__json=json.dumps(ANNOTATED)), "a.json")
 def annotations(here: Path) -> None:
-    for found in existing.read_existing([here / "a.json"], None, "alpaca_eval"):
+    for found in pairs.read_existing([here / "a.json"], None, "alpaca_eval"):
         _numbers(found)
 
 
@@ -128,7 +127,7 @@ VERDICTS = [{"idx": i, "pandalm_result": value} for i, value in enumerate((1, "2
 @target("PandaLM's files", files(labels__json=json.dumps(LABELLED), v__json=json.dumps(VERDICTS)),
         "labels.json", "v.json")  # fmt: skip
 def pandalm(here: Path) -> None:
-    for found in existing.read_existing([here / "v.json"], here / "labels.json", "pandalm"):
+    for found in pairs.read_existing([here / "v.json"], here / "labels.json", "pandalm"):
         _numbers(found)
 
 
@@ -143,15 +142,15 @@ SCENES = [
         "labels.jsonl", "v.jsonl", "x.jsonl")  # fmt: skip
 def auto_j(here: Path) -> None:
     both = [here / "v.jsonl", here / "x.jsonl"]
-    for found in existing.read_existing(both, here / "labels.jsonl", "auto-j"):
+    for found in pairs.read_existing(both, here / "labels.jsonl", "auto-j"):
         _numbers(found)
 
 
 def make_judgements(here: Path) -> None:
     (here / "a.json").write_text(json.dumps(ANNOTATED))
     for b in ("b", "c"):
-        (found,) = existing.read_existing([here / "a.json"], None, "alpaca_eval")
-        results.write(judged.Judged("alpaca_eval", "x", "a", b, 1, found.rows), b, here)
+        (found,) = pairs.read_existing([here / "a.json"], None, "alpaca_eval")
+        results.write(pairs.Judged("alpaca_eval", "x", "a", b, 1, found.rows), b, here)
 
 
 @target("judgements", make_judgements, "judgements/b.json", "judgements/b.jsonl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.judging.judged import Judged
+from eval.judging.pairs import Judged
 
 
 def judged_scores(scores: Sequence[float]) -> Judged:
