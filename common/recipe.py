@@ -30,7 +30,11 @@ _MARK = "mark"  # where a field keeps its mark
 
 
 class Loader(yaml.SafeLoader):
-    """YAML whose keys are given once, and in which 2e-5 is a number."""
+    """YAML whose keys are given once, whose aliases never contain themselves, and in which 2e-5 is a number."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Return the value of a document. Raises MarkedYAMLError for an alias that contains itself."""
+        return self.construct_object(node, deep=True)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping. Raises MarkedYAMLError when a key is given twice in it."""
