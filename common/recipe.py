@@ -30,7 +30,7 @@ _MARK = "mark"  # where a field keeps its mark
 
 
 class Loader(yaml.SafeLoader):
-    """YAML whose keys are given once, whose aliases never contain themselves, and in which 2e-5 is a number."""
+    """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number."""
 
     def construct_document(self, node: yaml.Node) -> Any:
         """Return the value of a document. Raises MarkedYAMLError for an alias that contains itself."""
