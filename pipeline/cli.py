@@ -68,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
-    given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
+    arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
     parser = _parser()
     offer_completion(parser)
-    args = parse_arguments(parser, given)
+    args = parse_arguments(parser, arguments)
     commands = {"plan": _plan, "preflight": _preflight, "score": _score, "report": _report}
     _quieten()
     if _is_first_of_host():
@@ -188,9 +188,9 @@ def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) 
     started = time.perf_counter()
     world = engine.start_world()
     watch.joined()
-    if asked := ranks.first_reason(watch.reason):
-        told = {"event": "stopped", "reason": asked}
-        log.info("stopped before the run was opened (%s); %s", asked, RESUME, extra={"told": told})
+    if reason := ranks.first_reason(watch.reason):
+        event = {"event": "stopped", "reason": reason}
+        log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra={"told": event})
         finished = False
     else:
         finished = train(config, world, watch, console)
@@ -221,9 +221,9 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     _recipe_and_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
-    shown.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
+    output.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     return parser.parse_intermixed_args(argv)
 
@@ -274,12 +274,12 @@ class Printable(logging.Formatter):
 def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
     console = made(args.json, args.quiet, _is_main(), chatter)
-    shown, hidden = Handler(console), logging.StreamHandler(chatter.stream)
+    visible, hidden = Handler(console), logging.StreamHandler(chatter.stream)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
-    shown.addFilter(lambda record: "distutils" not in record.pathname)
+    visible.addFilter(lambda record: "distutils" not in record.pathname)
     hidden.addFilter(lambda record: "distutils" in record.pathname)
     level = logging.INFO if _is_main() else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", handlers=[shown, hidden])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[visible, hidden])
     _quieten()
     # Its log is chatter, and a user sees its warnings as any other; that there is no GPU this program says.
     of_deepspeed = Handler(console)
@@ -337,10 +337,10 @@ def _preflight(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
 
-    given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
-    given.append(f"model.revision={args.revision or 'null'}")
+    settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
+    settings.append(f"model.revision={args.revision or 'null'}")
     _log_to_stdout(logging.INFO)
-    config = load_config(args.recipe, [*args.overrides, *given])
+    config = load_config(args.recipe, [*args.overrides, *settings])
     from pipeline.planning.score import score
 
     if score(config, args.name, _part(args.part), args.force):
@@ -357,8 +357,8 @@ def _report(args: argparse.Namespace) -> int:
     from pipeline.report.page import document
 
     runs = read_runs(args.runs)
-    asked = args.fail_on_regression
-    verdicts = forgetting.regressions(runs, asked.split(",") if asked is not None else [])
+    names = args.fail_on_regression
+    verdicts = forgetting.regressions(runs, names.split(",") if names is not None else [])
     out = args.out or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]

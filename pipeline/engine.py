@@ -128,8 +128,8 @@ STATE_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 ONLY_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed itself asks for the contrary
 CONVERT = [
     "import torch",
-    *(f"from {one.__module__} import {one.__name__}" for one in STATE_CLASSES),
-    f"torch.serialization.add_safe_globals([{', '.join(one.__name__ for one in STATE_CLASSES)}])",
+    *(f"from {cls.__module__} import {cls.__name__}" for cls in STATE_CLASSES),
+    f"torch.serialization.add_safe_globals([{', '.join(cls.__name__ for cls in STATE_CLASSES)}])",
     "from deepspeed.checkpoint import ds_to_universal",
     "ds_to_universal.main(ds_to_universal.parse_arguments())",
 ]
@@ -225,8 +225,8 @@ class Engine:
     def share(self, totals: Tensor, domains: Sequence[int] = ()) -> Sums:
         """Add [loss, nll, demd, tokens, stop, *weights, *losses, *nlls] over all ranks."""
         dist.all_reduce(totals)
-        loss, nll, demd, tokens, stop, *more = totals.tolist()
-        weights, losses = more[: BINS + 1], more[BINS + 1 :]
+        loss, nll, demd, tokens, stop, *details = totals.tolist()
+        weights, losses = details[: BINS + 1], details[BINS + 1 :]
         pairs = zip(domains, losses[: len(domains)], losses[len(domains) :], strict=True)
         apart = tuple(itertools.starmap(DomainSums, pairs))
         return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
@@ -245,13 +245,13 @@ class Engine:
     def load(self, directory: Path) -> None:
         """Read the state that as many ranks saved; all ranks must call."""
         groups = self.ds.optimizer.param_groups
-        own = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
+        recipe_settings = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
         with _only_data(directory):
             path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
             raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
-        for group, settings in zip(self.ds.optimizer.param_groups, own, strict=True):
+        for group, settings in zip(self.ds.optimizer.param_groups, recipe_settings, strict=True):
             group.update(settings)
         # And it gives one count of steps to all parts of the state, which would count it up once each.
         optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
@@ -275,7 +275,7 @@ class Engine:
         return sum(gather_objects(total)) % 2**64
 
     def _own(self, parameter: Any) -> int:
-        """How many values of a partitioned parameter are this rank's; what follows in its part is padding."""
+        """Return how many values of a partitioned parameter this rank has; what follows is padding."""
         size = parameter.ds_tensor.numel()
         return max(0, min(size, parameter.ds_numel - self.world.rank * size))
 
@@ -288,7 +288,7 @@ class Engine:
 
 
 class Snapshots(TorchCheckpointEngine):
-    """What DeepSpeed saves is copied into host memory; `write` writes it to disk while training continues."""
+    """Copies in host memory of what DeepSpeed saves; `write` writes them to disk while training continues."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -318,7 +318,7 @@ class Snapshots(TorchCheckpointEngine):
 
 
 class DamagedError(UserError):
-    """What was to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
+    """A state to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
 
 
 def _check_finite(state: dict[str, Any]) -> None:
@@ -373,11 +373,12 @@ def _only_data(directory: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _more_than_data(directory: Path, said: str) -> UserError:
-    """What becomes of torch's refusal to read a pickle: it `said` which class or function that names."""
-    named = re.search(r"GLOBAL (\S+)", said)
+def _more_than_data(directory: Path, message: str) -> UserError:
+    """Return the error for torch's refusal to read a pickle; its `message` names a class or function."""
+    match = re.search(r"GLOBAL (\S+)", message)
+    reason = match[1] if match else one_line(message, 120)
     return UserError(
-        f"{directory} holds a state that is more than data ({named[1] if named else one_line(said, 120)}); "
+        f"{directory} holds a state that is more than data ({reason}); "
         "the trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
     )
 

@@ -42,7 +42,7 @@ class Guard:
         self._losses: deque[float] = deque(state.get("losses", ()), maxlen=WINDOW)
 
     def state(self) -> dict[str, Any]:
-        """What later steps are judged by, so that a resumed run judges alike."""
+        """Return what later steps are judged by, so that a resumed run judges alike."""
         return {"in_a_row": self._in_a_row, "recent": list(self._recent), "losses": list(self._losses)}
 
     def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:

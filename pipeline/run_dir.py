@@ -51,12 +51,12 @@ COUNTABLE = 2**53  # numbers beyond it are of no run
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps is."""
+    """Return the directory of the checkpoint after `step` optimizer steps."""
     return run_dir / f"step-{step:06d}"
 
 
 def partial_directory(run_dir: Path, step: int) -> Path:
-    """Where that checkpoint is written before it is complete."""
+    """Return the directory in which that checkpoint is written before it is complete."""
     return run_dir / f"step-{step:06d}.partial"
 
 
@@ -66,14 +66,14 @@ def step_of(directory: Path) -> int:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the checkpoint has been written whole (its content is checked by `problem`)."""
+    """Return whether the checkpoint has been written whole (its content is checked by `problem`)."""
     return (directory / COMPLETE).is_file()
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
-    return sorted(found, key=step_of)
+    directories = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
+    return sorted(directories, key=step_of)
 
 
 def read_marker(path: Path) -> Any:
@@ -128,7 +128,7 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def listed_files(directory: Path) -> dict[str, FileFacts] | None:
-    """What COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
+    """Return what COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
 
     No name leads out of the checkpoint.
     """
@@ -152,9 +152,9 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
             return f"{name} is missing"
         if (directory / name).stat().st_size != listed[name]["size"]:
             return f"{name} has another size than {COMPLETE} says"
-    mine = sorted(listed)[part::parts]
-    for name, found in describe(directory, mine).items():
-        if found != listed[name]:
+    names = sorted(listed)[part::parts]
+    for name, facts in describe(directory, names).items():
+        if facts != listed[name]:
             return f"{name} has another content than {COMPLETE} says"
     return None
 
@@ -183,7 +183,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
-    """What heartbeat.json says; empty where it says nothing."""
+    """Return the content of heartbeat.json; empty where it says nothing."""
     with contextlib.suppress(OSError, ValueError):
         beat = read_marker(run_dir / HEARTBEAT)
         return beat if isinstance(beat, dict) else {}
@@ -191,18 +191,18 @@ def read_heartbeat(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a record may hold it: null stands for a number that is not finite."""
+    """Return whether a record may hold the value: null stands for a number that is not finite."""
     return value is None or type(value) is float or (type(value) is int and abs(value) <= COUNTABLE)
 
 
 def _may_hold(name: str, value: Any) -> bool:
     if name == "domains" and isinstance(value, dict):
-        return all(isinstance(one, dict) and all(map(_is_number, one.values())) for one in value.values())
+        return all(isinstance(sums, dict) and all(map(_is_number, sums.values())) for sums in value.values())
     return isinstance(value, str) if name == "set" else _is_number(value)
 
 
 def read_export_info(export: Path) -> dict[str, Any]:
-    """What an export says of its origin; empty when it says nothing.
+    """Return what an export says of its origin; empty when it says nothing.
 
     Raises ValueError when export.json holds anything but an object.
     """

@@ -105,7 +105,7 @@ class Saver:
         while True:
             moves = uploads is not None and uploads.goes_on()
             states = gather_objects((moves, stopped()), self.group)
-            if not states[0][0] or any(asked for _, asked in states):
+            if not states[0][0] or any(stop for _, stop in states):
                 break
             self.lock.now("copying")
             time.sleep(wait)
@@ -118,14 +118,14 @@ class Saver:
         self._deadline = time.monotonic() + 60 * PATIENCE
 
     def _given_up(self, why: UserError) -> UserError:
-        """What ends the run, of the same kind as `why`."""
-        what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        """Return the error that ends the run, of the same kind as `why`."""
+        message = f"the checkpoint after step {self._step} cannot be written ({why})"
         if isinstance(why, DamagedError):
-            return DamagedError(f"{what}; the last complete one remains", code=why.code)
+            return DamagedError(f"{message}; the last complete one remains", code=why.code)
         if isinstance(why, ExportError):
             cure = "set train.export_checkpoints=false to go on from it without exports"
-            return ExportError(f"{what}; the last complete one remains; {cure}")
-        return FailureError(f"{what}; the last complete one remains; make room, then {RESUME} from it")
+            return ExportError(f"{message}; the last complete one remains; {cure}")
+        return FailureError(f"{message}; the last complete one remains; make room, then {RESUME} from it")
 
     def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
@@ -179,14 +179,14 @@ class Saver:
         try:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, self._step)
-            told = {"event": "saved", "step": self._step, "path": str(final)}
-            log.info("saved: %s", final, extra={"told": told})
+            event = {"event": "saved", "step": self._step, "path": str(final)}
+            log.info("saved: %s", final, extra={"told": event})
             spared = self._uploads.current if self._uploads is not None else None
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
             if self._uploads is not None:
                 self._uploads.wake()
-        except OSError as found:
-            return FailureError(f"rank 0: {one_line(found, 200)}")
+        except OSError as error:
+            return FailureError(f"rank 0: {one_line(error, 200)}")
         return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
@@ -199,7 +199,7 @@ class Saver:
         return describe(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
-        """What an export says of its origin."""
+        """Return what an export says of its origin."""
         config = self.config
         return {
             "run": str(config.run_dir),

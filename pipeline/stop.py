@@ -89,7 +89,7 @@ class Watch:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the rank is in the process group."""
+        """Return whether the rank is in the process group."""
         return self._phase > STARTING
 
     @property
@@ -150,7 +150,7 @@ class Watch:
 
 
 class StopRequest:
-    """Whether a run has been asked to stop."""
+    """The ways in which a run is asked to stop."""
 
     def __init__(self, run_dir: Path, minutes: float | None, watch: Watch) -> None:
         self.file = run_dir / STOP
@@ -184,14 +184,14 @@ def launchers() -> list[int]:
 
 
 def _is_broken(chain: list[int]) -> bool:
-    """Whether a process of `launchers()` has ended."""
+    """Return whether a process of `launchers()` has ended."""
     if os.getppid() != chain[0]:
         return True
     return any(_parent(child) not in (pid, None) for child, pid in itertools.pairwise(chain))
 
 
 def _born_orphan(chain: list[int]) -> bool:
-    """Whether a launcher had died before this process could look at it."""
+    """Return whether a launcher had died before this process could look at it."""
     if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
         return True
     if len(chain) < 2 or _is_deepspeed(chain[1]):
@@ -200,13 +200,13 @@ def _born_orphan(chain: list[int]) -> bool:
 
 
 def _is_deepspeed(pid: int) -> bool:
-    """Whether a process is the `deepspeed` command."""
+    """Return whether a process is the `deepspeed` command."""
     names = {"deepspeed", "ds", "deepspeed.launcher.runner"}
     return any(Path(part).name in names for part in _command(pid)[:3])
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether a process is one of those that kill their ranks some time after a signal."""
+    """Return whether a process is one of those that kill their ranks some time after a signal."""
     names = {"deepspeed.launcher.launch", "torch.distributed.run"}
     return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
 

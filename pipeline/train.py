@@ -65,10 +65,10 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
 
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
     """
-    ready = agreed(lambda: check(config, world.ranks, here=True))
+    ready = agreed(lambda: check(config, world.ranks, local=True))
     if (config.run_dir / EXPORT).is_dir():
-        told = {"event": "finished", "export": str(config.run_dir / EXPORT)}
-        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": told})
+        event = {"event": "finished", "export": str(config.run_dir / EXPORT)}
+        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": event})
         return True
     lock = RunLock(config.run_dir, world.is_main)
     launch = Launch(config.run_dir, console, world.is_main)
@@ -88,7 +88,7 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
 
 
 def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
-    """What rank 0 does to the run directory before anything is loaded."""
+    """Lock, compare and clear the run directory on rank 0, before anything is loaded."""
     lock.take()
     resume.compare(config, ready.identity)  # again: a launch may have held the lock until now
     resume.clear_unstarted(config)
@@ -174,8 +174,8 @@ def _train(
     def validate() -> None:
         with lock.doing("validating"):
             for name, rows in held_out.items():
-                found = evaluate(trainer, losses, rows, config.train.eval_rows)
-                metrics.validation(step, tokens, name, *found)
+                result = evaluate(trainer, losses, rows, config.train.eval_rows)
+                metrics.validation(step, tokens, name, *result)
         metrics.pause()
 
     def save() -> None:
@@ -253,13 +253,13 @@ def _train(
 
 
 def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:
-    """Whether some rank was asked to stop before this launch took a step; all ranks must call."""
+    """Return whether some rank was asked to stop before this launch took a step; all ranks must call."""
     launch.reason = first_reason(stop.reason)
     if launch.reason is None:
         return False
-    told = {"event": "stopped", "step": step, "reason": launch.reason}
+    event = {"event": "stopped", "step": step, "reason": launch.reason}
     line = f"stopped before step {step + 1} ({launch.reason}), with nothing new to save; {RESUME}"
-    log.info(line, extra={"told": told})
+    log.info(line, extra={"told": event})
     if world.is_main:
         stop.file.unlink(missing_ok=True)
     return True
@@ -288,10 +288,10 @@ def evaluate(
     rounds = -(-count // (ranks * micro))
     padded = np.resize(np.arange(count), rounds * ranks * micro)
     real = np.arange(len(padded)) < count
-    mine = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
+    local = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
     with measuring(trainer.model, losses):
-        sums, *own = trainer.evaluate(validation.read(padded[mine], real[mine]))
-    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(own), strict=True))
+        sums, *columns = trainer.evaluate(validation.read(padded[local], real[local]))
+    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
     sources = np.concatenate([_sources(validation.data, int(row)) for row in padded])
     return sums, by_document(validation.data.fingerprint, sources, nll, tokens)
 

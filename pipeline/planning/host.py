@@ -28,7 +28,7 @@ CPU = "or set DS_ACCELERATOR=cpu to train on the CPU"
 
 
 class Gpus(NamedTuple):
-    """What decides whether a run may start on the device that DeepSpeed has chosen."""
+    """The facts that decide whether a run may start on the device that DeepSpeed has chosen."""
 
     device: str  # that DeepSpeed runs on: it takes the CPU, with a warning at most, when CUDA does not work
     chosen: str | None  # DS_ACCELERATOR: what the user wants
@@ -134,8 +134,8 @@ def check_gpus() -> None:
 
 def compiler() -> str | None:
     """The C compiler that Triton would take: it compiles a kernel's launcher when the kernel first runs."""
-    named = os.environ.get("CC")
-    return named or shutil.which("gcc") or shutil.which("clang")
+    configured = os.environ.get("CC")
+    return configured or shutil.which("gcc") or shutil.which("clang")
 
 
 def check_compiler(on_gpu: bool) -> None:
@@ -157,7 +157,7 @@ def threads() -> int:
 
 
 def on_gpu() -> bool:
-    """Whether this run computes on a GPU."""
+    """Return whether this run computes on a GPU."""
     return get_accelerator().device_name() == "cuda"
 
 
@@ -186,7 +186,7 @@ def compiling() -> Iterator[None]:
 
 
 def _has_open(path: Path) -> bool:
-    """Whether a process of this machine has the file open."""
+    """Return whether a process of this machine has the file open."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(path) in {file.path for file in process.open_files()}:

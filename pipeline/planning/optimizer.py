@@ -71,9 +71,9 @@ def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Op
     settings = []
     for group in groups:
         use = group.get("use_muon", False)
-        own = ("momentum",) if use else ("betas", "eps")
+        keys = ("momentum",) if use else ("betas", "eps")
         rate = params["muon_lr" if use else "lr"]
-        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in own})
+        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in keys})
         for parameter in group["params"]:
             parameter.use_muon = use
     fused = {"fused": True} if params.get("fused") else {}

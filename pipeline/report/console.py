@@ -35,7 +35,7 @@ ENDS = ("finished", "stopped")  # events that --quiet shows
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is."""
+    """The state of a run."""
 
     step: int
     steps: int
@@ -139,8 +139,8 @@ class Console:
         self._write(json.dumps({"event": name, "time": round(time.time(), 3), **fields}, allow_nan=False))
 
     def _print(self, text: str, colour: str = "") -> None:
-        shown = printable(text)
-        self._write(f"\x1b[{colour}m{shown}\x1b[0m" if self._colour and colour else shown)
+        line = printable(text)
+        self._write(f"\x1b[{colour}m{line}\x1b[0m" if self._colour and colour else line)
 
     def _write(self, line: str) -> None:
         tqdm.write(without_secrets(line), file=self._stream)
@@ -155,10 +155,10 @@ class Handler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one record; what it `told` besides its text is an event."""
-        told = dict(getattr(record, "told", {}))
-        if told:
-            self._console.event(told.pop("event"), record.getMessage(), **told)
+        """Show one record; the fields that it carries besides its text are an event."""
+        fields = dict(getattr(record, "told", {}))
+        if fields:
+            self._console.event(fields.pop("event"), record.getMessage(), **fields)
         else:
             self._console.message(record.getMessage(), record.levelno)
 

@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
-    """What comes next after `step`, as in `validation at 200`; every: steps between them by name, 0 for none.
+    """Return what comes next, as in `validation at 200`; every: steps between them by name, 0 for none.
 
     Empty when nothing comes before the last step.
     """
@@ -64,4 +64,4 @@ def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
     first = min(due.values(), default=steps)
     if first >= steps:
         return ""
-    return f"{' and '.join(name for name, at in due.items() if at == first)} at {first:,}"
+    return f"{' and '.join(name for name, next_step in due.items() if next_step == first)} at {first:,}"

@@ -56,7 +56,7 @@ class Survivor:
 
 
 class Chatter:
-    """What libraries, compilers and launchers print: kept out of sight, and not lost."""
+    """The output of libraries, compilers and launchers: kept out of sight, and not lost."""
 
     def __init__(self, shared: bool) -> None:
         """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
@@ -81,7 +81,7 @@ class Chatter:
             self.path = run_dir / LOG
 
     def text(self) -> bytes:
-        """What was kept so far, until it has moved."""
+        """Return what was kept so far, until it has moved."""
         self.stream.flush()
         return os.pread(1, os.fstat(1).st_size, 0) if self.path is None else b""
 
@@ -106,10 +106,10 @@ def split() -> Chatter:
         os.dup2(nothing, 0)
         os.close(nothing)
     else:
-        console, (kept, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
+        console, (file, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
         Path(name).unlink()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(file, 1)
+        os.close(file)
     stream = os.fdopen(console, "w", buffering=1, encoding=sys.stdout.encoding, errors="backslashreplace")
     sys.stdout, sys.stderr = cast("TextIO", Survivor(stream)), cast("TextIO", Survivor(sys.stderr))
     return Chatter(shared=launched)

@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How the NLL of a set changed, nats per token; above zero it is forgotten, below it is learnt."""
+    """The change of a set's NLL, nats per token; above zero it is forgotten, below it is learnt."""
 
     value: float
     low: float  # of the 95 % interval; not finite where there is none
