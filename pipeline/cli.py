@@ -293,12 +293,6 @@ def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     return console
 
 
-def _log_to_stdout(level: int) -> None:
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Printable())
-    logging.basicConfig(level=level, handlers=[handler])
-
-
 def _quieten() -> None:
     for noisy in ("httpx", "DeepSpeed", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -339,7 +333,9 @@ def _score(args: argparse.Namespace) -> int:
 
     settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     settings.append(f"model.revision={args.revision or 'null'}")
-    _log_to_stdout(logging.INFO)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Printable())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     config = load_config(args.recipe, [*args.overrides, *settings])
     from pipeline.planning.score import score
 

@@ -106,7 +106,7 @@ def _ends(weight: float | RampConfig) -> tuple[float, float]:
 
 
 def _labelled(weight: float | RampConfig, name: str) -> str:
-    """As in `0.5 emo`, or `(0.5 to 0) mle`."""
+    """Return words such as `0.5 emo`, or `(0.5 to 0) mle`."""
     first, last = _ends(weight)
     return f"({first:g} to {last:g}) {name}" if isinstance(weight, RampConfig) else f"{first:g} {name}"
 

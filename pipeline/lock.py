@@ -81,7 +81,7 @@ class RunLock:
 
     @property
     def problem(self) -> str | None:
-        """Why this launch must not write any more, or None; looks at the directory."""
+        """Return why this launch must not write any more, or None; looks at the directory."""
         if self._lease is None or self._lease.held():
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"

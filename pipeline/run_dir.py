@@ -109,7 +109,7 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
+    """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
 
     Links are not followed: what is loaded lies in the run directory itself.
     """

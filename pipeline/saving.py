@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def problem(self) -> UserError | None:
-        """Why the last checkpoint could not be written, on any rank, or None."""
+        """Return why the last checkpoint could not be written, on any rank, or None."""
         writing = self._thread is not None and self._thread.is_alive()
         if self._problem is None and writing and time.monotonic() > self._deadline:
             hung = f"nothing was written for {PATIENCE:g} minutes, as when a disk hangs"
@@ -114,7 +114,7 @@ class Saver:
             log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
 
     def _goes_on(self) -> None:
-        """From now on the thread may take PATIENCE minutes for the next thing that it does."""
+        """Give the thread PATIENCE minutes for the next thing that it does."""
         self._deadline = time.monotonic() + 60 * PATIENCE
 
     def _given_up(self, why: UserError) -> UserError:
@@ -195,7 +195,8 @@ class Saver:
         if self.engine.world.is_main:
             names += [n for n in list_files(partial) if not n.startswith("state/")]
         for name in names:
-            _to_disk(partial / name)
+            with (partial / name).open("rb") as file:
+                os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
         return describe(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
@@ -217,9 +218,3 @@ class Saver:
             "git": code_version(),
             **library_versions("torch", "transformers", "deepspeed"),
         }
-
-
-def _to_disk(path: Path) -> None:
-    """A power cut after COMPLETE must not find unwritten pages."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

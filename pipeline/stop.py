@@ -94,7 +94,7 @@ class Watch:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None."""
+        """Return why to stop, or None."""
         return self.signal or ("the launcher is gone" if self.launcher_gone else None)
 
     def _run(self) -> None:
@@ -159,7 +159,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None. Cheap enough to ask at every step."""
+        """Return why to stop, or None. Cheap enough to ask at every step."""
         if self.watch.reason is not None:
             return self.watch.reason
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -254,7 +254,7 @@ def node_name() -> str:
 
 
 def die_with_parent() -> None:
-    """In a child process: be killed when the parent ends, however it ends."""
+    """Have this child process killed when its parent ends, however it ends."""
     _prctl_parent_death(signal.SIGKILL)
 
 

@@ -112,7 +112,7 @@ def operations_can_be_switched_off() -> None:
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
 
 
-@needs("pipeline/planning/ds_file.py", "DeepSpeedConfig(asked)")
+@needs("pipeline/planning/ds_file.py", "DeepSpeedConfig(lookups)")
 def deepspeed_looks_up_every_key_that_it_knows() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -106,7 +106,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         prompt_ids(config)
         facts |= identity.of_data(data, validation)
         if local:
-            scores = [_scores(config, rows) for rows in (data, *validation.values())]
+            name = config.objective.scores  # of the column that the objective reads beside the tokens
+            scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
             facts |= identity.of_scores(scores)
         resume.compare(config, facts)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
@@ -115,12 +116,6 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     order = None if data is None or steps is None else _order(config, data, history, steps)
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, data, validation, scores, history, order, facts)
-
-
-def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
-    """Return the column that the objective reads beside the tokens of `data`; None where it reads none."""
-    name = config.objective.scores
-    return None if name is None else Scores(data, name)
 
 
 def _check_extras(config: RunConfig) -> None:

@@ -34,7 +34,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
                 "all experts of a mixture in one tensor have; set train.optimizer=adamw",
                 code="muon-dimensions",
             )
-        tables = {id(p) for m in _tables(model) for p in m.parameters()}
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}
         body = [p for p in trainable if _dimensions(p) == 2 and id(p) not in tables]
         taken = {id(p) for p in body}
         first = {"params": body, "weight_decay": weight_decay, "use_muon": True}
@@ -52,12 +54,6 @@ def _adam_groups(trainable: list[nn.Parameter], weight_decay: float) -> list[dic
 
 def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _tables(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of tokens and positions, and the head."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), head]
 
 
 def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:

@@ -45,7 +45,7 @@ class Progress:
     upcoming: str  # what comes next, as `pace.upcoming` says it
 
     def line(self) -> str:
-        """As in `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
+        """Return a line such as `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
         parts = [f"step {self.step:,}/{self.steps:,}"]
         parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
         if self.tokens_per_s is not None:

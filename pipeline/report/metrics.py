@@ -123,7 +123,7 @@ class Metrics:
         self._peak_share = peak_share
         if not active:
             return
-        self._window, self._pace = _restored(window), Pace()
+        self._window, self._pace = Window(**_numbers(window or {})), Pace()
         self._console = console or Console()
         self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
         self._epochs = config.train.batch / rows if rows else math.nan  # of a step
@@ -317,11 +317,6 @@ def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), allow_nan=False) + "\n"
-
-
-def _restored(saved: dict[str, Any] | None) -> Window:
-    """The window that `Metrics.state` described; a new one where nothing is described."""
-    return Window(**_numbers(saved or {}))
 
 
 def _numbers(value: Any) -> Any:

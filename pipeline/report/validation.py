@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Its limits as text; empty without an interval."""
+        """Return the limits as text; empty without an interval."""
         return f"[{self.low:+.4f}, {self.high:+.4f}]" if math.isfinite(self.low) else ""
 
     @property
