@@ -47,7 +47,7 @@ DOMAIN = "domain"  # in a micro-batch: of each of its rows, int64 [b]
 
 
 def rank_rows(rows: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """The contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
+    """Return the contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
     return np.split(rows, ranks)[rank]
 
 
@@ -60,7 +60,7 @@ class Batches:
     def read(
         self, rows: np.ndarray, real: np.ndarray | None = None, apart: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
+        """Yield micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
 
         What can be known of them beforehand is: labels come as the plan by which the loss goes through them,
         and where documents begin is beside the positions. For a GPU all is in pinned memory. `apart`: with

@@ -32,7 +32,7 @@ SCRIPTS = {"text": "continual", "instruct": "instruct"}
 
 
 def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
-    """One rank of `deepspeed launch/continual.sh RECIPE`, whose data are of `kind`; its exit code.
+    """Run one rank of `deepspeed launch/continual.sh RECIPE`, of data of `kind`; return its exit code.
 
     `watch` has been started by the launch script.
     """
@@ -64,7 +64,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m pipeline plan | preflight | score | report`: what is done before and after training.
+    """Run `python -m pipeline plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
@@ -229,7 +229,7 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
 
 
 def _reported(run: Callable[[], int], watch: Watch) -> int:
-    """The exit code of `run`, whose expected errors become one line each; others keep their traceback."""
+    """Return the exit code of `run`; expected errors become one line each, others keep their traceback."""
     try:
         return run()
     except UserError as error:
@@ -267,12 +267,12 @@ class Printable(logging.Formatter):
     """Log lines whose names come from recipes and files, and cannot act on the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's text."""
+        """Return the record's text."""
         return without_secrets(printable(super().format(record)))
 
 
 def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
-    """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
+    """Return the console. Rank 0 reports progress on stdout, libraries and the other ranks errors only."""
     console = made(args.json, args.quiet, _is_main(), chatter)
     visible, hidden = Handler(console), logging.StreamHandler(chatter.stream)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
@@ -371,7 +371,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """I/N as numbers. Raises UserError when it is not that."""
+    """Return I/N as numbers. Raises UserError when it is not that."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise UserError(f"--part {text}: give I/N with 0 <= I < N, for example 0/4")

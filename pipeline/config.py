@@ -101,7 +101,7 @@ def _as_ramp(weight: Any) -> Any:
 
 
 def _ends(weight: float | RampConfig) -> tuple[float, float]:
-    """The first and the last value of a number or ramp."""
+    """Return the first and the last value of a number or ramp."""
     return (getattr(weight, "from"), weight.to) if isinstance(weight, RampConfig) else (weight, weight)
 
 
@@ -363,7 +363,7 @@ class Batch(NamedTuple):
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The resolved configuration of a recipe file with `key=value` overrides.
+    """Return the resolved configuration of a recipe file with `key=value` overrides.
 
     Raises UserError for an objective in a file or package of one's own that no override names: a recipe may
     be somebody else's, and such an objective is a program.
@@ -380,7 +380,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
+    """Return the resolved configuration as YAML that `load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -406,7 +406,7 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
 
 
 def total_steps(train: TrainConfig, rows: int) -> int:
-    """Optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
+    """Return the optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
 
     Raises UserError when the data are too few for one step.
     """
@@ -423,7 +423,7 @@ def total_steps(train: TrainConfig, rows: int) -> int:
 
 
 def lr_at(train: TrainConfig, step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0.
+    """Return the learning rate of `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0.
 
     The first step has a rate above 0, as in transformers' schedules shifted by one.
     """

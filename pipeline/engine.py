@@ -109,7 +109,7 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
 
 
 def _port_taken(port: str) -> UserError:
-    """The error of a port that another program has: of the user's choice, or of this program's own."""
+    """Return the error of a port that another program has: of the user's choice, or of this program's own."""
     if os.environ.get(CHOSEN_PORT) == port:
         return FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}")
     return UserError(
@@ -118,7 +118,7 @@ def _port_taken(port: str) -> UserError:
 
 
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
-    """While the returned object lives, transformers builds models partitioned if the stage is 3."""
+    """Return an object; while it lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
 
 
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model inside the engine."""
+        """Return the model inside the engine."""
         return self.ds.module
 
     def train_step(
@@ -180,7 +180,7 @@ class Engine:
         stop: bool,
         domains: Sequence[int] = (),
     ) -> Sums:
-        """One optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
+        """Take an optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
 
         domains: those of each domain, where losses are to be summed apart; the head must then tell them by
         token, and the micro-batches which rows are of which. DeepSpeed does not apply a step whose gradient
@@ -207,7 +207,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> tuple[Sums, np.ndarray, np.ndarray]:
-        """Sums over this rank's micro-batches and all ranks; NLL and valid tokens of this rank's documents.
+        """Return sums over all ranks' micro-batches, and NLL and valid tokens of this rank's documents.
 
         Every rank must bring equally many micro-batches, and the head tell its losses by token (`measuring`).
         """
@@ -232,7 +232,7 @@ class Engine:
         return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
 
     def gradient_norm(self) -> float:
-        """Norm of the last step's gradient over all parameters, before clipping."""
+        """Return the norm of the last step's gradient over all parameters, before clipping."""
         norm = self.ds.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
@@ -261,7 +261,7 @@ class Engine:
                 state["step"] = own_step.to(parameter.device)
 
     def _frozen_sum(self) -> int:
-        """A sum of the bits of all parameters that do not train, the same for any number of ranks."""
+        """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
             return 0
         total = 0
@@ -336,14 +336,14 @@ def _check_finite(state: dict[str, Any]) -> None:
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor on the host. The ZeRO stage as a number: Python 3.11.0 to 3.11.3 pickle an enum as a call."""
+    """Return a tensor on the host; the ZeRO stage as a number, for Python up to 3.11.3 pickles a call."""
     if isinstance(leaf, ZeroStageEnum):
         return int(leaf)
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tensor:
-    """[loss, nll, demd, tokens, 0, *weights] of one micro-batch, float64, left on the device.
+    """Return [loss, nll, demd, tokens, 0, *weights] of one micro-batch, float64, left on the device.
 
     With the `domain` [b] of its rows the losses and NLLs of all `domains` follow.
     """
@@ -357,7 +357,7 @@ def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tens
 
 @contextlib.contextmanager
 def _only_data(directory: Path) -> Iterator[None]:
-    """Within the block `torch.load` runs nothing, whatever its caller asks for.
+    """Keep `torch.load` from running anything within the block, whatever its caller asks for.
 
     Raises UserError for a state that would.
     """
@@ -407,5 +407,5 @@ def to_universal(state: Path, target: Path) -> None:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed for the dropout of one step."""
+    """Return a seed for the dropout of one step."""
     return zlib.crc32(f"{seed}/{step}".encode())

@@ -63,7 +63,7 @@ class Exported(NamedTuple):
         return [self.base, *self.adapters]
 
     def merged(self, weight: Tensor, *adapters: Tensor) -> Tensor:
-        """The exported tensor, from the whole tensors of `parts`."""
+        """Return the exported tensor, from the whole tensors of `parts`."""
         if not adapters:
             return weight
         delta = adapters[1].float() @ adapters[0].float()
@@ -99,7 +99,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
 
 
 def copy_model(engine: Engine) -> Copied:
-    """The model as it is now, copied into rank 0's host memory in its own dtype; all ranks must call."""
+    """Return the model as it is now, copied into rank 0's host memory in its dtype; all ranks must call."""
     probe, logits = _probe(engine)
     tensors = deque(_gathered(engine))
     return Copied(unwrap(engine.model), probe, logits, (tensors.popleft() for _ in range(len(tensors))))
@@ -112,7 +112,7 @@ def write_export(
     info: dict[str, object],
     check: Callable[[Path, Tensor, Tensor], None],
 ) -> UserError | None:
-    """Rank 0 writes and checks `target`, which appears whole or not at all; an error as above, or None."""
+    """Write and check `target` on rank 0, whole or not at all; return an error as above, or None."""
     partial = target.with_name(target.name + ".partial")
     writer = ShardWriter(partial)
     for name, tensor in copied.tensors:
@@ -135,7 +135,7 @@ def write_export(
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside an adapter wrapper, or the model itself."""
+    """Return the transformers model inside an adapter wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
 
 
@@ -160,7 +160,7 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
 
 
 def _adapted(name: str, weight: nn.Parameter, layer: Any) -> Exported:
-    """The tensor of a layer that carries adapters."""
+    """Return the tensor of a layer that carries adapters."""
     scaling = layer.scaling[ADAPTER]
     if ADAPTER in layer.lora_A:
         adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -233,7 +233,7 @@ class ShardWriter:
 
 
 def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
-    """A few token ids [1, T] and the trained model's logits [1, T, V], on the host; all ranks must call."""
+    """Return a few token ids [1, T] and the model's logits [1, T, V], on the host; all ranks must call."""
     probe = torch.arange(16)[None] % unwrap(engine.model).config.get_text_config().vocab_size
     engine.ds.eval()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the export, copied into host memory one at a time; none but on rank 0.
+    """Yield the tensors of the export, copied into host memory one at a time; none but on rank 0.
 
     All ranks must exhaust it, for under ZeRO-3 all take part in gathering.
     """
@@ -281,7 +281,7 @@ def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dic
 
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
-    """The card that is published with the model: it names no folder of this machine."""
+    """Return the card that is published with the model: it names no folder of this machine."""
     origin = publishable(config.model.path or "a new model")
     published = {key: publishable(str(value)) for key, value in info.items()}
     facts = "\n".join(f"| {markdown(key)} | {markdown(value)} |" for key, value in published.items())

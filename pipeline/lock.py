@@ -88,7 +88,7 @@ class RunLock:
 
     @property
     def step(self) -> int:
-        """The last step that this launch has taken; 0 before its first."""
+        """Return the last step that this launch has taken; 0 before its first."""
         return self._step
 
     def reached(self, step: int) -> None:

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
-    """The Hugging Face configuration of the model.
+    """Return the Hugging Face configuration of the model.
 
     Raises UserError when the path cannot be read or disagrees with `architecture`. With `online` false the
     recipe's `architecture` stands in for a path that is not on this machine.
@@ -197,7 +197,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
 
 
 def _pieces(config: RunConfig) -> list[str]:
-    """The tokens of the data's tokenizer, in order of ids."""
+    """Return the tokens of the data's tokenizer, in order of ids."""
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     return [str(tokenizer.convert_ids_to_tokens(token)) for token in range(len(tokenizer))]
 
@@ -215,7 +215,7 @@ def tell_by_token(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
-    """Within the block the fused head reports DEMD whatever the objective, and its losses by token."""
+    """Let the fused head report DEMD within the block, whatever the objective, and its losses by token."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     training = head.spec
     head.spec = dataclasses.replace(training, cost=losses.measure, by_token=True)
@@ -252,7 +252,7 @@ def write_initial_weights(config: RunConfig) -> None:
 
 
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """The model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
+    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
 
     Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
     """
@@ -308,7 +308,7 @@ def _check_finite(path: str, model: nn.Module) -> None:
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
-    """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
+    """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
     path, revision = origin(config)
     model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
     model.config.use_cache = False

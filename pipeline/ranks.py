@@ -37,14 +37,14 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """Return `value` of every rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def first_reason(reason: str | None) -> str | None:
-    """The reason of the first rank that has one, on every rank; all must call."""
+    """Return the reason of the first rank that has one, on every rank; all must call."""
     return next((text for text in gather_objects(reason) if text is not None), None)
 
 
@@ -81,7 +81,7 @@ def on_main(world: World, work: Callable[[], None]) -> None:
 
 
 def host_group() -> Any:
-    """A process group of all ranks through host memory, for a thread that works beside training."""
+    """Return a process group of all ranks through host memory, for a thread that works beside training."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
 
 
@@ -94,7 +94,7 @@ def wait_at_most(minutes: float, spare: Any = None) -> None:
 
 @contextlib.contextmanager
 def patience(minutes: float, spare: Any = None) -> Iterator[None]:
-    """Within the block ranks wait for PATIENCE minutes, afterwards for `minutes`."""
+    """Let ranks wait for PATIENCE minutes within the block, afterwards for `minutes`."""
     wait_at_most(PATIENCE, spare)
     yield
     wait_at_most(minutes, spare)

@@ -113,7 +113,7 @@ def check_mixture(config: RunConfig, saved: Saved | None) -> None:
 
 
 def _recorded(run_dir: Path) -> list[Holding]:
-    """The mixtures of a run that was claimed; none of one that was not."""
+    """Return the mixtures of a run that was claimed; none of one that was not."""
     if not (run_dir / CONFIG).is_file():
         return []
     tree = _claimed(run_dir)
@@ -170,7 +170,7 @@ STATE_KINDS: dict[str, Any] = {
 
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
-    """The newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
+    """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
 
     Others are passed over with a line that says why. Every rank hashes a part of the files.
     """
@@ -258,7 +258,7 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values; an empty section holds none."""
+    """Return dotted keys and their values; an empty section holds none."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

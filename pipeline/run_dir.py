@@ -61,7 +61,7 @@ def partial_directory(run_dir: Path, step: int) -> Path:
 
 
 def step_of(directory: Path) -> int:
-    """The step in a checkpoint directory's name."""
+    """Return the step in a checkpoint directory's name."""
     return int(directory.name.removeprefix("step-"))
 
 
@@ -71,13 +71,13 @@ def is_complete(directory: Path) -> bool:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     directories = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
     return sorted(directories, key=step_of)
 
 
 def read_marker(path: Path) -> Any:
-    """The JSON value in a file that says something about a checkpoint or an export.
+    """Return the JSON value in a file that says something about a checkpoint or an export.
 
     Raises OSError when it cannot be read, and ValueError when it is no JSON or too much of it.
     """
@@ -92,13 +92,13 @@ def read_marker(path: Path) -> Any:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative names of the files of a checkpoint except COMPLETE, sorted."""
+    """Return the relative names of a checkpoint's files except COMPLETE, sorted."""
     files = (p for p in directory.rglob("*") if p.is_file())
     return sorted(p.relative_to(directory).as_posix() for p in files if p.name != COMPLETE)
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
-    """Size and sha256 of files; on several ranks each describes a part."""
+    """Return size and sha256 of files; on several ranks each describes a part."""
     described: dict[str, FileFacts] = {}
     for name in names:
         path = directory / name
@@ -146,7 +146,7 @@ def listed_files(directory: Path) -> dict[str, FileFacts] | None:
 
 
 def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
-    """The first difference between files and what is listed of them, or None."""
+    """Return the first difference between files and what is listed of them, or None."""
     for name in sorted(listed):
         if not (directory / name).is_file():
             return f"{name} is missing"
@@ -160,7 +160,7 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run: numbers by name, those of single `domains`, and the `set` that validation is of.
+    """Return a run's records: numbers by name, those of single `domains`, and the `set` of a validation.
 
     Lines that are torn or damaged are left out.
     """
@@ -169,7 +169,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects with a `step` in a file of JSON lines, and how many other lines it has; none if absent."""
+    """Return objects with a `step` in a file of JSON lines, and how many others there are; none if absent."""
     records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         record = None

@@ -190,7 +190,7 @@ class Saver:
         return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
-        """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
+        """Return hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
         names = [path.relative_to(partial).as_posix() for path in written]
         if self.engine.world.is_main:
             names += [n for n in list_files(partial) if not n.startswith("state/")]

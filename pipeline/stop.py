@@ -170,7 +170,7 @@ class StopRequest:
 
 
 def launchers() -> list[int]:
-    """The processes that started this one, nearest first, as far as the run depends on them.
+    """Return the processes that started this one, nearest first, as far as the run depends on them.
 
     The parent; under DeepSpeed's launch.py also the `deepspeed` command, which passes no signals on and,
     killed, would leave the ranks running; above that launch/supervise.py, if it is there.
@@ -232,14 +232,14 @@ def _grace(launcher: list[str]) -> float:
 
 
 def _command(pid: int) -> list[str]:
-    """The command line of a process; empty when it is gone."""
+    """Return the command line of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
         return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     return []
 
 
 def _parent(pid: int) -> int | None:
-    """The parent of a process; 0 when it is gone, None when it cannot be read just now."""
+    """Return the parent of a process; 0 when it is gone, None when it cannot be read just now."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -264,7 +264,7 @@ def _prctl_parent_death(number: int) -> None:
 
 
 def _open_report() -> int | None:
-    """This rank's report for launch/supervise.py, locked as long as the rank lives; None without it.
+    """Return this rank's report for launch/supervise.py, locked as long as the rank lives; None without it.
 
     train.sbatch reads only the code in it, so a shared file system may be without locks.
     """

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
-    """Start or resume the run of `config`; all ranks must call. True when it is finished, false when stopped.
+    """Start or resume the run of `config`; all ranks must call. Return whether it is finished.
 
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
     """
@@ -104,7 +104,7 @@ def _load(
     saved: resume.Saved | None,
     console: Console,
 ) -> Engine:
-    """The model under DeepSpeed, as it was saved where something was."""
+    """Return the model under DeepSpeed, as it was saved where something was."""
     source, ds_config = None, ready.ds_config
     if saved is not None:
         source, universal = resume.loadable(saved, ds_config, world)
@@ -128,7 +128,7 @@ def _load(
 def _train(
     config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock, launch: Launch
 ) -> bool:
-    """The run in a directory that this launch owns."""
+    """Train in a directory that this launch owns; return whether the run is finished."""
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
@@ -266,7 +266,7 @@ def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch)
 
 
 def _peak_share(config: RunConfig, ready: Ready) -> float | None:
-    """Share of the GPUs' peak that one step per second would be; None on hardware that is not known."""
+    """Return the share of the GPUs' peak that one step per second would be; None on unknown hardware."""
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
     if gpu is None:
         return None

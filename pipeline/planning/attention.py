@@ -26,7 +26,7 @@ NEEDS = {
 
 
 def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
-    """The attention that this model trains with on this host; `auto` takes the first that both have.
+    """Return the attention that this model trains with on this host; `auto` takes the first that both have.
 
     Raises UserError when `model.attn_implementation` names one that the host or the family lacks.
     """
@@ -52,7 +52,7 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
 
 
 def without_segments(config: PretrainedConfig) -> str:
-    """The attention of a family that is not told where documents begin."""
+    """Return the attention of a family that is not told where documents begin."""
     return "sdpa" if _has(config, "sdpa") else "eager"
 
 

@@ -54,12 +54,12 @@ class Choice(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens/s of one GPU."""
+        """Return tokens/s of one GPU."""
         return self.setup.tokens * self.setup.accumulation / self.time.total
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The fastest first, and of those alike the smallest."""
+        """Return a key that sorts the fastest first, and of those alike the smallest."""
         return -round(math.log(self.speed) / ALIKE), self.memory.total
 
 
@@ -94,7 +94,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
 
 
 def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
-    """All settings on these GPUs, whether they fit or not.
+    """Yield all settings on these GPUs, whether they fit or not.
 
     Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
     that does not go with the recipe is passed over. Raises UserError when none does.
@@ -139,14 +139,14 @@ def _choice(file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
 
 
 def _changed(config: RunConfig, file: Path, micro: int) -> RunConfig:
-    """The recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
+    """Return the recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
     train = config.train.model_copy(update={"micro_batch": micro})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
 
 
 def _as_given(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Choice | None:
-    """The recipe as it stands, for comparison; None where it does not go with these GPUs."""
+    """Return the recipe as it stands, for comparison; None where it does not go with these GPUs."""
     try:
         batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
         setup = setup_of(config, batch, deepspeed_config(config, batch), objective)
@@ -188,7 +188,7 @@ def _print(
 
 
 def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[str]:
-    """A row of the table: what is set, and what comes of it."""
+    """Return a row of the table: what is set, and what comes of it."""
     time = choice.time
     used = footprint.utilisation(sizes, choice.setup, time.total, cluster.gpu)
     return [

@@ -127,7 +127,7 @@ def _check_extras(config: RunConfig) -> None:
 
 
 def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """The model with its adapters on the meta device: names and shapes without weights."""
+    """Return the model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
@@ -174,7 +174,7 @@ def _check_tokenizer(data: TokenDataset) -> None:
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
-    """The training data, None where they are not there and need not be; and the validation sets."""
+    """Return the training data, None where they are not there and need not be; and the validation sets."""
     if not required and not is_prepared(config.data):
         return None, {}
     data, validation = open_prepared(config.data)
@@ -204,7 +204,7 @@ def _order(
 
 
 def _generation_config(config: RunConfig, local: bool) -> GenerationConfig | None:
-    """Generation defaults of a pre-trained model, which the export carries on."""
+    """Return the generation defaults of a pre-trained model, which the export carries on."""
     path = config.model.path
     if path is None or not (local or Path(path).exists()):
         return None

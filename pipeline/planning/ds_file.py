@@ -62,7 +62,7 @@ MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """The DeepSpeed configuration: the file that the recipe names, completed from the recipe.
+    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe.
 
     Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
     what the recipe owns, or asks for what cannot work.
@@ -109,7 +109,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
 
 
 def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
-    """DeepSpeed's section of that name.
+    """Return DeepSpeed's section of that name.
 
     AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
     every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
@@ -137,7 +137,7 @@ def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
-    """The ZeRO stage of a DeepSpeed configuration."""
+    """Return the ZeRO stage of a DeepSpeed configuration."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -255,7 +255,7 @@ def _check_zero(zero: Any, path: Path) -> None:
 
 
 def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `loc` below `cls`."""
+    """Return the keys of the section at `loc` below `cls`."""
     for part in loc:
         annotation = cls.model_fields[str(part)].annotation
         for candidate in (annotation, *getattr(annotation, "__args__", ())):

@@ -75,7 +75,7 @@ ACCELERATORS = {
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """The kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
+    """Return the kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
     match = None
     for kind, gpu in ACCELERATORS.items():
         letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
@@ -102,7 +102,7 @@ class Sizes:
 
     @property
     def active(self) -> int:
-        """Parameters of the layers that a token passes through."""
+        """Return parameters of the layers that a token passes through."""
         return self.body - self.idle
 
 
@@ -133,12 +133,12 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens per pass and rank."""
+        """Return tokens per pass and rank."""
         return self.micro * self.block
 
     @property
     def width(self) -> int:
-        """Bytes of a weight or activation."""
+        """Return bytes of a weight or activation."""
         return 2 if self.bf16 else 4
 
 
@@ -160,7 +160,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> dict[str, float]:
-        """The parts that are held at the worst moment: in a pass, or while the optimizer steps."""
+        """Return the parts that are held at the worst moment: in a pass, or while the optimizer steps."""
         parts = self._asdict()
         in_pass = self.gathered + self.activations + self.loss
         absent = ["update"] if in_pass >= self.update else ["gathered", "activations", "loss"]
@@ -194,7 +194,7 @@ class Time(NamedTuple):
 
 
 def memory(sizes: Sizes, setup: Setup) -> Memory:
-    """Largest memory that one GPU holds during a step."""
+    """Return the largest memory that one GPU holds during a step."""
     share = [1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)]
     parameters = sizes.parameters * setup.width * share[0]
     gradients = sizes.trainable * 4 * share[1]
@@ -247,7 +247,7 @@ def _activations(sizes: Sizes, setup: Setup) -> float:
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
-    """Seconds of one optimizer step; `network_gb`: GB/s that a node reaches others with."""
+    """Return seconds of one optimizer step; `network_gb`: GB/s that a node reaches others with."""
     T, k = setup.tokens, setup.accumulation
     rate = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA * gpu.efficiency
     bus = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
@@ -284,7 +284,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
 
 
 def _traffic(sizes: Sizes, setup: Setup) -> float:
-    """Bytes per token and layer that element-wise kernels move, forward and backward, counted in the models.
+    """Return the bytes that element-wise kernels move per token and layer, forward and backward.
 
     LLaMA's RMSNorm and rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
     """
@@ -297,13 +297,13 @@ def _traffic(sizes: Sizes, setup: Setup) -> float:
 
 
 def _gradient_traffic(sizes: Sizes, setup: Setup) -> float:
-    """Bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
+    """Return bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
     adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
     return sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:
-    """Seconds by which communication lengthens a step.
+    """Return seconds by which communication lengthens a step.
 
     Beside computing it takes time for every byte that it moves through the GPU, which does not depend on how
     slow the network is, until it takes longer than there is computing to hide under.
@@ -332,14 +332,14 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
 
 
 def _host(sizes: Sizes, setup: Setup) -> float:
-    """Seconds that the host needs to issue one pass."""
+    """Return seconds that the host needs to issue one pass."""
     per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
     again = 4 / 3 if setup.checkpointing else 1.0
     return sizes.tensors * per_tensor * again * (COMPILED_HOST if setup.compiled else 1.0)
 
 
 def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) -> float:
-    """MFU: share of the peak spent on the operations that training needs, 6 P + attention for a token.
+    """Return the MFU: the share of the peak that goes into what training needs, 6 P + attention a token.
 
     Recomputed activations do not count (Chowdhery et al. 2022, appendix B), nor do the gradients that frozen
     weights are spared; attention counts causal.

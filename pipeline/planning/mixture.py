@@ -60,7 +60,7 @@ class Flow(NamedTuple):
 def mixture_flow(
     mixture: MixtureConfig, domains: Sequence[Domain], batch: int, start: int, done: Sequence[float]
 ) -> Flow:
-    """The flow of `mixture` from step `start` on, by when so much of each domain is `done`.
+    """Return the flow of `mixture` from step `start` on, by when so much of each domain is `done`.
 
     Ramps begin at `start`; epochs count from the beginning of the run. Raises UserError for domains that do
     not fit.
@@ -93,7 +93,7 @@ def mixture_flow(
 
 
 def _stairs(weight: Ramp) -> list[float]:
-    """The edges of a ramp's stairs, in steps from its beginning."""
+    """Return the edges of a ramp's stairs, in steps from its beginning."""
     if weight.first == weight.last:
         return []
     count = min(weight.steps, STAIRS)
@@ -101,13 +101,13 @@ def _stairs(weight: Ramp) -> list[float]:
 
 
 def _rates(weights: Sequence[float], domains: Sequence[Domain], batch: int) -> list[float]:
-    """The module's g [D] for shares that need not add up; zeros where all are."""
+    """Return the module's g [D] for shares that need not add up; zeros where all are."""
     rows = math.fsum(w * domain.rows / domain.amount for w, domain in zip(weights, domains, strict=True) if w)
     return [batch * w / rows if w else 0.0 for w in weights]
 
 
 def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
-    """The share of each domain over the steps since the mixture holds, as given: they need not add up to 1.
+    """Return each domain's share over the steps since the mixture holds; they need not add up to 1.
 
     Raises UserError for a domain that the data lack, or that the mixture forgets.
     """
@@ -138,7 +138,7 @@ def _ramp(share: float | RampConfig) -> Ramp:
 
 
 def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
-    """The share of each domain when the mixture begins to hold, and when its ramps have ended.
+    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended.
 
     They add up to 1. Epochs that run out are not looked at.
     """

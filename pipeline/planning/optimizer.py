@@ -14,7 +14,7 @@ from common.errors import UserError
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
-    """The optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
+    """Return the optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
 
     One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
     `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
@@ -57,7 +57,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
+    """Return DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
 
     params: of the DeepSpeed file's section `optimizer`. DeepSpeed itself would sort by name, and take the
     embeddings of GPT-2 and MPT for matrices of the body.

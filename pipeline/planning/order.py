@@ -30,7 +30,7 @@ KEPT = 2  # epochs of a domain that are kept at hand
 
 
 def shuffled(seed: int, epoch: int, rows: int, domain: int = 0) -> np.ndarray:
-    """The permutation of an epoch, int64 [rows]. NumPy seeds alike with and without zeros in the end."""
+    """Return an epoch's permutation, int64 [rows]. NumPy seeds alike with and without zeros in the end."""
     return np.random.default_rng([seed, epoch, domain]).permutation(rows)
 
 
@@ -42,14 +42,14 @@ class BatchOrder:
         self._epochs: dict[int, np.ndarray] = {}
 
     def step_rows(self, step: int) -> np.ndarray:
-        """Rows of the global batch of `step`, int64 [batch]."""
+        """Return rows of the global batch of `step`, int64 [batch]."""
         positions = np.arange(step * self.batch, (step + 1) * self.batch)
         epochs, offsets = np.divmod(positions, self.rows)
         self._epochs = {e: self.permutation(e) for e in np.unique(epochs).tolist()}
         return np.array([self._epochs[e][o] for e, o in zip(epochs, offsets, strict=True)])
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """All rows in the order of an epoch, int64 [rows]."""
+        """Return all rows in the order of an epoch, int64 [rows]."""
         cached = self._epochs.get(epoch)
         return shuffled(self.seed, epoch, self.rows) if cached is None else cached
 
@@ -74,7 +74,7 @@ class Stream:
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def count(self, due: float) -> int:
-        """Rows whose middle is due when so much is; it never falls when more is."""
+        """Return rows whose middle is due when so much is; it never falls when more is."""
         epoch = int(due // self.amount)
         middles = self._epoch(epoch)[1]
         return epoch * len(self.rows) + int(np.searchsorted(middles, due - epoch * self.amount, "right"))
@@ -85,7 +85,7 @@ class Stream:
         return epoch * self.amount + int(self._sizes[self._epoch(epoch)[0][:remainder]].sum())
 
     def take(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the endless sequence."""
+        """Return rows [start, stop) of the endless sequence."""
         epochs, positions = np.divmod(np.arange(start, stop), len(self.rows))
         parts = [self._epoch(epoch)[0][positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
         return self.rows[np.concatenate([np.zeros(0, np.int64), *parts])]
@@ -104,7 +104,7 @@ class Stream:
 
 
 def _narrow(numbers: np.ndarray) -> np.ndarray:
-    """The same whole numbers in as few bytes as hold them: every rank keeps some for each of its rows."""
+    """Return the same whole numbers in as few bytes as hold them: every rank keeps some for each row."""
     return numbers.astype(np.min_scalar_type(int(numbers.max())))
 
 
@@ -118,7 +118,7 @@ class Leg(NamedTuple):
     shares: list[tuple[float, float]]  # [D] at its beginning, and when its ramps have ended
 
     def due(self, time: float) -> np.ndarray:
-        """Rows of each domain whose middle is due by `time`, [D]."""
+        """Return rows of each domain whose middle is due by `time`, [D]."""
         due = self.flow.at(time).tolist()
         return np.array([stream.count(amount) for stream, amount in zip(self.streams, due, strict=True)])
 
@@ -166,7 +166,7 @@ class MixedOrder:
                 self._last = None
 
     def step_rows(self, step: int) -> np.ndarray:
-        """Rows of the global batch of `step`, int64 [batch]: domains alternate as evenly as they can."""
+        """Return the global batch of `step`, int64 rows [batch]: domains alternate as evenly as they can."""
         if step < self._bare:
             return self._plain.step_rows(step)
         streams = self._leg_at(step).streams
@@ -176,7 +176,7 @@ class MixedOrder:
         return np.concatenate(parts)[np.argsort(np.concatenate(positions), kind="stable")]
 
     def taken(self, step: int) -> np.ndarray:
-        """Rows of each domain before `step`, int64 [D].
+        """Return rows of each domain before `step`, int64 [D].
 
         Raises UserError where all that have a share have run out of epochs by then.
         """
@@ -226,7 +226,7 @@ class MixedOrder:
         return np.array([epoch * len(rows) + int((begun == index).sum()) for index, rows in pairs])
 
     def _clocked(self, leg: Leg, rows: int) -> np.ndarray:
-        """The rows of each domain when they are `rows` together, [D]: the module's k_d."""
+        """Return the rows of each domain when they are `rows` together, [D]: the module's k_d."""
         time, low, high = float(rows / self.batch), float(leg.start), math.inf
         below = above = leg.taken
         for tries in itertools.count():

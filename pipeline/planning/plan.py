@@ -55,12 +55,12 @@ class Cluster(NamedTuple):
 
     @property
     def room(self) -> float:
-        """Bytes of each GPU that a run can use."""
+        """Return bytes of each GPU that a run can use."""
         return self.gpu.memory_gib * GIB * footprint.USABLE
 
 
 def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
-    """`8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
+    """Return `8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
     count, _, kind = text.partition("x")
     kinds = {name.upper(): name for name in ACCELERATORS}
     if not count.isdigit() or int(count) < 1 or kind.upper() not in kinds:
@@ -71,13 +71,13 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
 
 
 def model_sizes(config: RunConfig) -> Sizes:
-    """The model in numbers, counted on the meta device; of `model.architecture` where there is no network."""
+    """Return the model in numbers, from the meta device; without network those of `model.architecture`."""
     hf_config = model_config(config.model, online=False)
     return sizes_of(meta_model(config, hf_config), hf_config)
 
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
-    """A model in numbers."""
+    """Return a model in numbers."""
     base = unwrap(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     parameters = list(model.parameters())
@@ -164,12 +164,12 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
 
 
 def _offloaded(zero: dict[str, Any], part: str) -> bool:
-    """A section with device none, which is also the default, offloads nothing."""
+    """Return whether a section offloads: with device none, which is also the default, it does not."""
     return (zero.get(part) or {}).get("device", "none") != "none"
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; whether it fits.
+    """Resolve everything that can be resolved without training and print it; return whether it fits.
 
     Raises UserError for whatever would stop the run at its start.
     """
@@ -235,7 +235,7 @@ def _passes(epochs: float) -> str:
 
 
 def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
-    """Warnings on a run that can be trained, and perhaps not as its user thinks."""
+    """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
     warnings = repeated(ready)
     if on_cpu and config.model.dtype == "bfloat16":
         warnings.append(
@@ -252,7 +252,7 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
 
 
 def repeated(ready: Ready) -> list[str]:
-    """A warning for every domain that a mixture repeats more often than is of use."""
+    """Return a warning for every domain that a mixture repeats more often than is of use."""
     if not isinstance(ready.order, MixedOrder) or ready.steps is None:
         return []
     return [
@@ -272,7 +272,7 @@ class Length(NamedTuple):
 
 
 def run_length(config: RunConfig, ready: Ready) -> Length:
-    """Steps as configured, as the prepared data have them, or estimated from the sizes of their sources."""
+    """Return the steps as configured, as in the prepared data, or estimated from the sizes of the sources."""
     if config.train.steps is not None:
         return Length(config.train.steps, False, f"{config.train.steps:,}")
     epochs = config.train.epochs or 0
@@ -292,7 +292,7 @@ def run_length(config: RunConfig, ready: Ready) -> Length:
 
 
 def estimated_rows(data: DataConfig) -> int | None:
-    """Rows that the sources will probably give, by their sizes; None where a size is not known here."""
+    """Return the rows that the sources will probably give, by size; None where a size is not known here."""
     if data.limit_rows is not None or any(source.limit is not None for source in data.sources):
         return None
     tokens = 0.0
@@ -312,7 +312,7 @@ def estimated_rows(data: DataConfig) -> int | None:
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
-    """`6.0 GiB = weights 2.5 + optimizer 3.5`: what is printed adds up, digit by digit.
+    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit.
 
     Every part is rounded down, and the largest remainders are rounded up until the parts are the total.
     """
@@ -327,7 +327,7 @@ def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
 
 
 def memory_line(parts: dict[str, float], digits: int) -> str:
-    """Bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
+    """Return bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
     if sum(parts.values()) < TINY:
         return sum_line({name: value / MIB for name, value in parts.items()}, 1, "MiB")
     return sum_line({name: value / GIB for name, value in parts.items()}, digits, "GiB")
@@ -340,7 +340,7 @@ def _offloads(setup: Setup) -> str:
 
 
 def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
-    """Rows on memory and time on given GPUs; whether the run fits, if only just."""
+    """Add rows on memory and time on these GPUs; return whether the run fits, if only just."""
     gpu = cluster.gpu
     room = cluster.room
     memory = footprint.memory(sizes, setup)
@@ -395,7 +395,7 @@ def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
 
 
 def largest_micro(sizes: Sizes, setup: Setup, room: float, surely: bool = False) -> int:
-    """The largest micro-batch whose memory fits into `room` bytes and that divides a rank's rows; or 0."""
+    """Return the largest micro-batch that fits into `room` bytes and divides a rank's rows; or 0."""
     rows = setup.micro * setup.accumulation
     fitting = (m for m in range(rows, 0, -1) if rows % m == 0 and _fits(sizes, setup, room, surely, micro=m))
     return next(fitting, 0)
@@ -407,7 +407,7 @@ def _fits(sizes: Sizes, setup: Setup, room: float, surely: bool, **changes: Any)
 
 
 def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: bool = False) -> list[str]:
-    """Single changes after which the run fits, cheapest first."""
+    """Return single changes after which the run fits, cheapest first."""
     changes = []
     if micro := largest_micro(sizes, setup, room, surely):
         changes.append(f"set train.micro_batch={micro}")

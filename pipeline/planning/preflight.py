@@ -140,7 +140,7 @@ def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
 
 
 def _interface(host: str) -> Finding:
-    """On several hosts a name that resolves to the loopback address sends ranks to themselves."""
+    """Return this host's interface: a name that resolves to loopback sends ranks to themselves."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     if chosen:
         return Finding(host, "interface", chosen)
@@ -201,7 +201,7 @@ def _disk(config: RunConfig, host: str) -> list[Finding]:
 
 
 def _agreement() -> Iterator[Finding]:
-    """Versions must be the same on all hosts."""
+    """Yield the versions that differ between hosts, or that all are the same."""
     local = library_versions("torch", "deepspeed", "transformers")
     local["python"] = platform.python_version()
     everyone = gather_objects((socket.gethostname(), local))
@@ -216,7 +216,7 @@ def _agreement() -> Iterator[Finding]:
 
 
 def _clock() -> Iterator[Finding]:
-    """Clocks read right after a barrier; the barrier's own spread is well below what matters."""
+    """Yield the spread of clocks read right after a barrier, whose own spread is well below what matters."""
     barrier()
     times = gather_objects((socket.gethostname(), time.time()))
     apart = max(t for _, t in times) - min(t for _, t in times)
@@ -225,7 +225,7 @@ def _clock() -> Iterator[Finding]:
 
 
 def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
-    """An all-reduce as training does it: bus bandwidth in GB/s, median of five, beside what it should be."""
+    """Yield the bus bandwidth of an all-reduce as in training, GB/s, median of five, and the expected one."""
     if world.ranks == 1:
         return
     bytes_ = 256 * MIB if world.device.type != "cpu" else 16 * MIB

@@ -61,7 +61,7 @@ def _refuse_tied(base: PreTrainedModel, tensors: list[Exported]) -> None:
 
 
 def _merged_shape(tensor: Exported) -> tuple[int, ...] | str:
-    """The shape of an exported tensor, or why its parts do not fit together."""
+    """Return the shape of an exported tensor, or why its parts do not fit together."""
     whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
     try:
         return tuple(tensor.merged(*whole).shape)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> bool:
-    """Score the shards of a recipe's data with `config.model`; True when all of them are done.
+    """Score the shards of a recipe's data with `config.model`; return True when all of them are done.
 
     `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
     Shards that are there already are kept; with `force` all are written again. Raises UserError for data that
@@ -75,7 +75,7 @@ def about_model(config: RunConfig) -> dict[str, Any]:
 
 
 def _load(config: RunConfig, attn: str) -> Any:
-    """The model, ready to compute likelihoods of packed rows."""
+    """Return the model, ready to compute likelihoods of packed rows."""
     model: Any = load_pretrained(config, attn)
     model.eval().requires_grad_(False)
     if on_gpu():
@@ -87,7 +87,7 @@ def _load(config: RunConfig, attn: str) -> Any:
 
 @torch.no_grad()
 def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.ndarray:
-    """log p of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
+    """Return log p of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
     offsets, rows = data.token_offsets(shard), data.rows_of(shard)
     logprobs = np.zeros(int(offsets[-1]), np.float32)
     head = model.get_output_embeddings()

@@ -45,7 +45,7 @@ class Progress:
     upcoming: str  # what comes next, as `pace.upcoming` says it
 
     def line(self) -> str:
-        """Return a line such as `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
+        """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
         parts = [f"step {self.step:,}/{self.steps:,}"]
         parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
         if self.tokens_per_s is not None:
@@ -119,7 +119,7 @@ class Console:
                        path=str(self.chatter.path))  # fmt: skip
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
-        """Around what compiles: what it prints is chatter."""
+        """Enclose what compiles: its output is chatter."""
         return self.chatter.prints() if self.chatter is not None else contextlib.nullcontext()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Handler(logging.Handler):
 
 
 def made(json_lines: bool, quiet: bool, main: bool, chatter: Chatter | None) -> Console:
-    """The console that fits standard output and what was asked for. main: of rank 0."""
+    """Return the console that fits standard output and what was asked for. main: of rank 0."""
     able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     kind: Kind = "terminal" if able else "lines"
     if quiet:

@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 def lines(runs: Sequence[Run]) -> list[Line]:
-    """Every set of every run, set by set; only what was measured after step 0."""
+    """Return every set of every run, set by set; only what was measured after step 0."""
     names = dict.fromkeys(name for run in runs for name in run.sets)
     compared = [_line(runs, i, name) for name in names for i, run in enumerate(runs) if run.held_out(name)]
     return [line for line in compared if line.step > 0]
@@ -73,7 +73,7 @@ def _object(result: Change | None) -> dict[str, Any] | None:
 
 
 def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, str]]:
-    """(whether it was lost for sure, a line that says so) for each run and named set.
+    """Return (it was lost for sure, a line that says so) for each run and named set.
 
     Raises UserError for a set that a run does not have, and where nothing can be said yet.
     """

@@ -70,7 +70,7 @@ class Window:
         self.domains = [_added(*two) for two in zip_longest(self.domains, sums.domains, fillvalue=none)]
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
-        """Means over the window; of each of several `domains`, too."""
+        """Return means over the window; of each of several `domains`, too."""
         nll = _mean(self.nll, self.applied_tokens)
         applied = self.steps - self.skipped
         return {
@@ -186,7 +186,7 @@ class Metrics:
         self._console.record(finite(record), self._progress)
 
     def state(self) -> dict[str, Any]:
-        """The steps that are counted and not recorded yet, as JSON can hold them."""
+        """Return the steps that are counted and not recorded yet, as JSON can hold them."""
         return finite(asdict(self._window)) if self.active else {}
 
     def validation(
@@ -279,7 +279,7 @@ class Profiler:
 
 
 def _wandb_run(config: RunConfig) -> Any:
-    """The W&B run that belongs to the run directory, resumed after a restart."""
+    """Return the W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
     path = config.run_dir / WANDB_ID
@@ -309,7 +309,7 @@ def _added(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Every value of a record with its path, as in `train/domains/home/nll`."""
+    """Yield every value of a record with its path, as in `train/domains/home/nll`."""
     for key, value in record.items():
         inner = f"{path}/{key}"
         yield from _leaves(value, inner) if isinstance(value, dict) else [(inner, value)]

@@ -31,12 +31,12 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Supervised tokens per second of training over the last steps; None before the first."""
+        """Return supervised tokens per second of training over the last steps; None before the first."""
         seconds = sum(s for s, _ in self._steps)
         return sum(n for _, n in self._steps) / seconds if seconds > 0 else None
 
     def left(self, steps: int) -> float | None:
-        """Seconds that so many steps will take, pauses included as often as they came so far."""
+        """Return seconds that so many steps will take, pauses included as often as they came so far."""
         if not self._steps or self._training <= 0:
             return None
         each = sum(s for s, _ in self._steps) / len(self._steps)
@@ -44,7 +44,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `2 d 3 h`."""
+    """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -62,7 +62,7 @@ class Samples:
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
-    """The prompts as the data's documents begin: BOS, where there is one, and the text.
+    """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
 
     Raises UserError for a prompt without any token, and for one that does not fit into data.block with what
     is to follow.
@@ -93,7 +93,7 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
 def continuations(
     trainer: Engine, prompts: Sequence[Sequence[int]], tokens: int, end: int | None
 ) -> list[list[int]]:
-    """The likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
+    """Return the likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
 
     All ranks must call, with the same prompts. Every rank makes the same number of forward passes over the
     same tokens, those of rank 0, because under ZeRO-3 all take part in each. No random number is drawn.
@@ -117,7 +117,7 @@ def continuations(
 
 
 def _next_logits(trainer: Engine, ids: Tensor, last: Tensor) -> Tensor:
-    """Logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
+    """Return logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
     rows = torch.arange(len(ids), device=ids.device)
     if "logits_to_keep" in getattr(unwrap(trainer.model), "order", ()):  # the head need not see the others
         positions, which = last.unique(return_inverse=True)

@@ -65,7 +65,7 @@ class Chatter:
         self.path: Path | None = None  # once it is in a run directory
 
     def move(self, run_dir: Path, main: bool) -> None:
-        """From now on it goes to the run's log, after what was kept so far.
+        """Send the output to the run's log from now on, after what was kept so far.
 
         main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
         """
@@ -93,7 +93,7 @@ class Chatter:
             print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
 
     def prints(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block Python's `print` goes there as well: around what compiles."""
+        """Send Python's `print` there as well within the block, which encloses what compiles."""
         return contextlib.redirect_stdout(self.stream)
 
 

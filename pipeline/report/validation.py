@@ -51,7 +51,7 @@ class Change(NamedTuple):
 
     @property
     def direction(self) -> int:
-        """+1: lost for sure, -1: gained for sure, 0: cannot be told."""
+        """Return +1 for lost for sure, -1 for gained for sure, 0 where it cannot be told."""
         return int(self.low > 0) - int(self.high < 0)
 
 
