@@ -190,7 +190,7 @@ def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) 
     watch.joined()
     if reason := ranks.first_reason(watch.reason):
         event = {"event": "stopped", "reason": reason}
-        log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra={"told": event})
+        log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra={"event_fields": event})
         finished = False
     else:
         finished = train(config, world, watch, console)

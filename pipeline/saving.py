@@ -180,7 +180,7 @@ class Saver:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, self._step)
             event = {"event": "saved", "step": self._step, "path": str(final)}
-            log.info("saved: %s", final, extra={"told": event})
+            log.info("saved: %s", final, extra={"event_fields": event})
             spared = self._uploads.current if self._uploads is not None else None
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
             if self._uploads is not None:

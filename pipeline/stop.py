@@ -67,19 +67,19 @@ class Watch:
         threading.Thread(target=self._run, name="stop requests", daemon=True).start()
 
     def joined(self) -> None:
-        """The rank is in the process group: from now on a request is agreed on."""
+        """Note that the rank is in the process group: from now on a request is agreed on."""
         self._phase = LOADING
 
     def trains(self) -> None:
-        """The first step is next: from now on there is something to save."""
+        """Note that the first step is next: from now on there is something to save."""
         self._phase = TRAINING
 
     def stepped(self) -> None:
-        """A step is done: this start works, and what fails from now on is worth another one."""
+        """Note that a step is done: this start works, and what fails from now on is worth another one."""
         self.advanced = True
 
     def blame_node(self) -> None:
-        """A device of this node has failed: train.sbatch keeps the next start away from it."""
+        """Report that a device of this node has failed: train.sbatch keeps the next start away from it."""
         self._blamed = f" {node_name()}"
 
     def ended(self, code: int) -> None:

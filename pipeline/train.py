@@ -68,7 +68,7 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     ready = agreed(lambda: check(config, world.ranks, local=True))
     if (config.run_dir / EXPORT).is_dir():
         event = {"event": "finished", "export": str(config.run_dir / EXPORT)}
-        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": event})
+        log.info("%s is finished: its export is in export/", config.run_dir, extra={"event_fields": event})
         return True
     lock = RunLock(config.run_dir, world.is_main)
     launch = Launch(config.run_dir, console, world.is_main)
@@ -259,7 +259,7 @@ def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch)
         return False
     event = {"event": "stopped", "step": step, "reason": launch.reason}
     line = f"stopped before step {step + 1} ({launch.reason}), with nothing new to save; {RESUME}"
-    log.info(line, extra={"told": event})
+    log.info(line, extra={"event_fields": event})
     if world.is_main:
         stop.file.unlink(missing_ok=True)
     return True

@@ -215,7 +215,7 @@ def check_target(path: Path) -> None:
 def write_recipe(
     path: Path, recipe: Path, overrides: Sequence[str], choice: Choice, cluster: Cluster
 ) -> None:
-    """A recipe that extends `recipe` and sets the overrides and the choice.
+    """Write a recipe that extends `recipe` and sets the overrides and the choice.
 
     Raises UserError when the file is there already, or would not say what the command said.
     """

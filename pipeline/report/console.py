@@ -74,7 +74,7 @@ class Console:
         self._said: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # messages that were no warnings
 
     def progress(self, make: Callable[[], Progress]) -> None:
-        """A step was taken. Drawn on a terminal, and only as often as an eye can follow."""
+        """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
                 self._bar = tqdm(
@@ -83,7 +83,7 @@ class Console:
             self._bar.set_description_str(make().line())
 
     def record(self, record: dict[str, Any], make: Callable[[], Progress]) -> None:
-        """A line of metrics.jsonl, with None where JSON has no number."""
+        """Show a line of metrics.jsonl, with None where JSON has no number."""
         if self.kind == "json":
             self._object("train", record)
         elif self.kind == "lines" and (record["step"] == make().steps or self._due(LINE_EVERY)):
@@ -97,7 +97,7 @@ class Console:
             self._print(line, colour)
 
     def message(self, text: str, level: int = logging.INFO) -> None:
-        """A line of a library or of this program's log."""
+        """Show a line of a library or of this program's log."""
         if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._said:
             return  # who checks before and after loading says the same twice
         if level < WARNING:
@@ -110,7 +110,7 @@ class Console:
             self._print(text)
 
     def open(self, run_dir: Path, main: bool) -> None:
-        """The run directory is this launch's: what libraries print goes to the log in it from now on."""
+        """Send what libraries print to the log in the run directory, now that it is this launch's."""
         if self.chatter is None:
             return
         self.chatter.move(run_dir, main)
@@ -156,7 +156,7 @@ class Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one record; the fields that it carries besides its text are an event."""
-        fields = dict(getattr(record, "told", {}))
+        fields = dict(getattr(record, "event_fields", {}))
         if fields:
             self._console.event(fields.pop("event"), record.getMessage(), **fields)
         else:

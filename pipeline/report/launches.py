@@ -81,14 +81,14 @@ class Launch:
             self.console.event("sample", line, step=step, text=text)
 
     def stopping(self, step: int, reason: str | None) -> None:
-        """The ranks agreed to stop after `step`; without a reason, an error that is to come says why."""
+        """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
         self._step, self.reason = step, reason
         if reason is not None:
             self.console.event("stopping", f"stopping after step {step:,} ({reason}): saving", YELLOW,
                                step=step, reason=reason)  # fmt: skip
 
     def done(self, step: int, finished: bool) -> None:
-        """All is written."""
+        """Note that all is written."""
         self._step = step
         if finished:
             export = self._run_dir / EXPORT

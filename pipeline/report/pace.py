@@ -16,7 +16,7 @@ class Pace:
         self._counted = 0
 
     def step(self, seconds: float, tokens: int) -> None:
-        """A step of so many supervised tokens, which took `seconds` of training."""
+        """Count a step of so many supervised tokens, which took `seconds` of training."""
         if self._counted == 1:
             self._steps.clear()
             self._training = 0.0

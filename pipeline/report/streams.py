@@ -86,7 +86,7 @@ class Chatter:
         return os.pread(1, os.fstat(1).st_size, 0) if self.path is None else b""
 
     def show(self) -> None:
-        """An unexpected error ends this process: show what was kept, or where it is, on standard error."""
+        """Show what was kept, or its path, on standard error when an unexpected error ends this process."""
         if self.path is not None:
             print(f"log of the launcher, compilers and libraries: {self.path}", file=sys.stderr, flush=True)
         else:
