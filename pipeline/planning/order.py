@@ -64,8 +64,8 @@ class Holding(NamedTuple):
 class Stream:
     """The rows of one domain, epoch after epoch.
 
-    rows: int64 [n], n > 0. sizes: what each adds to what shares are of, above 0. order: of an epoch, places
-    in `rows`, int64 [n].
+    rows: int64 [n], n > 0. sizes: what each adds to what shares are of, above 0. order: of an epoch, indices
+    into `rows`, int64 [n].
     """
 
     def __init__(self, rows: np.ndarray, sizes: np.ndarray, order: Callable[[int], np.ndarray]) -> None:
