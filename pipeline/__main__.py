@@ -8,7 +8,7 @@ from pipeline.cli import leave, main
 
 
 def run() -> NoReturn:
-    """The command as a process of its own."""
+    """Run the command as a process of its own."""
     leave(main())
 
 

@@ -35,10 +35,10 @@ def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: W
     hashes = Hashes(run_dir / DATA_HASHES)
     faults = [fault for data in sets for fault in data.faults(hashes, world.rank, world.ranks)]
     every = gather_objects((faults, hashes.new()))
-    found = [fault for theirs, _ in every for fault in theirs]
-    if found:
-        more = f" (and {len(found) - 1} more files)" if len(found) > 1 else ""
-        raise UserError(found[0] + more)
+    all_faults = [fault for rank_faults, _ in every for fault in rank_faults]
+    if all_faults:
+        suffix = f" (and {len(all_faults) - 1} more files)" if len(all_faults) > 1 else ""
+        raise UserError(all_faults[0] + suffix)
     if world.is_main:
         hashes.save(new for _, new in every)
 
@@ -47,7 +47,7 @@ DOMAIN = "domain"  # in a micro-batch: of each of its rows, int64 [b]
 
 
 def rank_rows(rows: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """The contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
+    """Return the contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
     return np.split(rows, ranks)[rank]
 
 
@@ -60,7 +60,7 @@ class Batches:
     def read(
         self, rows: np.ndarray, real: np.ndarray | None = None, apart: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
+        """Yield micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
 
         What can be known of them beforehand is: labels come as the plan by which the loss goes through them,
         and where documents begin is beside the positions. For a GPU all is in pinned memory. `apart`: with
@@ -91,7 +91,7 @@ def _use(device: torch.device) -> None:
 
 
 class StepBatch(NamedTuple):
-    """What one step trains on."""
+    """The rows and micro-batches of one step."""
 
     rows: np.ndarray  # of the global batch
     valid: int  # supervised tokens of the global batch
@@ -111,12 +111,12 @@ class Loader:
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def step(self, step: int, last: bool) -> StepBatch:
-        """The batch of `step`; unless it is the `last` one, that of the next is begun."""
+        """Return the batch of `step`; unless it is the `last` one, that of the next is begun."""
         ready = self._ahead
         future = ready[1] if ready is not None and ready[0] == step else self._begin(step)
-        found = future.result()
+        batch = future.result()
         self._ahead = None if last else (step + 1, self._begin(step + 1))
-        return found
+        return batch
 
     def close(self) -> None:
         """Read no more."""
@@ -128,9 +128,9 @@ class Loader:
     def _read(self, step: int) -> StepBatch:
         data, rows = self.batches.data, self.order.step_rows(step)
         damage = data.damage(rows, self.vocab_size)
-        mine = rank_rows(rows, self.world.rank, self.world.ranks)
+        local_rows = rank_rows(rows, self.world.rank, self.world.ranks)
         apart = len(data.domains) > 1
-        micro = [] if damage else list(self.batches.read(mine, apart=apart))
+        micro = [] if damage else list(self.batches.read(local_rows, apart=apart))
         valid = data.valid[rows]
         counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
         return StepBatch(rows, int(valid.sum()), counts if apart else [], damage, micro)

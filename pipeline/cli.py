@@ -32,7 +32,7 @@ SCRIPTS = {"text": "continual", "instruct": "instruct"}
 
 
 def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
-    """One rank of `deepspeed launch/continual.sh RECIPE`, whose data are of `kind`; its exit code.
+    """Run one rank of `deepspeed launch/continual.sh RECIPE`, of data of `kind`; return its exit code.
 
     `watch` has been started by the launch script.
     """
@@ -64,14 +64,14 @@ def leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m pipeline plan | preflight | score | report`: what is done before and after training.
+    """Run `python -m pipeline plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
-    given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
+    arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
     parser = _parser()
     offer_completion(parser)
-    args = parse_arguments(parser, given)
+    args = parse_arguments(parser, arguments)
     commands = {"plan": _plan, "preflight": _preflight, "score": _score, "report": _report}
     _quieten()
     if _is_first_of_host():
@@ -188,9 +188,9 @@ def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) 
     started = time.perf_counter()
     world = engine.start_world()
     watch.joined()
-    if asked := ranks.first_reason(watch.reason):
-        told = {"event": "stopped", "reason": asked}
-        log.info("stopped before the run was opened (%s); %s", asked, RESUME, extra={"told": told})
+    if reason := ranks.first_reason(watch.reason):
+        event = {"event": "stopped", "reason": reason}
+        log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra={"event_fields": event})
         finished = False
     else:
         finished = train(config, world, watch, console)
@@ -221,15 +221,15 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     _recipe_and_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
-    shown.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
+    output.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     return parser.parse_intermixed_args(argv)
 
 
 def _reported(run: Callable[[], int], watch: Watch) -> int:
-    """The exit code of `run`, whose expected errors become one line each; others keep their traceback."""
+    """Return the exit code of `run`; expected errors become one line each, others keep their traceback."""
     try:
         return run()
     except UserError as error:
@@ -267,19 +267,19 @@ class Printable(logging.Formatter):
     """Log lines whose names come from recipes and files, and cannot act on the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's text."""
+        """Return the record's text."""
         return without_secrets(printable(super().format(record)))
 
 
 def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
-    """Rank 0 reports progress on stdout; libraries and the other ranks report errors only."""
+    """Return the console. Rank 0 reports progress on stdout, libraries and the other ranks errors only."""
     console = made(args.json, args.quiet, _is_main(), chatter)
-    shown, hidden = Handler(console), logging.StreamHandler(chatter.stream)
+    visible, hidden = Handler(console), logging.StreamHandler(chatter.stream)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
-    shown.addFilter(lambda record: "distutils" not in record.pathname)
+    visible.addFilter(lambda record: "distutils" not in record.pathname)
     hidden.addFilter(lambda record: "distutils" in record.pathname)
     level = logging.INFO if _is_main() else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", handlers=[shown, hidden])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[visible, hidden])
     _quieten()
     # Its log is chatter, and a user sees its warnings as any other; that there is no GPU this program says.
     of_deepspeed = Handler(console)
@@ -291,12 +291,6 @@ def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     return console
-
-
-def _log_to_stdout(level: int) -> None:
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Printable())
-    logging.basicConfig(level=level, handlers=[handler])
 
 
 def _quieten() -> None:
@@ -337,10 +331,12 @@ def _preflight(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
 
-    given = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
-    given.append(f"model.revision={args.revision or 'null'}")
-    _log_to_stdout(logging.INFO)
-    config = load_config(args.recipe, [*args.overrides, *given])
+    settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
+    settings.append(f"model.revision={args.revision or 'null'}")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Printable())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    config = load_config(args.recipe, [*args.overrides, *settings])
     from pipeline.planning.score import score
 
     if score(config, args.name, _part(args.part), args.force):
@@ -357,8 +353,8 @@ def _report(args: argparse.Namespace) -> int:
     from pipeline.report.page import document
 
     runs = read_runs(args.runs)
-    asked = args.fail_on_regression
-    verdicts = forgetting.regressions(runs, asked.split(",") if asked is not None else [])
+    names = args.fail_on_regression
+    verdicts = forgetting.regressions(runs, names.split(",") if names is not None else [])
     out = args.out or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]
@@ -375,7 +371,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """I/N as numbers. Raises UserError when it is not that."""
+    """Return I/N as numbers. Raises UserError when it is not that."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise UserError(f"--part {text}: give I/N with 0 <= I < N, for example 0/4")

@@ -35,7 +35,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model, and in which form it trains.
+    """The model, and the form in which it trains.
 
     `path` alone: a pre-trained model. `architecture` alone: a new model. Both: a pre-trained model that must
     have this architecture, which also lets a dry run plan without network.
@@ -90,7 +90,7 @@ else:
 
 
 def _as_ramp(weight: Any) -> Any:
-    """What is written as a ramp is checked as one, so that its mistakes are named."""
+    """Return a weight that is written as a ramp as a Ramp, so that its mistakes are named."""
     if not isinstance(weight, dict):
         return weight
     try:
@@ -101,12 +101,12 @@ def _as_ramp(weight: Any) -> Any:
 
 
 def _ends(weight: float | RampConfig) -> tuple[float, float]:
-    """The first and the last value of a number or ramp."""
+    """Return the first and the last value of a number or ramp."""
     return (getattr(weight, "from"), weight.to) if isinstance(weight, RampConfig) else (weight, weight)
 
 
 def _labelled(weight: float | RampConfig, name: str) -> str:
-    """As in `0.5 emo`, or `(0.5 to 0) mle`."""
+    """Return words such as `0.5 emo`, or `(0.5 to 0) mle`."""
     first, last = _ends(weight)
     return f"({first:g} to {last:g}) {name}" if isinstance(weight, RampConfig) else f"{first:g} {name}"
 
@@ -130,12 +130,12 @@ class PartConfig(Section):
 
     @property
     def label(self) -> str:
-        """What it is called in a sum."""
+        """Return the part's name in a sum."""
         return _labelled(self.weight, self.name)
 
 
 class ObjectiveConfig(Section):
-    """What is minimised; docs/objectives.md has the names and their parameters.
+    """The loss to minimise; docs/objectives.md has the names and their parameters.
 
     Besides those, `name` may be FILE.py:FUNCTION, MODULE:FUNCTION, or what an installed package registers.
     """
@@ -168,7 +168,7 @@ class ObjectiveConfig(Section):
 
     @property
     def label(self) -> str:
-        """What it is called in plans, cards and reports."""
+        """Return the objective's name in plans, cards and reports."""
         return " + ".join(part.label for part in self.sum) if self.sum else self.name
 
     @model_validator(mode="after")
@@ -181,13 +181,13 @@ class ObjectiveConfig(Section):
             raise ValueError("give name and params, or sum, not both")
         others = {part.cost for part in self.sum or ()} - {None, self.cost}
         if others:
-            named = ", ".join(map(str, others))
-            raise ValueError(f"the parts of a sum share one cost embedding: set cost, not {named} in a part")
+            costs = ", ".join(map(str, others))
+            raise ValueError(f"the parts of a sum share one cost embedding: set cost, not {costs} in a part")
         return self
 
 
 class MixtureConfig(Section):
-    """How much of each domain a run trains on, and when.
+    """The shares of the domains in what a run trains on, over time.
 
     Every domain keeps an order of its own: each of its rows is seen once before any is seen twice.
     """
@@ -205,7 +205,9 @@ class MixtureConfig(Section):
     @field_validator("shares", mode="before")
     @classmethod
     def _ramps(cls, shares: Any) -> Any:
-        return {name: _as_ramp(one) for name, one in shares.items()} if isinstance(shares, dict) else shares
+        return (
+            {name: _as_ramp(share) for name, share in shares.items()} if isinstance(shares, dict) else shares
+        )
 
     @model_validator(mode="after")
     def _possible(self) -> MixtureConfig:
@@ -224,11 +226,11 @@ class MixtureConfig(Section):
 
     @property
     def label(self) -> str:
-        """As in `(0.3 to 0.1) general + 0.7 abroad, by tokens`."""
+        """Return words such as `(0.3 to 0.1) general + 0.7 abroad, by tokens`."""
         parts = " + ".join(_labelled(share, name) for name, share in self.shares.items())
         most = ", ".join(f"{counted(epochs, 'epoch')} of {name}" for name, epochs in self.max_epochs.items())
-        told = f"{parts or f'temperature {self.temperature:g}'}, by {self.by}"
-        return f"{told}; at most {most}" if most else told
+        text = f"{parts or f'temperature {self.temperature:g}'}, by {self.by}"
+        return f"{text}; at most {most}" if most else text
 
 
 class TrainConfig(Section):
@@ -312,13 +314,13 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
-            one, other = (
+            first, other = (
                 f"train.steps={self.steps or 'N'}",
                 f"train.epochs={self.epochs or 'N'}".removesuffix(".0"),
             )
             if self.steps is not None:
-                one, other = f"{one} train.epochs=null", f"{other} train.steps=null"
-            raise ValueError(f"give exactly one of epochs and steps: {one}, or {other}")
+                first, other = f"{first} train.epochs=null", f"{other} train.steps=null"
+            raise ValueError(f"give exactly one of epochs and steps: {first}, or {other}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.clip:
@@ -336,7 +338,7 @@ class RunConfig(Section):
     data: DataConfig = mark(FREE)
     """What to tokenise; compared by the fingerprint of the prepared data."""
     model: ModelConfig
-    """Which model, and in which form it trains."""
+    """The model, and the form in which it trains."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is minimised."""
     train: TrainConfig
@@ -361,15 +363,15 @@ class Batch(NamedTuple):
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """The resolved configuration of a recipe file with `key=value` overrides.
+    """Return the resolved configuration of a recipe file with `key=value` overrides.
 
     Raises UserError for an objective in a file or package of one's own that no override names: a recipe may
     be somebody else's, and such an objective is a program.
     """
     config = parse_section(RunConfig, read_recipe(path, overrides), "")
-    given = " ".join(one for one in overrides if one.startswith("objective"))
+    objectives = " ".join(override for override in overrides if override.startswith("objective"))
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
-        if ":" in name and name not in given:
+        if ":" in name and name not in objectives:
             raise UserError(
                 f"{path} names an objective that is a program, {name}, and no recipe has one run by itself: "
                 f"read it, then name it in the command: objective.name={name}"
@@ -378,7 +380,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
+    """Return the resolved configuration as YAML that `load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -404,7 +406,7 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
 
 
 def total_steps(train: TrainConfig, rows: int) -> int:
-    """Optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
+    """Return the optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
 
     Raises UserError when the data are too few for one step.
     """
@@ -421,7 +423,7 @@ def total_steps(train: TrainConfig, rows: int) -> int:
 
 
 def lr_at(train: TrainConfig, step: int, steps: int) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0.
+    """Return the learning rate of `step` (from 0) of `steps`: linear warm-up, then the schedule down to 0.
 
     The first step has a rate above 0, as in transformers' schedules shifted by one.
     """

@@ -109,7 +109,7 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
 
 
 def _port_taken(port: str) -> UserError:
-    """The error of a port that another program has: of the user's choice, or of this program's own."""
+    """Return the error of a port that another program has: of the user's choice, or of this program's own."""
     if os.environ.get(CHOSEN_PORT) == port:
         return FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}")
     return UserError(
@@ -118,7 +118,7 @@ def _port_taken(port: str) -> UserError:
 
 
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
-    """While the returned object lives, transformers builds models partitioned if the stage is 3."""
+    """Return an object; while it lives, transformers builds models partitioned if the stage is 3."""
     return HfDeepSpeedConfig(ds_config)
 
 
@@ -128,8 +128,8 @@ STATE_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 ONLY_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed itself asks for the contrary
 CONVERT = [
     "import torch",
-    *(f"from {one.__module__} import {one.__name__}" for one in STATE_CLASSES),
-    f"torch.serialization.add_safe_globals([{', '.join(one.__name__ for one in STATE_CLASSES)}])",
+    *(f"from {cls.__module__} import {cls.__name__}" for cls in STATE_CLASSES),
+    f"torch.serialization.add_safe_globals([{', '.join(cls.__name__ for cls in STATE_CLASSES)}])",
     "from deepspeed.checkpoint import ds_to_universal",
     "ds_to_universal.main(ds_to_universal.parse_arguments())",
 ]
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The model inside the engine."""
+        """Return the model inside the engine."""
         return self.ds.module
 
     def train_step(
@@ -180,7 +180,7 @@ class Engine:
         stop: bool,
         domains: Sequence[int] = (),
     ) -> Sums:
-        """One optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
+        """Take an optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
 
         domains: those of each domain, where losses are to be summed apart; the head must then tell them by
         token, and the micro-batches which rows are of which. DeepSpeed does not apply a step whose gradient
@@ -207,7 +207,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> tuple[Sums, np.ndarray, np.ndarray]:
-        """Sums over this rank's micro-batches and all ranks; NLL and valid tokens of this rank's documents.
+        """Return sums over all ranks' micro-batches, and NLL and valid tokens of this rank's documents.
 
         Every rank must bring equally many micro-batches, and the head tell its losses by token (`measuring`).
         """
@@ -225,14 +225,14 @@ class Engine:
     def share(self, totals: Tensor, domains: Sequence[int] = ()) -> Sums:
         """Add [loss, nll, demd, tokens, stop, *weights, *losses, *nlls] over all ranks."""
         dist.all_reduce(totals)
-        loss, nll, demd, tokens, stop, *more = totals.tolist()
-        weights, losses = more[: BINS + 1], more[BINS + 1 :]
+        loss, nll, demd, tokens, stop, *details = totals.tolist()
+        weights, losses = details[: BINS + 1], details[BINS + 1 :]
         pairs = zip(domains, losses[: len(domains)], losses[len(domains) :], strict=True)
         apart = tuple(itertools.starmap(DomainSums, pairs))
         return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
 
     def gradient_norm(self) -> float:
-        """Norm of the last step's gradient over all parameters, before clipping."""
+        """Return the norm of the last step's gradient over all parameters, before clipping."""
         norm = self.ds.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
@@ -245,13 +245,13 @@ class Engine:
     def load(self, directory: Path) -> None:
         """Read the state that as many ranks saved; all ranks must call."""
         groups = self.ds.optimizer.param_groups
-        own = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
+        recipe_settings = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
         with _only_data(directory):
             path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
             raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
-        for group, settings in zip(self.ds.optimizer.param_groups, own, strict=True):
+        for group, settings in zip(self.ds.optimizer.param_groups, recipe_settings, strict=True):
             group.update(settings)
         # And it gives one count of steps to all parts of the state, which would count it up once each.
         optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
@@ -261,7 +261,7 @@ class Engine:
                 state["step"] = own_step.to(parameter.device)
 
     def _frozen_sum(self) -> int:
-        """A sum of the bits of all parameters that do not train, the same for any number of ranks."""
+        """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
             return 0
         total = 0
@@ -275,7 +275,7 @@ class Engine:
         return sum(gather_objects(total)) % 2**64
 
     def _own(self, parameter: Any) -> int:
-        """How many values of a partitioned parameter are this rank's; what follows in its part is padding."""
+        """Return how many values of a partitioned parameter this rank has; what follows is padding."""
         size = parameter.ds_tensor.numel()
         return max(0, min(size, parameter.ds_numel - self.world.rank * size))
 
@@ -288,7 +288,7 @@ class Engine:
 
 
 class Snapshots(TorchCheckpointEngine):
-    """What DeepSpeed saves is copied into host memory; `write` writes it to disk while training continues."""
+    """Copies in host memory of what DeepSpeed saves; `write` writes them to disk while training continues."""
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -318,7 +318,7 @@ class Snapshots(TorchCheckpointEngine):
 
 
 class DamagedError(UserError):
-    """What was to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
+    """A state to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
 
 
 def _check_finite(state: dict[str, Any]) -> None:
@@ -336,14 +336,14 @@ def _check_finite(state: dict[str, Any]) -> None:
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor on the host. The ZeRO stage as a number: Python 3.11.0 to 3.11.3 pickle an enum as a call."""
+    """Return a tensor on the host; the ZeRO stage as a number, for Python up to 3.11.3 pickles a call."""
     if isinstance(leaf, ZeroStageEnum):
         return int(leaf)
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tensor:
-    """[loss, nll, demd, tokens, 0, *weights] of one micro-batch, float64, left on the device.
+    """Return [loss, nll, demd, tokens, 0, *weights] of one micro-batch, float64, left on the device.
 
     With the `domain` [b] of its rows the losses and NLLs of all `domains` follow.
     """
@@ -357,7 +357,7 @@ def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tens
 
 @contextlib.contextmanager
 def _only_data(directory: Path) -> Iterator[None]:
-    """Within the block `torch.load` runs nothing, whatever its caller asks for.
+    """Keep `torch.load` from running anything within the block, whatever its caller asks for.
 
     Raises UserError for a state that would.
     """
@@ -373,11 +373,12 @@ def _only_data(directory: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _more_than_data(directory: Path, said: str) -> UserError:
-    """What becomes of torch's refusal to read a pickle: it `said` which class or function that names."""
-    named = re.search(r"GLOBAL (\S+)", said)
+def _more_than_data(directory: Path, message: str) -> UserError:
+    """Return the error for torch's refusal to read a pickle; its `message` names a class or function."""
+    match = re.search(r"GLOBAL (\S+)", message)
+    reason = match[1] if match else one_line(message, 120)
     return UserError(
-        f"{directory} holds a state that is more than data ({named[1] if named else one_line(said, 120)}); "
+        f"{directory} holds a state that is more than data ({reason}); "
         "the trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
     )
 
@@ -406,5 +407,5 @@ def to_universal(state: Path, target: Path) -> None:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed for the dropout of one step."""
+    """Return a seed for the dropout of one step."""
     return zlib.crc32(f"{seed}/{step}".encode())

@@ -63,7 +63,7 @@ class Exported(NamedTuple):
         return [self.base, *self.adapters]
 
     def merged(self, weight: Tensor, *adapters: Tensor) -> Tensor:
-        """The exported tensor, from the whole tensors of `parts`."""
+        """Return the exported tensor, from the whole tensors of `parts`."""
         if not adapters:
             return weight
         delta = adapters[1].float() @ adapters[0].float()
@@ -72,7 +72,7 @@ class Exported(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What an export is made of: the trained model in host memory, and what it says."""
+    """The trained model in host memory, with logits to compare its export with."""
 
     base: PreTrainedModel  # its configuration is read, not its weights
     probe: Tensor  # token ids [1, T]
@@ -99,10 +99,10 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
 
 
 def copy_model(engine: Engine) -> Copied:
-    """The model as it is now, copied into rank 0's host memory in its own dtype; all ranks must call."""
+    """Return the model as it is now, copied into rank 0's host memory in its dtype; all ranks must call."""
     probe, logits = _probe(engine)
-    kept = deque(_gathered(engine))
-    return Copied(unwrap(engine.model), probe, logits, (kept.popleft() for _ in range(len(kept))))
+    tensors = deque(_gathered(engine))
+    return Copied(unwrap(engine.model), probe, logits, (tensors.popleft() for _ in range(len(tensors))))
 
 
 def write_export(
@@ -112,7 +112,7 @@ def write_export(
     info: dict[str, object],
     check: Callable[[Path, Tensor, Tensor], None],
 ) -> UserError | None:
-    """Rank 0 writes and checks `target`, which appears whole or not at all; an error as above, or None."""
+    """Write and check `target` on rank 0, whole or not at all; return an error as above, or None."""
     partial = target.with_name(target.name + ".partial")
     writer = ShardWriter(partial)
     for name, tensor in copied.tensors:
@@ -135,12 +135,12 @@ def write_export(
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside an adapter wrapper, or the model itself."""
+    """Return the transformers model inside an adapter wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
 
 
 def exported_tensors(model: nn.Module) -> Iterator[Exported]:
-    """What the exported model consists of; all ranks in the same order.
+    """Yield the tensors of the exported model; all ranks in the same order.
 
     A tied head appears once, under its first name, as `from_pretrained` expects. Raises UserError for
     adapters on a layer that they cannot be merged into.
@@ -160,7 +160,7 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
 
 
 def _adapted(name: str, weight: nn.Parameter, layer: Any) -> Exported:
-    """The tensor of a layer that carries adapters."""
+    """Return the tensor of a layer that carries adapters."""
     scaling = layer.scaling[ADAPTER]
     if ADAPTER in layer.lora_A:
         adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -233,7 +233,7 @@ class ShardWriter:
 
 
 def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
-    """A few token ids [1, T] and the trained model's logits [1, T, V], on the host; all ranks must call."""
+    """Return a few token ids [1, T] and the model's logits [1, T, V], on the host; all ranks must call."""
     probe = torch.arange(16)[None] % unwrap(engine.model).config.get_text_config().vocab_size
     engine.ds.eval()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the export, copied into host memory one at a time; none but on rank 0.
+    """Yield the tensors of the export, copied into host memory one at a time; none but on rank 0.
 
     All ranks must exhaust it, for under ZeRO-3 all take part in gathering.
     """
@@ -281,10 +281,10 @@ def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dic
 
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
-    """The card that is published with the model: it names no folder of this machine."""
+    """Return the card that is published with the model: it names no folder of this machine."""
     origin = publishable(config.model.path or "a new model")
-    shown = {key: publishable(str(value)) for key, value in info.items()}
-    facts = "\n".join(f"| {markdown(key)} | {markdown(value)} |" for key, value in shown.items())
+    published = {key: publishable(str(value)) for key, value in info.items()}
+    facts = "\n".join(f"| {markdown(key)} | {markdown(value)} |" for key, value in published.items())
     names = (publishable(str(s.hub or s.files or s.embedded)) for s in config.data.sources)
     sources = ", ".join(map(markdown, names))
     return (
@@ -309,9 +309,9 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
         raise ExportError(f"{directory}: tensors do not fit the configuration: {sorted(map(str, wrong))[:3]}")
     model.eval()
     with torch.no_grad():
-        found = model(input_ids=probe).logits
+        logits = model(input_ids=probe).logits
     scale = expected.float().abs().max().clamp_min(1.0)
-    error = ((found.float() - expected.float()).abs().max() / scale).item()
+    error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
         raise ExportError(f"{directory}: reloaded logits differ by {error:.2g} of their size")
 
@@ -329,8 +329,8 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
         input=save({"probe": probe, "expected": expected}),
         capture_output=True,
     )
-    said = done.stderr.decode(errors="replace").splitlines() if done.returncode > 0 else []
-    line = said[-1] if said else f"exit code {done.returncode}"
+    lines = done.stderr.decode(errors="replace").splitlines() if done.returncode > 0 else []
+    line = lines[-1] if lines else f"exit code {done.returncode}"
     if done.returncode == ExitCode.MISTAKE:
         raise ExportError(line)
     if done.returncode:
@@ -338,12 +338,12 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
 
 
 def main() -> int:
-    """What `check_aside` runs: `python -m pipeline.export DIRECTORY`, with the logits on stdin."""
+    """Check an export for `check_aside`: `python -m pipeline.export DIRECTORY`, with the logits on stdin."""
     die_with_parent()
     os.nice(10)  # training comes first
-    given = load(sys.stdin.buffer.read())
+    tensors = load(sys.stdin.buffer.read())
     try:
-        check(Path(sys.argv[1]), **given)
+        check(Path(sys.argv[1]), **tensors)
     except (UserError, RuntimeError, ValueError) as error:
         print(one_line(error, 400), file=sys.stderr)
         return ExitCode.MISTAKE

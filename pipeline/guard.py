@@ -42,11 +42,11 @@ class Guard:
         self._losses: deque[float] = deque(state.get("losses", ()), maxlen=WINDOW)
 
     def state(self) -> dict[str, Any]:
-        """What later steps are judged by, so that a resumed run judges alike."""
+        """Return what later steps are judged by, so that a resumed run judges alike."""
         return {"in_a_row": self._in_a_row, "recent": list(self._recent), "losses": list(self._losses)}
 
     def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:
-        """Judge step `step` (from 1). A line for the user if something is wrong, else None.
+        """Judge step `step` (from 1). Return a line for the user if something is wrong, else None.
 
         `rows()` tells where the rows of the batch come from. Raises UserError when the run must end.
         """

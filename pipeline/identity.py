@@ -74,7 +74,7 @@ def of_scores(scores: Sequence[Scores | None]) -> Identity:
     """Return which log-probabilities an objective reads beside the rows."""
     read = [column for column in scores if column is not None]
     hashes = {column.data.directory.name: [shard.sha256 for shard in column.about.shards] for column in read}
-    return {"scores": {name: _digest(found) for name, found in hashes.items()}}
+    return {"scores": {name: _digest(digests) for name, digests in hashes.items()}}
 
 
 def of_objective(parts: Sequence[Objective], programs: Mapping[str, str], batch: Batch) -> Identity:
@@ -91,12 +91,12 @@ def of_objective(parts: Sequence[Objective], programs: Mapping[str, str], batch:
 
 def of_model(settings: PretrainedConfig, model: Any) -> Identity:
     """Return what the model computes, apart from its weights. model: with its adapters, on any device."""
-    told = {k: v for k, v in settings.to_diff_dict().items() if k not in NOT_ARCHITECTURE}
+    architecture = {k: v for k, v in settings.to_diff_dict().items() if k not in NOT_ARCHITECTURE}
     adapters = None
     if hasattr(model, "peft_config"):
-        (made,) = model.peft_config.values()
-        adapters = {k: v for k, v in made.to_dict().items() if k not in NOT_ADAPTERS}
-    return {"model": _digest(told), "adapters": None if adapters is None else _digest(adapters)}
+        (adapter,) = model.peft_config.values()
+        adapters = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
+    return {"model": _digest(architecture), "adapters": None if adapters is None else _digest(adapters)}
 
 
 def of_deepspeed(ds_config: Mapping[str, Any]) -> Identity:
@@ -118,10 +118,10 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
     for part, value in now.items():
         if part in before and before[part] == value:
             continue
-        what, cure = PARTS[part]
+        subject, cure = PARTS[part]
         raise UserError(
-            f"{run_dir} was trained with another {what}: {_difference(before.get(part), value)}; {cure}, or "
-            "set run_dir to a new directory",
+            f"{run_dir} was trained with another {subject}: {_difference(before.get(part), value)}; {cure}, "
+            "or set run_dir to a new directory",
             code=f"changed-{part}",
         )
 
@@ -191,9 +191,9 @@ def _add_program(hashes: dict[str, str], name: str, path: Path, package: str) ->
             base = ".".join(filter(None, (parent, node.module)))
             modules = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         for module in modules:
-            found = _file_of(module)
-            if found is not None and (module.split(".")[0] == package or _is_of_user(module, found)):
-                _add_program(hashes, module, found, package)
+            file = _file_of(module)
+            if file is not None and (module.split(".")[0] == package or _is_of_user(module, file)):
+                _add_program(hashes, module, file, package)
 
 
 def _file_of(module: str) -> Path | None:
@@ -208,7 +208,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _is_of_user(module: str, path: Path) -> bool:
-    """Whether a module is part neither of an installed library nor of this project."""
+    """Return whether a module is part neither of an installed library nor of this project."""
     if module.split(".")[0] in ROOMS and path.is_relative_to(REPOSITORY):
         return False
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -81,14 +81,14 @@ class RunLock:
 
     @property
     def problem(self) -> str | None:
-        """Why this launch must not write any more, or None; looks at the directory."""
+        """Return why this launch must not write any more, or None; looks at the directory."""
         if self._lease is None or self._lease.held():
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
 
     @property
     def step(self) -> int:
-        """The last step that this launch has taken; 0 before its first."""
+        """Return the last step that this launch has taken; 0 before its first."""
         return self._step
 
     def reached(self, step: int) -> None:
@@ -96,16 +96,16 @@ class RunLock:
         self._step, self._since = step, time.time()
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Within the block the heartbeat says `what`: loading, validating, saving, exporting."""
+    def doing(self, activity: str) -> Iterator[None]:
+        """Name an activity in the heartbeat within the block: loading, validating, saving, exporting."""
         before = self._doing
-        self.now(what)
+        self.now(activity)
         yield
         self.now(before)
 
-    def now(self, what: str) -> None:
-        """The run does `what` from now on."""
-        self._doing, self._since = what, time.time()
+    def now(self, activity: str) -> None:
+        """Name the run's activity from now on."""
+        self._doing, self._since = activity, time.time()
         if self._lease is not None and self._lease.path is not None:
             self._beat()
 

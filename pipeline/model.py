@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
-    """The Hugging Face configuration of the model.
+    """Return the Hugging Face configuration of the model.
 
     Raises UserError when the path cannot be read or disagrees with `architecture`. With `online` false the
     recipe's `architecture` stands in for a path that is not on this machine.
@@ -68,16 +68,16 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
         except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {one_line(error)}") from None
     try:
-        found = load_config(config.path, config.revision)
+        hf_config = load_config(config.path, config.revision)
     except (OSError, ValueError) as error:
         raise UserError(_unreachable(config.path, error)) from None
     for key, value in (config.architecture or {}).items():
-        if getattr(found, key, None) != value:
+        if getattr(hf_config, key, None) != value:
             raise UserError(
-                f"model.path={config.path} has {key}={getattr(found, key, None)!r}, but "
+                f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}, but "
                 f"model.architecture says {value!r}; correct one of them"
             )
-    return found
+    return hf_config
 
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
@@ -97,11 +97,11 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     if model.path is None:
         return
     try:
-        own = tokenizer_fingerprint(load_tokenizer(model.path, model.revision))
+        fingerprint = tokenizer_fingerprint(load_tokenizer(model.path, model.revision))
     except UserError:
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
-    if own != manifest.tokenizer_fingerprint:
+    if fingerprint != manifest.tokenizer_fingerprint:
         raise UserError(
             f"the data were prepared with another tokenizer than that of {model.path}; "
             f"set data.tokenizer={model.path} and prepare again"
@@ -112,7 +112,7 @@ Cost = CostEmbedding | LiveCost | None
 
 
 class Losses(NamedTuple):
-    """What is minimised, and the transport costs that training and validation use."""
+    """The objective, and the transport costs that training and validation use."""
 
     objective: Objective
     cost: Cost  # None where the objective has no transport part, so that it pays for none
@@ -184,12 +184,12 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
     measured = objective.needs_cost and kind not in ("constant", "numbers")
     if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
-        found, among = twins(cost)
-        if found > USUAL_TWINS * among:
+        alike, among = twins(cost)
+        if alike > USUAL_TWINS * among:
             log.info(
                 "objective.cost hardly tells tokens apart: %d of %d that were looked at are within a cost of "
                 "%g of another one, and about half is usual; watch weight_max in metrics.jsonl",
-                found,
+                alike,
                 among,
                 TWIN_COST,
             )
@@ -197,7 +197,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
 
 
 def _pieces(config: RunConfig) -> list[str]:
-    """The tokens of the data's tokenizer, in order of ids."""
+    """Return the tokens of the data's tokenizer, in order of ids."""
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     return [str(tokenizer.convert_ids_to_tokens(token)) for token in range(len(tokenizer))]
 
@@ -215,7 +215,7 @@ def tell_by_token(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
-    """Within the block the fused head reports DEMD whatever the objective, and its losses by token."""
+    """Let the fused head report DEMD within the block, whatever the objective, and its losses by token."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     training = head.spec
     head.spec = dataclasses.replace(training, cost=losses.measure, by_token=True)
@@ -226,12 +226,12 @@ def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
 
 
 def initial_weights(config: RunConfig) -> Path:
-    """Where a new model's first weights are kept: they are its origin, and its cost embedding's."""
+    """Return the path of a new model's first weights: they are its origin, and its cost embedding's."""
     return config.run_dir / INITIAL
 
 
 def origin(config: RunConfig) -> tuple[str, str | None]:
-    """Where the weights before training are, a path or hub id, and the commit of a hub model."""
+    """Return the path or hub id of the weights before training, and the commit of a hub model."""
     if config.model.path is None:
         return str(initial_weights(config)), None
     return config.model.path, config.model.revision
@@ -252,7 +252,7 @@ def write_initial_weights(config: RunConfig) -> None:
 
 
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """The model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
+    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
 
     Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
     """
@@ -271,16 +271,16 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
 
 
 def _check_complete(path: str, loaded: Loaded) -> None:
-    """Every tensor was in the checkpoint, as it is in the model, and nothing else was."""
-    for what, names in (
+    """Raise UserError unless the checkpoint holds every tensor of the model in its shape, and no other."""
+    for problem, names in (
         ("lacks", loaded.missing),
         ("has another shape for", loaded.mismatched),
         ("holds what this kind of model has not:", loaded.unexpected),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"model.path={path} {what} {', '.join(names[:3])}{more}: it is damaged, or not a "
+                f"model.path={path} {problem} {', '.join(names[:3])}{remainder}: it is damaged, or not a "
                 "checkpoint of a causal language model; set model.path to one that is complete"
             )
     if loaded.fault is not None:
@@ -288,19 +288,19 @@ def _check_complete(path: str, loaded: Loaded) -> None:
 
 
 def _check_finite(path: str, model: nn.Module) -> None:
-    """No weight is NaN or infinite; every rank looks at what it holds, and all agree."""
+    """Raise UserError for a weight that is NaN or infinite; every rank looks at its part, and all agree."""
     broken = ""
     for name, parameter in model.named_parameters():
-        held = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
+        values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
         # on NVMe a piece is not at hand
         if (
-            held.numel()
-            and held.device.type != "meta"
-            and not bool(torch.isfinite(torch.stack(held.aminmax())).all())
+            values.numel()
+            and values.device.type != "meta"
+            and not bool(torch.isfinite(torch.stack(values.aminmax())).all())
         ):
             broken = broken or name
     if dist.is_initialized() and dist.get_world_size() > 1:
-        broken = next((found for found in gather_objects(broken) if found), "")
+        broken = next((fault for fault in gather_objects(broken) if fault), "")
     if broken:
         raise UserError(
             f"model.path={path} holds values in {broken} that are not finite; its weights are damaged"
@@ -308,7 +308,7 @@ def _check_finite(path: str, model: nn.Module) -> None:
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
-    """The model that trains: loaded, fused, with adapters and checkpointing as configured."""
+    """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
     path, revision = origin(config)
     model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
     model.config.use_cache = False
@@ -341,14 +341,14 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     probe = functools.partial(
         probe_model, base, engine.ds, packed=False, collective=True, device=engine.world.device
     )
-    found = probe()
+    verdict = probe()
     first = base.config._attn_implementation
-    if found == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
+    if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
         other = without_segments(base.config)
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
-        found = probe()
-    if found == "refused":
+        verdict = probe()
+    if verdict == "refused":
         if packed:
             raise UserError(refusal(base))
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
@@ -392,14 +392,14 @@ def _check_target(model: nn.Module, target: str, pattern: bool) -> None:
     layers = [name for name, module in model.named_modules() if name and not list(module.children())]
     try:
         if pattern:
-            found = any(re.fullmatch(target, name) for name in layers)
+            matches = any(re.fullmatch(target, name) for name in layers)
         else:
-            found = any(name == target or name.endswith(f".{target}") for name in layers)
+            matches = any(name == target or name.endswith(f".{target}") for name in layers)
     except re.error as error:
         raise UserError(f"model.lora.targets={target} is not a regular expression: {error}") from None
-    if not found:
-        known = dict.fromkeys(name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head"))
-        hint = nearest(target, [name for name in known if not name.isdigit()])
+    if not matches:
+        suffixes = dict.fromkeys(name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head"))
+        hint = nearest(target, [name for name in suffixes if not name.isdigit()])
         raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
 
 

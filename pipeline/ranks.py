@@ -37,19 +37,19 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """Return `value` of every rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def first_reason(reason: str | None) -> str | None:
-    """The reason of the first rank that has one, on every rank; all must call."""
-    return next((found for found in gather_objects(reason) if found is not None), None)
+    """Return the reason of the first rank that has one, on every rank; all must call."""
+    return next((text for text in gather_objects(reason) if text is not None), None)
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """What `work` returns on this rank; a UserError of any rank is raised on all of them.
+    """Return what `work` returns on this rank; a UserError of any rank is raised on all of them.
 
     All ranks must call. So a mistake that only one host can see ends the run with one line, not with ranks
     that wait for the one that has left.
@@ -57,12 +57,13 @@ def agreed(work: Callable[[], T]) -> T:
     result, error = None, None
     try:
         result = work()
-    except UserError as found:
-        error = found
+    except UserError as mistake:
+        error = mistake
     errors = gather_objects((socket.gethostname(), error))
     host, first = next(((h, e) for h, e in errors if e is not None), ("", None))
     if first is not None:
-        raise type(first)(str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}")
+        text = str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}"
+        raise type(first)(text, code=first.code)
     return cast("T", result)
 
 
@@ -72,20 +73,20 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     if world.is_main:
         try:
             work()
-        except UserError as found:
-            error = found
+        except UserError as mistake:
+            error = mistake
     error = gather_objects(error)[0]
     if error is not None:
         raise error
 
 
 def host_group() -> Any:
-    """A process group of all ranks through host memory, for a thread that works beside training."""
+    """Return a process group of all ranks through host memory, for a thread that works beside training."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
 
 
 def wait_at_most(minutes: float, spare: Any = None) -> None:
-    """How long a collective may take before it counts as failed, in every group except `spare`."""
+    """Set how long a collective may take before it counts as failed, in every group except `spare`."""
     for group in list(distributed_c10d._world.pg_map):
         if group is not spare:
             distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
@@ -93,7 +94,7 @@ def wait_at_most(minutes: float, spare: Any = None) -> None:
 
 @contextlib.contextmanager
 def patience(minutes: float, spare: Any = None) -> Iterator[None]:
-    """Within the block ranks wait for PATIENCE minutes, afterwards for `minutes`."""
+    """Let ranks wait for PATIENCE minutes within the block, afterwards for `minutes`."""
     wait_at_most(PATIENCE, spare)
     yield
     wait_at_most(minutes, spare)
@@ -110,7 +111,7 @@ LOST = (
 
 
 def lost_a_peer(error: Exception) -> bool:
-    """Whether another rank could not be reached, or a collective failed because it has died or hangs."""
+    """Return whether a rank could not be reached, or a collective failed because it has died or hangs."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     several = dist.is_initialized() and dist.get_world_size() > 1

@@ -39,15 +39,15 @@ def compare(config: RunConfig, identity: Identity) -> None:
             )
         return
     claimed = _claimed(config.run_dir)
-    theirs, mine = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
+    previous, current = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
     free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
-    for key in dict.fromkeys((*mine, *theirs)):
-        if mine.get(key) == theirs.get(key) or any(_within(key, section) for section in free):
+    for key in dict.fromkeys((*current, *previous)):
+        if current.get(key) == previous.get(key) or any(_within(key, section) for section in free):
             continue
         if _within(key, "train.mixture"):
             _check_mixture_may_change(config)
             continue
-        before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (theirs, mine))
+        before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (previous, current))
         raise UserError(
             f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
             "directory, or restore the old value",
@@ -61,7 +61,7 @@ def _within(key: str, section: str) -> bool:
 
 
 def _claimed(run_dir: Path) -> Any:
-    """What config.yaml holds."""
+    """Return the content of config.yaml."""
     path = run_dir / CONFIG
     try:
         return read_written(path)
@@ -89,7 +89,7 @@ def _check_mixture_may_change(config: RunConfig) -> None:
 
 
 def mixtures(config: RunConfig) -> list[Holding]:
-    """Which mixture holds from which step on: those that the run was trained with, and the recipe's.
+    """Return the mixtures by first step: those that the run was trained with, and the recipe's.
 
     `compare` has found that it may change, where it does.
     """
@@ -97,8 +97,8 @@ def mixtures(config: RunConfig) -> list[Holding]:
     if not recorded or recorded[-1].mixture == now:
         return recorded or [Holding(0, now)]
     assert start is not None
-    kept = [one for one in recorded if one.step < start]
-    return kept if kept and kept[-1].mixture == now else [*kept, Holding(start, now)]
+    earlier = [holding for holding in recorded if holding.step < start]
+    return earlier if earlier and earlier[-1].mixture == now else [*earlier, Holding(start, now)]
 
 
 def check_mixture(config: RunConfig, saved: Saved | None) -> None:
@@ -113,18 +113,18 @@ def check_mixture(config: RunConfig, saved: Saved | None) -> None:
 
 
 def _recorded(run_dir: Path) -> list[Holding]:
-    """The mixtures of a run that was claimed; none of one that was not."""
+    """Return the mixtures of a run that was claimed; none of one that was not."""
     if not (run_dir / CONFIG).is_file():
         return []
     tree = _claimed(run_dir)
     try:
-        found = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
+        entries = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
         return [
             Holding(
-                int(one["step"]),
-                None if one["mixture"] is None else MixtureConfig.model_validate(one["mixture"]),
+                int(entry["step"]),
+                None if entry["mixture"] is None else MixtureConfig.model_validate(entry["mixture"]),
             )
-            for one in found
+            for entry in entries
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -143,8 +143,8 @@ def claim(config: RunConfig, identity: Identity) -> None:
     """Write config.yaml: from now on the run directory belongs to this configuration and what it has read."""
     tree, history = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}, mixtures(config)
     if len(history) > 1:
-        held = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
-        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in held]
+        entries = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
+        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
     text = yaml.safe_dump(tree, sort_keys=False)
     write_text(config.run_dir / CONFIG, text)
 
@@ -170,13 +170,13 @@ STATE_KINDS: dict[str, Any] = {
 
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
-    """The newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
+    """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
 
     Others are passed over with a line that says why. Every rank hashes a part of the files.
     """
     for directory in reversed(checkpoints(run_dir)):
-        found = problem(directory, world.rank, world.ranks)
-        problems = [p for p in gather_objects(found) if p is not None]
+        fault = problem(directory, world.rank, world.ranks)
+        problems = [p for p in gather_objects(fault) if p is not None]
         if not problems:
             return _read(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
@@ -199,7 +199,7 @@ def _read(directory: Path) -> Saved:
 
 
 def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Path, bool]:
-    """Where this many ranks can load `saved` from, and whether that is a universal copy.
+    """Return the path from which this many ranks can load `saved`, and whether that is a universal copy.
 
     On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
     Raises UserError when that would have to hold Muon's state, of which DeepSpeed's universal format knows
@@ -258,7 +258,7 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and their values; an empty section holds none."""
+    """Return dotted keys and their values; an empty section holds none."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}

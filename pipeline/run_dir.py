@@ -51,33 +51,33 @@ COUNTABLE = 2**53  # numbers beyond it are of no run
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps is."""
+    """Return the directory of the checkpoint after `step` optimizer steps."""
     return run_dir / f"step-{step:06d}"
 
 
 def partial_directory(run_dir: Path, step: int) -> Path:
-    """Where that checkpoint is written before it is complete."""
+    """Return the directory in which that checkpoint is written before it is complete."""
     return run_dir / f"step-{step:06d}.partial"
 
 
 def step_of(directory: Path) -> int:
-    """The step in a checkpoint directory's name."""
+    """Return the step in a checkpoint directory's name."""
     return int(directory.name.removeprefix("step-"))
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the checkpoint has been written whole (its content is checked by `problem`)."""
+    """Return whether the checkpoint has been written whole (its content is checked by `problem`)."""
     return (directory / COMPLETE).is_file()
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    found = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
-    return sorted(found, key=step_of)
+    """Return the complete checkpoints of a run, oldest first."""
+    directories = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
+    return sorted(directories, key=step_of)
 
 
 def read_marker(path: Path) -> Any:
-    """The JSON value in a file that says something about a checkpoint or an export.
+    """Return the JSON value in a file that says something about a checkpoint or an export.
 
     Raises OSError when it cannot be read, and ValueError when it is no JSON or too much of it.
     """
@@ -92,13 +92,13 @@ def read_marker(path: Path) -> Any:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative names of the files of a checkpoint except COMPLETE, sorted."""
+    """Return the relative names of a checkpoint's files except COMPLETE, sorted."""
     files = (p for p in directory.rglob("*") if p.is_file())
     return sorted(p.relative_to(directory).as_posix() for p in files if p.name != COMPLETE)
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
-    """Size and sha256 of files; on several ranks each describes a part."""
+    """Return size and sha256 of files; on several ranks each describes a part."""
     described: dict[str, FileFacts] = {}
     for name in names:
         path = directory / name
@@ -109,7 +109,7 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
+    """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
 
     Links are not followed: what is loaded lies in the run directory itself.
     """
@@ -128,7 +128,7 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def listed_files(directory: Path) -> dict[str, FileFacts] | None:
-    """What COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
+    """Return what COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
 
     No name leads out of the checkpoint.
     """
@@ -146,21 +146,21 @@ def listed_files(directory: Path) -> dict[str, FileFacts] | None:
 
 
 def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
-    """The first difference between files and what is listed of them, or None."""
+    """Return the first difference between files and what is listed of them, or None."""
     for name in sorted(listed):
         if not (directory / name).is_file():
             return f"{name} is missing"
         if (directory / name).stat().st_size != listed[name]["size"]:
             return f"{name} has another size than {COMPLETE} says"
-    mine = sorted(listed)[part::parts]
-    for name, found in describe(directory, mine).items():
-        if found != listed[name]:
+    names = sorted(listed)[part::parts]
+    for name, facts in describe(directory, names).items():
+        if facts != listed[name]:
             return f"{name} has another content than {COMPLETE} says"
     return None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run: numbers by name, those of single `domains`, and the `set` that validation is of.
+    """Return a run's records: numbers by name, those of single `domains`, and the `set` of a validation.
 
     Lines that are torn or damaged are left out.
     """
@@ -169,7 +169,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The objects with a `step` in a file of JSON lines, and how many other lines it has; none if absent."""
+    """Return objects with a `step` in a file of JSON lines, and how many others there are; none if absent."""
     records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         record = None
@@ -183,7 +183,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
-    """What heartbeat.json says; empty where it says nothing."""
+    """Return the content of heartbeat.json; empty where it says nothing."""
     with contextlib.suppress(OSError, ValueError):
         beat = read_marker(run_dir / HEARTBEAT)
         return beat if isinstance(beat, dict) else {}
@@ -191,18 +191,18 @@ def read_heartbeat(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a record may hold it: null stands for a number that is not finite."""
+    """Return whether a record may hold the value: null stands for a number that is not finite."""
     return value is None or type(value) is float or (type(value) is int and abs(value) <= COUNTABLE)
 
 
 def _may_hold(name: str, value: Any) -> bool:
     if name == "domains" and isinstance(value, dict):
-        return all(isinstance(one, dict) and all(map(_is_number, one.values())) for one in value.values())
+        return all(isinstance(sums, dict) and all(map(_is_number, sums.values())) for sums in value.values())
     return isinstance(value, str) if name == "set" else _is_number(value)
 
 
 def read_export_info(export: Path) -> dict[str, Any]:
-    """What an export says of its origin; empty when it says nothing.
+    """Return what an export says of its origin; empty when it says nothing.
 
     Raises ValueError when export.json holds anything but an object.
     """

@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def problem(self) -> UserError | None:
-        """Why the last checkpoint could not be written, on any rank, or None."""
+        """Return why the last checkpoint could not be written, on any rank, or None."""
         writing = self._thread is not None and self._thread.is_alive()
         if self._problem is None and writing and time.monotonic() > self._deadline:
             hung = f"nothing was written for {PATIENCE:g} minutes, as when a disk hangs"
@@ -105,7 +105,7 @@ class Saver:
         while True:
             moves = uploads is not None and uploads.goes_on()
             states = gather_objects((moves, stopped()), self.group)
-            if not states[0][0] or any(asked for _, asked in states):
+            if not states[0][0] or any(stop for _, stop in states):
                 break
             self.lock.now("copying")
             time.sleep(wait)
@@ -114,18 +114,18 @@ class Saver:
             log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
 
     def _goes_on(self) -> None:
-        """From now on the thread may take PATIENCE minutes for the next thing that it does."""
+        """Give the thread PATIENCE minutes for the next thing that it does."""
         self._deadline = time.monotonic() + 60 * PATIENCE
 
     def _given_up(self, why: UserError) -> UserError:
-        """What ends the run, of the same kind as `why`."""
-        what = f"the checkpoint after step {self._step} cannot be written ({why})"
+        """Return the error that ends the run, of the same kind as `why`."""
+        message = f"the checkpoint after step {self._step} cannot be written ({why})"
         if isinstance(why, DamagedError):
-            return DamagedError(f"{what}; the last complete one remains", code=why.code)
+            return DamagedError(f"{message}; the last complete one remains", code=why.code)
         if isinstance(why, ExportError):
             cure = "set train.export_checkpoints=false to go on from it without exports"
-            return ExportError(f"{what}; the last complete one remains; {cure}")
-        return FailureError(f"{what}; the last complete one remains; make room, then {RESUME} from it")
+            return ExportError(f"{message}; the last complete one remains; {cure}")
+        return FailureError(f"{message}; the last complete one remains; make room, then {RESUME} from it")
 
     def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
         """One rank's part, and on rank 0 what makes a checkpoint of all parts."""
@@ -179,27 +179,28 @@ class Saver:
         try:
             checkpoint.write_complete(partial, files)
             final = checkpoint.publish(self.config.run_dir, self._step)
-            told = {"event": "saved", "step": self._step, "path": str(final)}
-            log.info("saved: %s", final, extra={"told": told})
+            event = {"event": "saved", "step": self._step, "path": str(final)}
+            log.info("saved: %s", final, extra={"event_fields": event})
             spared = self._uploads.current if self._uploads is not None else None
             checkpoint.prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
             if self._uploads is not None:
                 self._uploads.wake()
-        except OSError as found:
-            return FailureError(f"rank 0: {one_line(found, 200)}")
+        except OSError as error:
+            return FailureError(f"rank 0: {one_line(error, 200)}")
         return None
 
     def _describe(self, partial: Path, written: list[Path]) -> dict[str, FileFacts]:
-        """Hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
+        """Return hashes of the files of this rank; rank 0 owns whatever no DeepSpeed rank wrote."""
         names = [path.relative_to(partial).as_posix() for path in written]
         if self.engine.world.is_main:
             names += [n for n in list_files(partial) if not n.startswith("state/")]
         for name in names:
-            _to_disk(partial / name)
+            with (partial / name).open("rb") as file:
+                os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
         return describe(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
-        """What an export says of its origin."""
+        """Return what an export says of its origin."""
         config = self.config
         return {
             "run": str(config.run_dir),
@@ -217,9 +218,3 @@ class Saver:
             "git": code_version(),
             **library_versions("torch", "transformers", "deepspeed"),
         }
-
-
-def _to_disk(path: Path) -> None:
-    """A power cut after COMPLETE must not find unwritten pages."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -67,19 +67,19 @@ class Watch:
         threading.Thread(target=self._run, name="stop requests", daemon=True).start()
 
     def joined(self) -> None:
-        """The rank is in the process group: from now on a request is agreed on."""
+        """Note that the rank is in the process group: from now on a request is agreed on."""
         self._phase = LOADING
 
     def trains(self) -> None:
-        """The first step is next: from now on there is something to save."""
+        """Note that the first step is next: from now on there is something to save."""
         self._phase = TRAINING
 
     def stepped(self) -> None:
-        """A step is done: this start works, and what fails from now on is worth another one."""
+        """Note that a step is done: this start works, and what fails from now on is worth another one."""
         self.advanced = True
 
     def blame_node(self) -> None:
-        """A device of this node has failed: train.sbatch keeps the next start away from it."""
+        """Report that a device of this node has failed: train.sbatch keeps the next start away from it."""
         self._blamed = f" {node_name()}"
 
     def ended(self, code: int) -> None:
@@ -89,12 +89,12 @@ class Watch:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the rank is in the process group."""
+        """Return whether the rank is in the process group."""
         return self._phase > STARTING
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None."""
+        """Return why to stop, or None."""
         return self.signal or ("the launcher is gone" if self.launcher_gone else None)
 
     def _run(self) -> None:
@@ -150,7 +150,7 @@ class Watch:
 
 
 class StopRequest:
-    """Whether a run has been asked to stop."""
+    """The ways in which a run is asked to stop."""
 
     def __init__(self, run_dir: Path, minutes: float | None, watch: Watch) -> None:
         self.file = run_dir / STOP
@@ -159,7 +159,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, or None. Cheap enough to ask at every step."""
+        """Return why to stop, or None. Cheap enough to ask at every step."""
         if self.watch.reason is not None:
             return self.watch.reason
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -170,7 +170,7 @@ class StopRequest:
 
 
 def launchers() -> list[int]:
-    """The processes that started this one, nearest first, as far as the run depends on them.
+    """Return the processes that started this one, nearest first, as far as the run depends on them.
 
     The parent; under DeepSpeed's launch.py also the `deepspeed` command, which passes no signals on and,
     killed, would leave the ranks running; above that launch/supervise.py, if it is there.
@@ -184,14 +184,14 @@ def launchers() -> list[int]:
 
 
 def _is_broken(chain: list[int]) -> bool:
-    """Whether a process of `launchers()` has ended."""
+    """Return whether a process of `launchers()` has ended."""
     if os.getppid() != chain[0]:
         return True
     return any(_parent(child) not in (pid, None) for child, pid in itertools.pairwise(chain))
 
 
 def _born_orphan(chain: list[int]) -> bool:
-    """Whether a launcher had died before this process could look at it."""
+    """Return whether a launcher had died before this process could look at it."""
     if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
         return True
     if len(chain) < 2 or _is_deepspeed(chain[1]):
@@ -200,13 +200,13 @@ def _born_orphan(chain: list[int]) -> bool:
 
 
 def _is_deepspeed(pid: int) -> bool:
-    """Whether a process is the `deepspeed` command."""
+    """Return whether a process is the `deepspeed` command."""
     names = {"deepspeed", "ds", "deepspeed.launcher.runner"}
     return any(Path(part).name in names for part in _command(pid)[:3])
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether a process is one of those that kill their ranks some time after a signal."""
+    """Return whether a process is one of those that kill their ranks some time after a signal."""
     names = {"deepspeed.launcher.launch", "torch.distributed.run"}
     return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
 
@@ -232,14 +232,14 @@ def _grace(launcher: list[str]) -> float:
 
 
 def _command(pid: int) -> list[str]:
-    """The command line of a process; empty when it is gone."""
+    """Return the command line of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
         return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     return []
 
 
 def _parent(pid: int) -> int | None:
-    """The parent of a process; 0 when it is gone, None when it cannot be read just now."""
+    """Return the parent of a process; 0 when it is gone, None when it cannot be read just now."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -254,7 +254,7 @@ def node_name() -> str:
 
 
 def die_with_parent() -> None:
-    """In a child process: be killed when the parent ends, however it ends."""
+    """Have this child process killed when its parent ends, however it ends."""
     _prctl_parent_death(signal.SIGKILL)
 
 
@@ -264,7 +264,7 @@ def _prctl_parent_death(number: int) -> None:
 
 
 def _open_report() -> int | None:
-    """This rank's report for launch/supervise.py, locked as long as the rank lives; None without it.
+    """Return this rank's report for launch/supervise.py, locked as long as the rank lives; None without it.
 
     train.sbatch reads only the code in it, so a shared file system may be without locks.
     """

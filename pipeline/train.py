@@ -61,14 +61,14 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
-    """Start or resume the run of `config`; all ranks must call. True when it is finished, false when stopped.
+    """Start or resume the run of `config`; all ranks must call. Return whether it is finished.
 
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
     """
-    ready = agreed(lambda: check(config, world.ranks, here=True))
+    ready = agreed(lambda: check(config, world.ranks, local=True))
     if (config.run_dir / EXPORT).is_dir():
-        told = {"event": "finished", "export": str(config.run_dir / EXPORT)}
-        log.info("%s is finished: its export is in export/", config.run_dir, extra={"told": told})
+        event = {"event": "finished", "export": str(config.run_dir / EXPORT)}
+        log.info("%s is finished: its export is in export/", config.run_dir, extra={"event_fields": event})
         return True
     lock = RunLock(config.run_dir, world.is_main)
     launch = Launch(config.run_dir, console, world.is_main)
@@ -88,7 +88,7 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
 
 
 def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
-    """What rank 0 does to the run directory before anything is loaded."""
+    """Lock, compare and clear the run directory on rank 0, before anything is loaded."""
     lock.take()
     resume.compare(config, ready.identity)  # again: a launch may have held the lock until now
     resume.clear_unstarted(config)
@@ -104,7 +104,7 @@ def _load(
     saved: resume.Saved | None,
     console: Console,
 ) -> Engine:
-    """The model under DeepSpeed, as it was saved where something was."""
+    """Return the model under DeepSpeed, as it was saved where something was."""
     source, ds_config = None, ready.ds_config
     if saved is not None:
         source, universal = resume.loadable(saved, ds_config, world)
@@ -128,7 +128,7 @@ def _load(
 def _train(
     config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock, launch: Launch
 ) -> bool:
-    """The run in a directory that this launch owns."""
+    """Train in a directory that this launch owns; return whether the run is finished."""
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
     stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
@@ -174,8 +174,8 @@ def _train(
     def validate() -> None:
         with lock.doing("validating"):
             for name, rows in held_out.items():
-                found = evaluate(trainer, losses, rows, config.train.eval_rows)
-                metrics.validation(step, tokens, name, *found)
+                result = evaluate(trainer, losses, rows, config.train.eval_rows)
+                metrics.validation(step, tokens, name, *result)
         metrics.pause()
 
     def save() -> None:
@@ -253,20 +253,20 @@ def _train(
 
 
 def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:
-    """Whether some rank was asked to stop before this launch took a step; all ranks must call."""
+    """Return whether some rank was asked to stop before this launch took a step; all ranks must call."""
     launch.reason = first_reason(stop.reason)
     if launch.reason is None:
         return False
-    told = {"event": "stopped", "step": step, "reason": launch.reason}
+    event = {"event": "stopped", "step": step, "reason": launch.reason}
     line = f"stopped before step {step + 1} ({launch.reason}), with nothing new to save; {RESUME}"
-    log.info(line, extra={"told": told})
+    log.info(line, extra={"event_fields": event})
     if world.is_main:
         stop.file.unlink(missing_ok=True)
     return True
 
 
 def _peak_share(config: RunConfig, ready: Ready) -> float | None:
-    """Share of the GPUs' peak that one step per second would be; None on hardware that is not known."""
+    """Return the share of the GPUs' peak that one step per second would be; None on unknown hardware."""
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
     if gpu is None:
         return None
@@ -288,10 +288,10 @@ def evaluate(
     rounds = -(-count // (ranks * micro))
     padded = np.resize(np.arange(count), rounds * ranks * micro)
     real = np.arange(len(padded)) < count
-    mine = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
+    local = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
     with measuring(trainer.model, losses):
-        sums, *own = trainer.evaluate(validation.read(padded[mine], real[mine]))
-    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(own), strict=True))
+        sums, *columns = trainer.evaluate(validation.read(padded[local], real[local]))
+    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
     sources = np.concatenate([_sources(validation.data, int(row)) for row in padded])
     return sums, by_document(validation.data.fingerprint, sources, nll, tokens)
 

@@ -44,7 +44,7 @@ class Uploads:
         threading.Thread(target=self._run, name="upload", daemon=True).start()
 
     def wake(self) -> None:
-        """A checkpoint may have become complete."""
+        """Let the thread look for checkpoints that have become complete."""
         self._idle.clear()
         self._work.set()
 

@@ -112,16 +112,22 @@ def operations_can_be_switched_off() -> None:
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
 
 
-@needs("pipeline/planning/ds_file.py", "DeepSpeedConfig(asked)")
+@needs("pipeline/planning/ds_file.py", "DeepSpeedConfig(lookups)")
 def deepspeed_looks_up_every_key_that_it_knows() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from pipeline.planning.ds_file import _Asked
+    from pipeline.planning.ds_file import _Lookups
 
-    tree = _Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
-    tree.asked = set()
+    tree = _Lookups(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    tree.keys_read = set()
     DeepSpeedConfig(tree)
-    assert {"zero_optimization", "data_types", "bf16", "wall_clock_breakdown", "comms_logger"} <= tree.asked
+    assert {
+        "zero_optimization",
+        "data_types",
+        "bf16",
+        "wall_clock_breakdown",
+        "comms_logger",
+    } <= tree.keys_read
 
 
 @needs("pipeline/export.py", "layer.fan_in_fan_out")

@@ -26,19 +26,19 @@ NEEDS = {
 
 
 def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
-    """The attention that this model trains with on this host; `auto` takes the first that both have.
+    """Return the attention that this model trains with on this host; `auto` takes the first that both have.
 
     Raises UserError when `model.attn_implementation` names one that the host or the family lacks.
     """
-    asked = model.attn_implementation
-    if asked != "auto":
-        missing = _lacking(asked, model, config)
+    requested = model.attn_implementation
+    if requested != "auto":
+        missing = _lacking(requested, model, config)
         if missing is not None:
             raise UserError(
-                f"model.attn_implementation={asked} cannot be used: {missing}; "
+                f"model.attn_implementation={requested} cannot be used: {missing}; "
                 "set model.attn_implementation=auto"
             )
-        return asked
+        return requested
     passed_over = []
     for name in PREFERENCE:
         missing = _lacking(name, model, config)
@@ -52,12 +52,12 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
 
 
 def without_segments(config: PretrainedConfig) -> str:
-    """The attention of a family that is not told where documents begin."""
+    """Return the attention of a family that is not told where documents begin."""
     return "sdpa" if _has(config, "sdpa") else "eager"
 
 
 def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
-    """What keeps this host or the family from attention of this name, or None."""
+    """Return what keeps this host or the family from attention of this name, or None."""
     if by_segments(name):
         missing = _host_lacks(name, model)
         if missing is not None:
@@ -68,7 +68,7 @@ def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | N
 
 
 def _host_lacks(name: str, model: ModelConfig) -> str | None:
-    """What this host, with weights of this kind, lacks for attention by segments."""
+    """Return what this host, with weights of this kind, lacks for attention by segments, or None."""
     if not on_gpu():
         return "no GPU" if name == "flash_attention_2" else None
     if model.dtype == "float32":
@@ -86,7 +86,7 @@ def _host_lacks(name: str, model: ModelConfig) -> str | None:
 
 
 def _has(config: PretrainedConfig, name: str) -> bool:
-    """Whether the family that `config` belongs to can compute attention in this way."""
+    """Return whether the family that `config` belongs to can compute attention in this way."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if family is None:
         return name != VARLEN
@@ -94,7 +94,7 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 
 def _unknown_to_varlen(config: PretrainedConfig) -> str | None:
-    """What the model that `config` describes asks of attention and torch's kernel has not, or None."""
+    """Return what the model that `config` describes asks of attention and torch's kernel has not, or None."""
     text = config.get_text_config()
     for key, value in text.to_dict().items():
         if "att" in key and "drop" in key and value:

@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
     @property
     def sets(self) -> dict[str, Any]:
-        """What the recipe sets to train this way."""
+        """Return the settings of a recipe that trains this way."""
         return {
             "deepspeed": str(self.file),
             "model.activation_checkpointing": self.setup.checkpointing,
@@ -54,12 +54,12 @@ class Choice(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens/s of one GPU."""
+        """Return tokens/s of one GPU."""
         return self.setup.tokens * self.setup.accumulation / self.time.total
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The fastest first, and of those alike the smallest."""
+        """Return a key that sorts the fastest first, and of those alike the smallest."""
         return -round(math.log(self.speed) / ALIKE), self.memory.total
 
 
@@ -69,7 +69,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     Raises UserError for a recipe that could not start, FailureError when nothing fits.
     """
     with_one_row = _changed(config, Path("ds_configs") / "zero2.json", micro=1)
-    ready = check(with_one_row, cluster.gpus, here=False)
+    ready = check(with_one_row, cluster.gpus, local=False)
     sizes = sizes_of(ready.model, ready.hf_config)
     every = list(choices(config, sizes, ready.objective, cluster))
     room = cluster.room
@@ -84,24 +84,24 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in sorted(fitting, key=lambda c: c.rank):  # one of every kind, with its best micro-batch
         best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
-    shown = list(best.values())[:SHOWN]
+    listed = list(best.values())[:SHOWN]
     title = (
         f"{cluster.gpus} x {cluster.kind}: what surely fits into {room / GIB:.1f} GiB of each, "
         f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
     )
-    _print(title, shown, _as_given(config, sizes, ready.objective, cluster), sizes, cluster, room)
-    return shown[0]
+    _print(title, listed, _as_given(config, sizes, ready.objective, cluster), sizes, cluster, room)
+    return listed[0]
 
 
 def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
-    """All settings on these GPUs, whether they fit or not.
+    """Yield all settings on these GPUs, whether they fit or not.
 
     Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
     that does not go with the recipe is passed over. Raises UserError when none does.
     """
     rows = solve_batch(config.train.batch, 1, cluster.gpus).accumulation
     refused: UserError | None = None
-    found = False
+    accepted = False
     for name in FILES:
         if name == "zero3_hpz.json" and (cluster.gpus <= NODE or cluster.gpus % NODE):
             continue
@@ -113,7 +113,7 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
         except UserError as error:
             refused = error
             continue
-        found = True
+        accepted = True
         for checkpointing in (False, True):
             for compiled in (False, True) if first.stage < 3 else (False,):
                 for micro in (m for m in range(1, rows + 1) if rows % m == 0):
@@ -129,7 +129,7 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
                         sizes,
                         cluster,
                     )
-    if not found and refused is not None:
+    if not accepted and refused is not None:
         raise refused
 
 
@@ -139,14 +139,14 @@ def _choice(file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
 
 
 def _changed(config: RunConfig, file: Path, micro: int) -> RunConfig:
-    """The recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
+    """Return the recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
     train = config.train.model_copy(update={"micro_batch": micro})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
 
 
 def _as_given(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Choice | None:
-    """The recipe as it stands, for comparison; None where it does not go with these GPUs."""
+    """Return the recipe as it stands, for comparison; None where it does not go with these GPUs."""
     try:
         batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
         setup = setup_of(config, batch, deepspeed_config(config, batch), objective)
@@ -161,7 +161,7 @@ def _words(choice: Choice) -> str:
 
 
 def _print(
-    title: str, shown: list[Choice], given: Choice | None, sizes: Sizes, cluster: Cluster, room: float
+    title: str, listed: list[Choice], recipe: Choice | None, sizes: Sizes, cluster: Cluster, room: float
 ) -> None:
     console = Console()
     table = Table(title=title, padding=(0, 0))
@@ -171,24 +171,24 @@ def _print(
         table.add_column(name)
     for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
         table.add_column(name, justify="right")
-    for i, choice in enumerate(shown, 1):
+    for i, choice in enumerate(listed, 1):
         table.add_row(str(i), *_cells(choice, sizes, cluster, room))
-    if given is not None:
+    if recipe is not None:
         table.add_section()
-        table.add_row("recipe", *_cells(given, sizes, cluster, room))
+        table.add_row("recipe", *_cells(recipe, sizes, cluster, room))
     console.print(table)
     console.print(
-        f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
+        f"set: {', '.join(listed[0].sets)}. step: seconds; host: the share of it that is the host's. "
         "Compiling pays off in runs much longer than the minutes that it takes."
     )
-    if any(choice.setup.offload_parameters for choice in shown):
+    if any(choice.setup.offload_parameters for choice in listed):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
     console.print(f"trust: {trust()}")
 
 
 def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[str]:
-    """A row of the table: what is set, and what comes of it."""
+    """Return a row of the table: what is set, and what comes of it."""
     time = choice.time
     used = footprint.utilisation(sizes, choice.setup, time.total, cluster.gpu)
     return [
@@ -215,7 +215,7 @@ def check_target(path: Path) -> None:
 def write_recipe(
     path: Path, recipe: Path, overrides: Sequence[str], choice: Choice, cluster: Cluster
 ) -> None:
-    """A recipe that extends `recipe` and sets the overrides and the choice.
+    """Write a recipe that extends `recipe` and sets the overrides and the choice.
 
     Raises UserError when the file is there already, or would not say what the command said.
     """
@@ -231,11 +231,11 @@ def write_recipe(
         f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"
         f"# {choice.memory.total / GIB:.1f} GiB on each.\n"
     ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
-    wanted = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())])
+    expected = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())])
     with part_file(path) as file:
         file.write(text.encode())
         file.flush()
-        if load_config(Path(file.name), []) != wanted:
+        if load_config(Path(file.name), []) != expected:
             raise UserError(
                 "--write: an override replaces a whole section, and a recipe that extends another can only "
                 "complete it; write the override into the recipe first"

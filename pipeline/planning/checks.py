@@ -64,15 +64,15 @@ class Ready(NamedTuple):
     identity: Identity  # all that is known of it before the cost embedding is read
 
 
-def check(config: RunConfig, ranks: int, here: bool) -> Ready:
+def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     """Resolve the recipe for `ranks` ranks.
 
-    here: training shall start on this host, so that model, data and run directory must be at hand; otherwise
+    local: training shall start on this host, so that model, data and run directory must be at hand; otherwise
     what is absent is passed over. Raises UserError for whatever would stop the run.
     """
     batch = solve_batch(config.train.batch, config.train.micro_batch, ranks)
     ds_config = deepspeed_config(config, batch)
-    if here:
+    if local:
         check_host(ds_config)
         _check_extras(config)
     before = identity.programs(config)
@@ -82,11 +82,11 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
         raise UserError(
             "the file of objective.name was changed while it was read; run the same command again"
         )
-    data, validation = _data(config, here)
-    hf_config = model_config(config.model, online=here)
+    data, validation = _data(config, local)
+    hf_config = model_config(config.model, online=local)
     for part in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, part.manifest)
-    implementation = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
+    implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
     steps = _steps(config, data)
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
@@ -95,44 +95,39 @@ def check(config: RunConfig, ranks: int, here: bool) -> Ready:
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     _check_shape(hf_config)
     base = unwrap(model)
-    base.generation_config = _generation_config(config, here) or base.generation_config
+    base.generation_config = _generation_config(config, local) or base.generation_config
     rehearse(model, config)
-    _check_cost(config, hf_config.get_text_config().vocab_size, here)
+    _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
-    known = identity.of_objective(parts, programs, batch) | identity.of_deepspeed(ds_config)
-    if here:
-        known |= identity.of_model(hf_config, model)
+    facts = identity.of_objective(parts, programs, batch) | identity.of_deepspeed(ds_config)
+    if local:
+        facts |= identity.of_model(hf_config, model)
     if data is not None:
         prompt_ids(config)
-        known |= identity.of_data(data, validation)
-        if here:
-            scores = [_scores(config, rows) for rows in (data, *validation.values())]
-            known |= identity.of_scores(scores)
-        resume.compare(config, known)
+        facts |= identity.of_data(data, validation)
+        if local:
+            name = config.objective.scores  # of the column that the objective reads beside the tokens
+            scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
+            facts |= identity.of_scores(scores)
+        resume.compare(config, facts)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
-    held = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
-    order = None if data is None or steps is None else _order(config, data, held, steps)
-    made = (batch, steps, ds_config, hf_config, model, objective, implementation)
-    return Ready(*made, data, validation, scores, held, order, known)
-
-
-def _scores(config: RunConfig, data: TokenDataset) -> Scores | None:
-    """Return the column that the objective reads beside the tokens of `data`; None where it reads none."""
-    name = config.objective.scores
-    return None if name is None else Scores(data, name)
+    history = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
+    order = None if data is None or steps is None else _order(config, data, history, steps)
+    resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
+    return Ready(*resolved, data, validation, scores, history, order, facts)
 
 
 def _check_extras(config: RunConfig) -> None:
     """Raises UserError where metrics shall go to a package that only an extra installs."""
-    asked = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
-    for name, wanted in asked.items():
-        if wanted and importlib.util.find_spec(name) is None:
+    extras = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
+    for name, enabled in extras.items():
+        if enabled and importlib.util.find_spec(name) is None:
             raise UserError(f"train.{name} needs the package {name}: pip install {name}, or leave it out")
 
 
 def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """The model with its adapters on the meta device: names and shapes without weights."""
+    """Return the model with its adapters on the meta device: names and shapes without weights."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
@@ -163,23 +158,23 @@ def _check_shape(hf_config: PretrainedConfig) -> None:
 
 def _check_tokenizer(data: TokenDataset) -> None:
     """Raise UserError unless the tokenizer beside prepared rows, which is exported, is theirs."""
-    place = data.directory.parent / "tokenizer"
+    directory = data.directory.parent / "tokenizer"
     try:
-        fingerprint = tokenizer_facts(place).fingerprint
+        fingerprint = tokenizer_facts(directory).fingerprint
     except UserError:
         raise
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
-        raise UserError(f"{place} cannot be read ({one_line(error)}); {AGAIN} --force") from None
+        raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
     if fingerprint != data.manifest.tokenizer_fingerprint:
         raise UserError(
-            f"{place} is not the tokenizer that the rows beside it were prepared with; put that back, "
+            f"{directory} is not the tokenizer that the rows beside it were prepared with; put that back, "
             f"or {AGAIN} --force",
             code="changed-tokenizer",
         )
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
-    """The training data, None where they are not there and need not be; and the validation sets."""
+    """Return the training data, None where they are not there and need not be; and the validation sets."""
     if not required and not is_prepared(config.data):
         return None, {}
     data, validation = open_prepared(config.data)
@@ -196,20 +191,22 @@ def _steps(config: RunConfig, data: TokenDataset | None) -> int | None:
     return total_steps(config.train, len(data))
 
 
-def _order(config: RunConfig, data: TokenDataset, held: list[Holding], steps: int) -> BatchOrder | MixedOrder:
-    """Which rows each step will consume. Raises UserError for a mixture that ends before the last one."""
+def _order(
+    config: RunConfig, data: TokenDataset, history: list[Holding], steps: int
+) -> BatchOrder | MixedOrder:
+    """Return the rows of each step. Raises UserError for a mixture that ends before the last one."""
     train = config.train
-    if held[-1].mixture is None:
+    if history[-1].mixture is None:
         return BatchOrder(len(data), train.batch, train.seed)
-    order = MixedOrder(data.domain, data.valid, data.domains, train.batch, train.seed, held)
+    order = MixedOrder(data.domain, data.valid, data.domains, train.batch, train.seed, history)
     order.taken(steps)
     return order
 
 
-def _generation_config(config: RunConfig, here: bool) -> GenerationConfig | None:
-    """Generation defaults of a pre-trained model, which the export carries on."""
+def _generation_config(config: RunConfig, local: bool) -> GenerationConfig | None:
+    """Return the generation defaults of a pre-trained model, which the export carries on."""
     path = config.model.path
-    if path is None or not (here or Path(path).exists()):
+    if path is None or not (local or Path(path).exists()):
         return None
     try:
         return GenerationConfig.from_pretrained(path, revision=config.model.revision or "main")
@@ -221,7 +218,7 @@ def _generation_config(config: RunConfig, here: bool) -> GenerationConfig | None
         ) from None
 
 
-def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
+def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     """Read the cost embedding once, where it exists already and is at hand."""
     source, path = config.objective.cost, config.model.path
     if source in ("constant", "numbers"):
@@ -232,14 +229,14 @@ def _check_cost(config: RunConfig, vocab_size: int, here: bool) -> None:
         source = path
     is_file = Path(source).suffix in FILES
     is_path = is_file or source.startswith(("/", ".", "~")) or source.count("/") > 1
-    if is_path and source != path and not Path(source).exists() and (here or is_file):
+    if is_path and source != path and not Path(source).exists() and (local or is_file):
         raise UserError(
             f"objective.cost={source} does not exist; give pretrained, live, constant, permuted or numbers, "
             f"a model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
         )
-    if source != "live" and (here or is_file or Path(source).exists()):
+    if source != "live" and (local or is_file or Path(source).exists()):
         load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
-        if here and not is_file and source != path:
+        if local and not is_file and source != path:
             _check_cost_tokens(config, source)
 
 
@@ -248,7 +245,7 @@ def _check_cost_tokens(config: RunConfig, source: str) -> None:
 
     Tokens are compared, not files. Special tokens may differ: another stage of training renames them.
     """
-    own = load_tokenizer(str(config.data.dir / "tokenizer"))
+    tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)
     except UserError:
@@ -256,9 +253,9 @@ def _check_cost_tokens(config: RunConfig, source: str) -> None:
             "objective.cost=%s carries no tokenizer: cannot check that its costs fit the data", source
         )
         return
-    special = {*own.added_tokens_decoder, *other.added_tokens_decoder}
+    special = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}
     names = {token: name for name, token in other.get_vocab().items()}
-    for name, token in own.get_vocab().items():
+    for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
             raise UserError(
                 f"objective.cost={source} has another tokenizer than the data: its token {token} is "

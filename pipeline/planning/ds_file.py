@@ -62,7 +62,7 @@ MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """The DeepSpeed configuration: the file that the recipe names, completed from the recipe.
+    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe.
 
     Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
     what the recipe owns, or asks for what cannot work.
@@ -109,7 +109,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
 
 
 def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
-    """DeepSpeed's section of that name.
+    """Return DeepSpeed's section of that name.
 
     AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
     every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
@@ -137,14 +137,14 @@ def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
-    """The ZeRO stage of a DeepSpeed configuration."""
+    """Return the ZeRO stage of a DeepSpeed configuration."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
 def check_host(ds_config: dict[str, Any]) -> None:
     """Raises UserError when this host lacks what the configuration needs of it.
 
-    Weights on NVMe need libaio and a place; secondary copies of weights (hpZ) need groups within a host.
+    Weights on NVMe need libaio and a directory; secondary copies of weights (hpZ) need groups within a host.
     """
     check_compiler(on_gpu())
     size, ranks = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1), ranks_here()
@@ -163,17 +163,17 @@ def check_host(ds_config: dict[str, Any]) -> None:
         )
     if not AsyncIOBuilder().is_compatible():
         raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
-    place = offload.get("nvme_path") or "(not given)"
-    if not os.access(place, os.W_OK):
-        raise UserError(f"nvme_path {place} is not a writable directory; set it to one")
+    directory = offload.get("nvme_path") or "(not given)"
+    if not os.access(directory, os.W_OK):
+        raise UserError(f"nvme_path {directory} is not a writable directory; set it to one")
 
 
-def _read(path: Path, given: Path) -> dict[str, Any]:
+def _read(path: Path, setting: Path) -> dict[str, Any]:
     if not path.is_file():
         names = [
-            one.relative_to(REPOSITORY).as_posix() for one in sorted(REPOSITORY.glob("ds_configs/*.json"))
+            file.relative_to(REPOSITORY).as_posix() for file in sorted(REPOSITORY.glob("ds_configs/*.json"))
         ]
-        raise UserError(f"deepspeed={given} is not a file; {nearest(str(given), names)}")
+        raise UserError(f"deepspeed={setting} is not a file; {nearest(str(setting), names)}")
     try:
         text = read_bytes(path, JSON_BYTES).decode()
         tree = json.loads(text, object_pairs_hook=_without_repeats)
@@ -186,29 +186,29 @@ def _read(path: Path, given: Path) -> dict[str, Any]:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError for a key given twice, of which JSON would keep the last."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise ValueError(f"the key {key!r} is given twice")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
-class _Asked(dict[str, Any]):
+class _Lookups(dict[str, Any]):
     """A dictionary that remembers which keys were looked up, present or not."""
 
-    asked: set[str]
+    keys_read: set[str]
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.keys_read.add(str(key))
         return super().__contains__(key)
 
 
@@ -225,17 +225,17 @@ def _check(tree: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path}: data_types must be an object with grad_accum_dtype, one of {', '.join(GRADIENT_TYPES)}"
         )
-    asked = _Asked(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
-    asked.asked = set()
+    lookups = _Lookups(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    lookups.keys_read = set()
     problem = None
     try:
-        DeepSpeedConfig(asked)
+        DeepSpeedConfig(lookups)
     except Exception as error:  # whatever its sections raise for values that they do not expect
         problem = _reason(error)
-    unknown = [key for key in tree if key not in asked.asked]
+    unknown = [key for key in tree if key not in lookups.keys_read]
     if unknown and problem is None:
-        known = asked.asked - OWNED_BY_RECIPE.keys()
-        raise UserError(f"{path}: DeepSpeed knows no key {unknown[0]}; {nearest(unknown[0], sorted(known))}")
+        keys = lookups.keys_read - OWNED_BY_RECIPE.keys()
+        raise UserError(f"{path}: DeepSpeed knows no key {unknown[0]}; {nearest(unknown[0], sorted(keys))}")
     if problem is not None:
         raise UserError(f"{path}: DeepSpeed refuses it: {problem}")
 
@@ -247,15 +247,15 @@ def _check_zero(zero: Any, path: Path) -> None:
         DeepSpeedZeroConfig(**zero)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
+        key = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
         if first["type"] == "extra_forbidden":
-            known = _keys_at(DeepSpeedZeroConfig, first["loc"][:-1])
-            raise UserError(f"{path}: unknown key {place}; {nearest(str(first['loc'][-1]), known)}") from None
-        raise UserError(f"{path}: {_told(first, 'zero_optimization')}") from None
+            keys = _keys_at(DeepSpeedZeroConfig, first["loc"][:-1])
+            raise UserError(f"{path}: unknown key {key}; {nearest(str(first['loc'][-1]), keys)}") from None
+        raise UserError(f"{path}: {_refusal(first, 'zero_optimization')}") from None
 
 
 def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `loc` below `cls`."""
+    """Return the keys of the section at `loc` below `cls`."""
     for part in loc:
         annotation = cls.model_fields[str(part)].annotation
         for candidate in (annotation, *getattr(annotation, "__args__", ())):
@@ -266,18 +266,18 @@ def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        return _told(error.errors()[0])
+        return _refusal(error.errors()[0])
     return one_line(error, 200)
 
 
-def _told(error: Mapping[str, Any], *section: str) -> str:
-    """What pydantic refuses: where, why, and what was given."""
+def _refusal(error: Mapping[str, Any], *section: str) -> str:
+    """Return what pydantic refuses in words: the key, the reason and the value."""
     message = error["msg"]
     if error["type"] == "enum":  # it lists a second name of a value like a value of its own
-        known = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
-        message = f"must be one of {', '.join(known)}"
-    place = ".".join(map(str, (*section, *error["loc"])))
-    return f"{place}{': ' if place else ''}{message} (given: {error['input']!r})"
+        options = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
+        message = f"must be one of {', '.join(options)}"
+    key = ".".join(map(str, (*section, *error["loc"])))
+    return f"{key}{': ' if key else ''}{message} (given: {error['input']!r})"
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:

@@ -75,13 +75,13 @@ ACCELERATORS = {
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """The kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
-    found = None
+    """Return the kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
+    match = None
     for kind, gpu in ACCELERATORS.items():
         letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
         if re.search(rf"{letters}(?!\d)", name.upper()):
-            found = gpu
-    return found
+            match = gpu
+    return match
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class Sizes:
 
     @property
     def active(self) -> int:
-        """Parameters of the layers that a token passes through."""
+        """Return parameters of the layers that a token passes through."""
         return self.body - self.idle
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How it is trained."""
+    """The settings of training that memory and time depend on."""
 
     ranks: int
     stage: int  # of ZeRO
@@ -133,12 +133,12 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens per pass and rank."""
+        """Return tokens per pass and rank."""
         return self.micro * self.block
 
     @property
     def width(self) -> int:
-        """Bytes of a weight or activation."""
+        """Return bytes of a weight or activation."""
         return 2 if self.bf16 else 4
 
 
@@ -155,25 +155,25 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """What is held at the worst moment."""
+        """Return the bytes in use at the worst moment."""
         return sum(self.peak.values())
 
     @property
     def peak(self) -> dict[str, float]:
-        """The parts that are held at the worst moment: in a pass, or while the optimizer steps."""
-        found = self._asdict()
+        """Return the parts that are held at the worst moment: in a pass, or while the optimizer steps."""
+        parts = self._asdict()
         in_pass = self.gathered + self.activations + self.loss
         absent = ["update"] if in_pass >= self.update else ["gathered", "activations", "loss"]
-        return {name: size for name, size in found.items() if name not in absent}
+        return {name: size for name, size in parts.items() if name not in absent}
 
     @property
     def states(self) -> float:
-        """What stays between steps."""
+        """Return the bytes that stay between steps."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def surely(self) -> float:
-        """What suffices even where the prediction is too low by its error."""
+        """Return the bytes that suffice even where the prediction is too low by its error."""
         return self.states + (self.total - self.states) * (1 + MEMORY_ERROR)
 
 
@@ -194,7 +194,7 @@ class Time(NamedTuple):
 
 
 def memory(sizes: Sizes, setup: Setup) -> Memory:
-    """Largest memory that one GPU holds during a step."""
+    """Return the largest memory that one GPU holds during a step."""
     share = [1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)]
     parameters = sizes.parameters * setup.width * share[0]
     gradients = sizes.trainable * 4 * share[1]
@@ -228,7 +228,7 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
 
 
 def _layer_bytes(sizes: Sizes, setup: Setup) -> float:
-    """What one layer keeps per token: inputs of norms in float32, and every factor of a product."""
+    """Return a layer's bytes per token: inputs of norms in float32, and every factor of a product."""
     width, h, f = setup.width, sizes.hidden, sizes.inner
     norms = 2 * h * (4 + 2 * width)
     attention = width * (2 * h + 2 * sizes.key_values)
@@ -237,17 +237,17 @@ def _layer_bytes(sizes: Sizes, setup: Setup) -> float:
 
 def _activations(sizes: Sizes, setup: Setup) -> float:
     layer = _layer_bytes(sizes, setup)
-    kept = layer * sizes.layers
+    saved = layer * sizes.layers
     if setup.checkpointing:
-        kept = setup.width * sizes.hidden * sizes.layers + layer
+        saved = setup.width * sizes.hidden * sizes.layers + layer
     masks = 0.0
     if setup.masked:  # one of booleans, and what every layer makes of it and keeps for its backward pass
         masks = setup.tokens * setup.block * (1 + setup.width * (1 if setup.checkpointing else sizes.layers))
-    return masks + setup.tokens * (kept + layer / 2)  # half a layer's worth of gradients on their way back
+    return masks + setup.tokens * (saved + layer / 2)  # half a layer's worth of gradients on their way back
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
-    """Seconds of one optimizer step; `network_gb`: GB/s that a node reaches others with."""
+    """Return seconds of one optimizer step; `network_gb`: GB/s that a node reaches others with."""
     T, k = setup.tokens, setup.accumulation
     rate = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA * gpu.efficiency
     bus = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
@@ -255,8 +255,10 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
     products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
     # causal: every token sees half a block on average; a mask hides the rest only after it was computed
-    seen = setup.block if setup.masked else setup.block / 2
-    attention = 4 * T * seen * sizes.hidden * sizes.layers * (passes + 0.5)  # q k and the weighted sum of v
+    context = setup.block if setup.masked else setup.block / 2
+    attention = (
+        4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)
+    )  # q k and the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + backward_of_weights)
     beginnings = 1 + SHORT / sizes.hidden
     matrices_s = k * products / rate * beginnings
@@ -266,12 +268,12 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     elementwise_s = k * traffic / bus
     computing = matrices_s + attention_s + head_s + elementwise_s
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
-    own = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
-    optimizer_s = 28 * own / bus
+    shard = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
+    optimizer_s = 28 * shard / bus
     if setup.stage == 1 and setup.bf16 and setup.ranks > 1:
         optimizer_s += UNSHARDED * sizes.trainable / bus
     if setup.offload_optimizer:  # gradients go down in every pass, weights come up
-        optimizer_s = (4 * k + setup.width) * own / HOST_LINK + own * min(setup.ranks, NODE) / HOST_ADAM
+        optimizer_s = (4 * k + setup.width) * shard / HOST_LINK + shard * min(setup.ranks, NODE) / HOST_ADAM
     if setup.offload_parameters:
         communication_s += k * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     host = k * _host(sizes, setup)
@@ -282,26 +284,26 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
 
 
 def _traffic(sizes: Sizes, setup: Setup) -> float:
-    """Bytes per token and layer that element-wise kernels move, forward and backward, counted in the models.
+    """Return the bytes that element-wise kernels move per token and layer, forward and backward.
 
     LLaMA's RMSNorm and rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
     """
     h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
     if sizes.gated:
-        found = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
+        volume = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
     else:
-        found = (55 if setup.compiled else 110) * h + 10 * f
-    return found * setup.width / 2
+        volume = (55 if setup.compiled else 110) * h + 10 * f
+    return volume * setup.width / 2
 
 
 def _gradient_traffic(sizes: Sizes, setup: Setup) -> float:
-    """Bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
+    """Return bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
     adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
     return sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:
-    """Seconds by which communication lengthens a step.
+    """Return seconds by which communication lengthens a step.
 
     Beside computing it takes time for every byte that it moves through the GPU, which does not depend on how
     slow the network is, until it takes longer than there is computing to hide under.
@@ -313,31 +315,31 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
     inside = link * GB * BUS_EFFICIENCY / ((n - 1) / n)  # as among neighbours
     bus = inside if n <= NODE else inside * min(1.0, network / link)
     beside = after = 0.0  # bytes, beside computing and after it
-    kept = 0.0  # of these what stays in a node
+    local_bytes = 0.0  # of these what stays in a node
     if setup.stage == 3:  # gather for forward, gather for backward, reduce-scatter gradients: every pass
         gathers = 2 * k * width * sizes.parameters
         beside = gathers + k * gradients
         if setup.hpz > 1:  # only the first gather after an update leaves the node
-            kept = gathers * (1 - 1 / (2 * k))
+            local_bytes = gathers * (1 - 1 / (2 * k))
     elif setup.stage == 2:  # reduce gradients every pass, gather weights once updated
         beside, after = k * gradients * (2 if setup.all_reduced else n / (n - 1)), weights
     else:  # all-reduce gradients when the last pass is done, gather weights once updated
         after = 2 * gradients + (weights if setup.stage == 1 else 0)
-    taken = (beside - kept) / bus + kept / inside
+    taken = (beside - local_bytes) / bus + local_bytes / inside
     # The first gather of a pass and its last reduction, of a layer and of embedding and head, stand alone.
     alone = taken * 2 / 3 * (1 / sizes.layers + 1 - sizes.body / sizes.parameters)
     return after / bus + alone + max(EXPOSED * beside / inside, taken - HIDDEN_BY_COMPUTE * computing)
 
 
 def _host(sizes: Sizes, setup: Setup) -> float:
-    """Seconds that the host needs to issue one pass."""
+    """Return seconds that the host needs to issue one pass."""
     per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
     again = 4 / 3 if setup.checkpointing else 1.0
     return sizes.tensors * per_tensor * again * (COMPILED_HOST if setup.compiled else 1.0)
 
 
 def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) -> float:
-    """MFU: share of the peak spent on the operations that training needs, 6 P + attention for a token.
+    """Return the MFU: the share of the peak that goes into what training needs, 6 P + attention a token.
 
     Recomputed activations do not count (Chowdhery et al. 2022, appendix B), nor do the gradients that frozen
     weights are spared; attention counts causal.

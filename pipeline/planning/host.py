@@ -28,7 +28,7 @@ CPU = "or set DS_ACCELERATOR=cpu to train on the CPU"
 
 
 class Gpus(NamedTuple):
-    """What decides whether a run may start on the device that DeepSpeed has chosen."""
+    """The facts that decide whether a run may start on the device that DeepSpeed has chosen."""
 
     device: str  # that DeepSpeed runs on: it takes the CPU, with a warning at most, when CUDA does not work
     chosen: str | None  # DS_ACCELERATOR: what the user wants
@@ -41,12 +41,12 @@ class Gpus(NamedTuple):
 
 
 def ranks_here() -> int:
-    """Ranks of this host, as the launcher says."""
+    """Return ranks of this host, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def look_for_gpus() -> Gpus:
-    """The facts of this host."""
+    """Return the facts of this host."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
     if torch.version.hip:
         build = f"ROCm {torch.version.hip}"
@@ -133,9 +133,9 @@ def check_gpus() -> None:
 
 
 def compiler() -> str | None:
-    """The C compiler that Triton would take: it compiles a kernel's launcher when the kernel first runs."""
-    named = os.environ.get("CC")
-    return named or shutil.which("gcc") or shutil.which("clang")
+    """Return the C compiler that Triton would take for a kernel's launcher when the kernel first runs."""
+    configured = os.environ.get("CC")
+    return configured or shutil.which("gcc") or shutil.which("clang")
 
 
 def check_compiler(on_gpu: bool) -> None:
@@ -145,7 +145,7 @@ def check_compiler(on_gpu: bool) -> None:
 
 
 def threads() -> int:
-    """Threads of a rank: CPU ranks compute on the host's cores, GPU ranks step offloaded optimizers on them.
+    """Return a rank's threads: CPU ranks compute on the host's cores, GPU ranks step offloaded optimizers.
 
     The cores that it may use are shared with the host's other ranks, unless srun or mpirun has bound each to
     its own.
@@ -157,13 +157,13 @@ def threads() -> int:
 
 
 def on_gpu() -> bool:
-    """Whether this run computes on a GPU."""
+    """Return whether this run computes on a GPU."""
     return get_accelerator().device_name() == "cuda"
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Around what may compile: DeepSpeed builds an operation where and when it is first used.
+    """Enclose what may compile: DeepSpeed builds an operation where and when it is first used.
 
     torch guards a build by a file named `lock`, which a killed process leaves behind and every later start
     would wait for in silence. A start that finds no other one under way therefore removes such files, except
@@ -186,7 +186,7 @@ def compiling() -> Iterator[None]:
 
 
 def _has_open(path: Path) -> bool:
-    """Whether a process of this machine has the file open."""
+    """Return whether a process of this machine has the file open."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(path) in {file.path for file in process.open_files()}:

@@ -32,7 +32,7 @@ REPEATED = 4
 
 
 class Domain(NamedTuple):
-    """What there is of a domain."""
+    """The rows of a domain, and their amount in rows or tokens."""
 
     name: str
     rows: int
@@ -40,27 +40,27 @@ class Domain(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """How much of each domain is due by a time, which is in steps: linear between knots."""
+    """The amount of each domain that is due by a time, which is in steps: linear between knots."""
 
     times: list[float]  # [K] of the knots, ascending
     due: np.ndarray  # [K, D] by each knot
     rates: np.ndarray  # [K, D] per step from each knot on
 
     def at(self, time: float) -> np.ndarray:
-        """What is due by `time`, not before the first knot, [D]; it never falls."""
+        """Return the amounts due by `time`, not before the first knot, [D]; they never fall."""
         knot = max(0, bisect_right(self.times, time) - 1)
         return self.due[knot] + (time - self.times[knot]) * self.rates[knot]
 
     @property
     def dry(self) -> bool:
-        """Whether nothing comes any more after the last knot."""
+        """Return whether nothing comes any more after the last knot."""
         return not self.rates[-1].any()
 
 
 def mixture_flow(
     mixture: MixtureConfig, domains: Sequence[Domain], batch: int, start: int, done: Sequence[float]
 ) -> Flow:
-    """The flow of `mixture` from step `start` on, by when so much of each domain is `done`.
+    """Return the flow of `mixture` from step `start` on, by when so much of each domain is `done`.
 
     Ramps begin at `start`; epochs count from the beginning of the run. Raises UserError for domains that do
     not fit.
@@ -71,11 +71,11 @@ def mixture_flow(
     times, due, rates = [float(start)], [np.array(done, dtype=np.float64)], []
     for begin, end in zip(edges, [*edges[1:], math.inf], strict=True):
         middle = begin if end == math.inf else (begin + end) / 2
-        wanted = [weight.at(middle) for weight in weights]
+        current = [weight.at(middle) for weight in weights]
         while True:
-            left = [m - d if w else math.inf for m, d, w in zip(most, due[-1], wanted, strict=True)]
-            wanted = [0.0 if have <= 0 else w for have, w in zip(left, wanted, strict=True)]
-            rate = _rates(wanted, domains, batch)
+            left = [m - d if w else math.inf for m, d, w in zip(most, due[-1], current, strict=True)]
+            current = [0.0 if have <= 0 else w for have, w in zip(left, current, strict=True)]
+            rate = _rates(current, domains, batch)
             ends = [h / r if r else math.inf for h, r in zip(left, rate, strict=True)]
             stop = min(times[-1] + min(ends), start + end)
             rates.append(np.array(rate))
@@ -93,27 +93,27 @@ def mixture_flow(
 
 
 def _stairs(weight: Ramp) -> list[float]:
-    """The edges of a ramp's stairs, in steps from its beginning."""
+    """Return the edges of a ramp's stairs, in steps from its beginning."""
     if weight.first == weight.last:
         return []
     count = min(weight.steps, STAIRS)
     return [weight.steps * stair / count for stair in range(count + 1)]
 
 
-def _rates(wanted: Sequence[float], domains: Sequence[Domain], batch: int) -> list[float]:
-    """The module's g [D] for shares that need not add up; zeros where all are."""
-    rows = math.fsum(w * domain.rows / domain.amount for w, domain in zip(wanted, domains, strict=True) if w)
-    return [batch * w / rows if w else 0.0 for w in wanted]
+def _rates(weights: Sequence[float], domains: Sequence[Domain], batch: int) -> list[float]:
+    """Return the module's g [D] for shares that need not add up; zeros where all are."""
+    rows = math.fsum(w * domain.rows / domain.amount for w, domain in zip(weights, domains, strict=True) if w)
+    return [batch * w / rows if w else 0.0 for w in weights]
 
 
 def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
-    """The share of each domain over the steps since the mixture holds, as given: they need not add up to 1.
+    """Return each domain's share over the steps since the mixture holds; they need not add up to 1.
 
     Raises UserError for a domain that the data lack, or that the mixture forgets.
     """
     names = [domain.name for domain in domains]
-    for key, given in (("shares", mixture.shares), ("max_epochs", mixture.max_epochs)):
-        for name in given:
+    for key, section in (("shares", mixture.shares), ("max_epochs", mixture.max_epochs)):
+        for name in section:
             if name not in names:
                 hint = nearest(name, names)
                 raise UserError(f"train.mixture.{key} names {name}, of which the data hold no rows; {hint}")
@@ -121,7 +121,7 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
         most = max(domain.amount for domain in domains)  # divided by it: a power of it alone may overflow
         raised = [(domain.amount / most) ** (1 / mixture.temperature) for domain in domains]
         total = math.fsum(raised)
-        return [_ramp(round(one / total, DIGITS)) for one in raised]
+        return [_ramp(round(power / total, DIGITS)) for power in raised]
     forgotten = [name for name in names if name not in mixture.shares]
     if forgotten:
         raise UserError(
@@ -138,7 +138,7 @@ def _ramp(share: float | RampConfig) -> Ramp:
 
 
 def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
-    """The share of each domain when the mixture begins to hold, and when its ramps have ended.
+    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended.
 
     They add up to 1. Epochs that run out are not looked at.
     """

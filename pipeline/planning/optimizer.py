@@ -14,7 +14,7 @@ from common.errors import UserError
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
-    """The optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
+    """Return the optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
 
     One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
     `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
@@ -34,7 +34,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
                 "all experts of a mixture in one tensor have; set train.optimizer=adamw",
                 code="muon-dimensions",
             )
-        tables = {id(p) for m in _tables(model) for p in m.parameters()}
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}
         body = [p for p in trainable if _dimensions(p) == 2 and id(p) not in tables]
         taken = {id(p) for p in body}
         first = {"params": body, "weight_decay": weight_decay, "use_muon": True}
@@ -54,14 +56,8 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _tables(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of tokens and positions, and the head."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    return [*(module for module in model.modules() if isinstance(module, nn.Embedding)), head]
-
-
 def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
+    """Return DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
 
     params: of the DeepSpeed file's section `optimizer`. DeepSpeed itself would sort by name, and take the
     embeddings of GPT-2 and MPT for matrices of the body.
@@ -71,9 +67,9 @@ def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Op
     settings = []
     for group in groups:
         use = group.get("use_muon", False)
-        own = ("momentum",) if use else ("betas", "eps")
+        keys = ("momentum",) if use else ("betas", "eps")
         rate = params["muon_lr" if use else "lr"]
-        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in own})
+        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in keys})
         for parameter in group["params"]:
             parameter.use_muon = use
     fused = {"fused": True} if params.get("fused") else {}

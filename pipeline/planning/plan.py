@@ -55,29 +55,29 @@ class Cluster(NamedTuple):
 
     @property
     def room(self) -> float:
-        """Bytes of each GPU that a run can use."""
+        """Return bytes of each GPU that a run can use."""
         return self.gpu.memory_gib * GIB * footprint.USABLE
 
 
 def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
-    """`8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
+    """Return `8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
     count, _, kind = text.partition("x")
-    known = {name.upper(): name for name in ACCELERATORS}
-    if not count.isdigit() or int(count) < 1 or kind.upper() not in known:
+    kinds = {name.upper(): name for name in ACCELERATORS}
+    if not count.isdigit() or int(count) < 1 or kind.upper() not in kinds:
         raise UserError(
             f"--gpus {text}: give NUMBERxKIND, for example 8xA100-80G; kinds: {', '.join(ACCELERATORS)}"
         )
-    return Cluster(int(count), known[kind.upper()], network_gbit / 8)
+    return Cluster(int(count), kinds[kind.upper()], network_gbit / 8)
 
 
 def model_sizes(config: RunConfig) -> Sizes:
-    """The model in numbers, counted on the meta device; of `model.architecture` where there is no network."""
+    """Return the model in numbers, from the meta device; without network those of `model.architecture`."""
     hf_config = model_config(config.model, online=False)
     return sizes_of(meta_model(config, hf_config), hf_config)
 
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
-    """A model in numbers."""
+    """Return a model in numbers."""
     base = unwrap(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     parameters = list(model.parameters())
@@ -136,7 +136,7 @@ def _inner(config: PretrainedConfig) -> int:
 
 
 def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objective: Objective) -> Setup:
-    """How the recipe trains, for the footprint."""
+    """Return how the recipe trains, for the footprint."""
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
     reduced = ds_config.get("communication_data_type")
@@ -164,16 +164,16 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
 
 
 def _offloaded(zero: dict[str, Any], part: str) -> bool:
-    """A section with device none, which is also the default, offloads nothing."""
+    """Return whether a section offloads: with device none, which is also the default, it does not."""
     return (zero.get(part) or {}).get("device", "none") != "none"
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; whether it fits.
+    """Resolve everything that can be resolved without training and print it; return whether it fits.
 
     Raises UserError for whatever would stop the run at its start.
     """
-    ready = check(config, ranks, here=False)
+    ready = check(config, ranks, local=False)
     batch, objective = ready.batch, ready.objective
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, batch, ready.ds_config, objective)
@@ -191,8 +191,8 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     for name, text in domain_rows(config, ready):
         table.add_row(name, text)
     table.add_row("ZeRO", f"stage {setup.stage}" + _offloads(setup))
-    found = footprint.memory(sizes, setup)
-    states = {"weights": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    memory = footprint.memory(sizes, setup)
+    states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     table.add_row("states per rank", memory_line(states, 2))
     fits = True
     if cluster is not None:
@@ -204,7 +204,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
 
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
-    """What each domain gets of the run, for a table; nothing where there is one and no mixture."""
+    """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
     mixture, data, order = config.train.mixture, ready.data, ready.order
     if mixture is None and (data is None or len(data.domains) < 2):
         return []
@@ -214,19 +214,19 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     if isinstance(order, BatchOrder):
         epochs = ready.steps * ready.batch.batch / len(data)
         whole = data.manifest.valid_tokens
-        counts = {f"domain {one.name}": one.valid_tokens for one in data.manifest.domains}
+        counts = {f"domain {domain.name}": domain.valid_tokens for domain in data.manifest.domains}
         return [
             (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {_passes(epochs)}")
             for name, n in counts.items()
         ]
     assert mixture is not None
     rows = [("mixture", mixture.label)]
-    for one in order.portions(ready.steps):
-        first, last = (f"{share:.1%}" for share in one.shares)
+    for portion in order.portions(ready.steps):
+        first, last = (f"{share:.1%}" for share in portion.shares)
         share = first if first == last else f"{first} to {last}"
-        often = f", more than {REPEATED}" if one.epochs > REPEATED else ""
-        text = f"{share} of {mixture.by}; {one.tokens:,.0f} tokens, {_passes(one.epochs)}{often}"
-        rows.append((f"domain {one.name}", text))
+        often = f", more than {REPEATED}" if portion.epochs > REPEATED else ""
+        text = f"{share} of {mixture.by}; {portion.tokens:,.0f} tokens, {_passes(portion.epochs)}{often}"
+        rows.append((f"domain {portion.name}", text))
     return rows
 
 
@@ -235,36 +235,36 @@ def _passes(epochs: float) -> str:
 
 
 def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
-    """Warnings on a run that can be trained, and perhaps not as its user thinks."""
-    found = repeated(ready)
+    """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
+    warnings = repeated(ready)
     if on_cpu and config.model.dtype == "bfloat16":
-        found.append(
+        warnings.append(
             "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new run_dir"
         )
     train, data, steps = config.train, ready.data, ready.steps
     if train.epochs is not None and data is not None and steps is not None and steps < FEW:
-        found.append(
+        warnings.append(
             f"only {counted(steps, 'step')}: {counted(train.epochs, 'epoch')} of "
             f"{counted(len(data), 'packed row')} of {config.data.block:,} tokens each, "
             f"{counted(train.batch, 'row')} per step; a smaller train.batch or more train.epochs gives more"
         )
-    return found
+    return warnings
 
 
 def repeated(ready: Ready) -> list[str]:
-    """A warning for every domain that a mixture repeats more often than is of use."""
+    """Return a warning for every domain that a mixture repeats more often than is of use."""
     if not isinstance(ready.order, MixedOrder) or ready.steps is None:
         return []
     return [
-        f"domain {one.name} is gone through {one.epochs:.3g} times; after {REPEATED} epochs the same text "
-        "teaches less than new text: lower its share, or set train.mixture.max_epochs"
-        for one in ready.order.portions(ready.steps)
-        if one.epochs > REPEATED
+        f"domain {portion.name} is gone through {portion.epochs:.3g} times; after {REPEATED} epochs the "
+        "same text teaches less than new text: lower its share, or set train.mixture.max_epochs"
+        for portion in ready.order.portions(ready.steps)
+        if portion.epochs > REPEATED
     ]
 
 
 class Length(NamedTuple):
-    """How many steps a run has."""
+    """The number of steps of a run, and the words for it."""
 
     steps: int | None
     estimated: bool
@@ -272,7 +272,7 @@ class Length(NamedTuple):
 
 
 def run_length(config: RunConfig, ready: Ready) -> Length:
-    """Steps as configured, as the prepared data have them, or estimated from the sizes of their sources."""
+    """Return the steps as configured, as in the prepared data, or estimated from the sizes of the sources."""
     if config.train.steps is not None:
         return Length(config.train.steps, False, f"{config.train.steps:,}")
     epochs = config.train.epochs or 0
@@ -292,13 +292,15 @@ def run_length(config: RunConfig, ready: Ready) -> Length:
 
 
 def estimated_rows(data: DataConfig) -> int | None:
-    """Rows that the sources will probably give, by their sizes; None where a size is not known here."""
+    """Return the rows that the sources will probably give, by size; None where a size is not known here."""
     if data.limit_rows is not None or any(source.limit is not None for source in data.sources):
         return None
     tokens = 0.0
     for source in data.sources:
-        place = data.root / (source.files or "")  # which may be absolute
-        paths = list(Path(place.anchor).glob(str(place.relative_to(place.anchor)))) if source.files else []
+        pattern = data.root / (source.files or "")  # which may be absolute
+        paths = (
+            list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))) if source.files else []
+        )
         if not paths:
             return None
         for path in paths:
@@ -310,7 +312,7 @@ def estimated_rows(data: DataConfig) -> int | None:
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
-    """`6.0 GiB = weights 2.5 + optimizer 3.5`: what is printed adds up, digit by digit.
+    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit.
 
     Every part is rounded down, and the largest remainders are rounded up until the parts are the total.
     """
@@ -320,12 +322,12 @@ def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
     by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name] * scale)
     for name in by_remainder[: total - sum(whole.values())]:
         whole[name] += 1
-    shown = [f"{name} {value / scale:.{digits}f}" for name, value in whole.items() if value]
-    return f"{total / scale:.{digits}f} {unit}" + (f" = {' + '.join(shown)}" if shown else "")
+    terms = [f"{name} {value / scale:.{digits}f}" for name, value in whole.items() if value]
+    return f"{total / scale:.{digits}f} {unit}" + (f" = {' + '.join(terms)}" if terms else "")
 
 
 def memory_line(parts: dict[str, float], digits: int) -> str:
-    """Bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
+    """Return bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
     if sum(parts.values()) < TINY:
         return sum_line({name: value / MIB for name, value in parts.items()}, 1, "MiB")
     return sum_line({name: value / GIB for name, value in parts.items()}, digits, "GiB")
@@ -338,13 +340,13 @@ def _offloads(setup: Setup) -> str:
 
 
 def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
-    """Rows on memory and time on given GPUs; whether the run fits, if only just."""
+    """Add rows on memory and time on these GPUs; return whether the run fits, if only just."""
     gpu = cluster.gpu
     room = cluster.room
-    found = footprint.memory(sizes, setup)
+    memory = footprint.memory(sizes, setup)
     table.add_section()
     table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
-    table.add_row("memory per GPU", memory_line(found.peak, 1))
+    table.add_row("memory per GPU", memory_line(memory.peak, 1))
     table.add_row("fits", fit(sizes, setup, room, cluster))
     time = footprint.step_time(sizes, setup, gpu, cluster.network_gb)
     tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
@@ -365,11 +367,11 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
         "trust",
         trust(),
     )
-    return found.total <= room
+    return memory.total <= room
 
 
 def trust() -> str:
-    """How far the predictions were off, in words."""
+    """Return how far the predictions were off, in words."""
     return (
         f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
         f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
@@ -378,48 +380,48 @@ def trust() -> str:
 
 
 def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
-    """Whether the run fits, in words; `yes` only if it also does when the estimate is too low."""
-    found = footprint.memory(sizes, setup)
-    if found.surely <= room:
+    """Return in words whether the run fits; `yes` only if it also does when the estimate is too low."""
+    memory = footprint.memory(sizes, setup)
+    if memory.surely <= room:
         micro = largest_micro(sizes, setup, room, surely=True)
         return f"yes; largest train.micro_batch that surely fits: {micro}"
-    if found.total > room:
+    if memory.total > room:
         return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
     return (
-        f"tight: {found.total / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate of all but states may be "
+        f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate of all but states may be "
         f"{footprint.MEMORY_ERROR:.0%} too low; to be safe "
         + "; or ".join(remedies(sizes, setup, room, cluster, surely=True))
     )
 
 
 def largest_micro(sizes: Sizes, setup: Setup, room: float, surely: bool = False) -> int:
-    """The largest micro-batch whose memory fits into `room` bytes and that divides a rank's rows; or 0."""
+    """Return the largest micro-batch that fits into `room` bytes and divides a rank's rows; or 0."""
     rows = setup.micro * setup.accumulation
     fitting = (m for m in range(rows, 0, -1) if rows % m == 0 and _fits(sizes, setup, room, surely, micro=m))
     return next(fitting, 0)
 
 
 def _fits(sizes: Sizes, setup: Setup, room: float, surely: bool, **changes: Any) -> bool:
-    found = footprint.memory(sizes, dataclasses.replace(setup, **changes))
-    return (found.surely if surely else found.total) <= room
+    memory = footprint.memory(sizes, dataclasses.replace(setup, **changes))
+    return (memory.surely if surely else memory.total) <= room
 
 
 def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: bool = False) -> list[str]:
-    """Single changes after which the run fits, cheapest first."""
-    found = []
+    """Return single changes after which the run fits, cheapest first."""
+    changes = []
     if micro := largest_micro(sizes, setup, room, surely):
-        found.append(f"set train.micro_batch={micro}")
+        changes.append(f"set train.micro_batch={micro}")
     if not setup.checkpointing and _fits(sizes, setup, room, surely, checkpointing=True):
-        found.append("set model.activation_checkpointing=true")
+        changes.append("set model.activation_checkpointing=true")
     if setup.stage < 3 and _fits(sizes, setup, room, surely, stage=3):
-        found.append("set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled)
+        changes.append("set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled)
     least = dataclasses.replace(setup, micro=1, checkpointing=True, stage=3)
-    if not found and _fits(sizes, least, room, surely):
-        found.append("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json")
-    if not found and _fits(sizes, least, room, surely, offload_optimizer=True):
-        found.append("set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on")
+    if not changes and _fits(sizes, least, room, surely):
+        changes.append("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json")
+    if not changes and _fits(sizes, least, room, surely, offload_optimizer=True):
+        changes.append("set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on")
     doubled = (cluster.gpus * 2**i for i in range(1, 8))
     enough = next((n for n in doubled if _fits(sizes, setup, room, surely, ranks=n)), None)
     if enough:
-        found.append(f"take {enough} GPUs")
-    return found or ["no single change helps: take GPUs with more memory, or model.lora"]
+        changes.append(f"take {enough} GPUs")
+    return changes or ["no single change helps: take GPUs with more memory, or model.lora"]

@@ -45,11 +45,11 @@ STATE_BYTES = 14  # of a checkpoint per trainable parameter: float32 weights, tw
 
 
 class Finding(NamedTuple):
-    """What one host was found to be."""
+    """One line of the report: a host, what was checked, its state, and advice where it is wrong."""
 
     host: str
     check: str
-    found: str
+    state: str
     advice: str = ""  # what to do; empty when all is well
 
 
@@ -69,17 +69,17 @@ def preflight(config: RunConfig) -> int:
     if world.is_main:
         table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
         for finding in dict.fromkeys(every):  # ranks of a host find the same
-            table.add_row(finding.host, finding.check, finding.found, finding.advice or "ok")
+            table.add_row(finding.host, finding.check, finding.state, finding.advice or "ok")
         Console().print(table)
     end_world()
     return int(failed)
 
 
 def _host(config: RunConfig, world: World) -> Iterator[Finding]:
-    """What a rank can see alone. One rank per host looks; every rank resolves the recipe."""
+    """Yield what a rank can see alone. One rank per host looks; every rank resolves the recipe."""
     host, offloaded = socket.gethostname(), False
     try:
-        ready = check(config, world.ranks, here=True)
+        ready = check(config, world.ranks, local=True)
         offloaded = "offload_optimizer" in ready.ds_config["zero_optimization"]
         rows = len(ready.data) if ready.data is not None else 0
         yield Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}")
@@ -107,20 +107,20 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
 
 
 def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
-    """What this host computes on. That its GPUs can be used, `start_world` has seen to.
+    """Yield the devices and threads of this host. That its GPUs can be used, `start_world` has seen to.
 
     offloaded: the optimizer steps on the host's cores.
     """
     on_gpu = world.device.type == "cuda"
     name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
     yield Finding(host, "GPUs", name)
-    found = compiler()
-    advice = "install gcc: Triton compiles with it" if on_gpu and found is None else ""
-    yield Finding(host, "C compiler", found or "none", advice)
-    ranks, own, share = ranks_here(), torch.get_num_threads(), threads()
-    wrong = own > share or (offloaded and own < share)  # torchrun gives ranks one thread
+    compiler_path = compiler()
+    advice = "install gcc: Triton compiles with it" if on_gpu and compiler_path is None else ""
+    yield Finding(host, "C compiler", compiler_path or "none", advice)
+    ranks, current, share = ranks_here(), torch.get_num_threads(), threads()
+    wrong = current > share or (offloaded and current < share)  # torchrun gives ranks one thread
     advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
-    yield Finding(host, "threads", f"{own} for each of {ranks} ranks, with {share} cores each", advice)
+    yield Finding(host, "threads", f"{current} for each of {ranks} ranks, with {share} cores each", advice)
 
 
 def _several_hosts(world: World) -> bool:
@@ -128,7 +128,7 @@ def _several_hosts(world: World) -> bool:
 
 
 def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
-    """What the ranks of several hosts talk through: what NCCL says, and what this host has."""
+    """Yield what the ranks of several hosts talk through: what NCCL says, and what this host has."""
     if int(os.environ.get("LOCAL_RANK", 0)) or not _several_hosts(world) or world.device.type != "cuda":
         return
     used = used_network(log)
@@ -140,7 +140,7 @@ def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
 
 
 def _interface(host: str) -> Finding:
-    """On several hosts a name that resolves to the loopback address sends ranks to themselves."""
+    """Return this host's interface: a name that resolves to loopback sends ranks to themselves."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     if chosen:
         return Finding(host, "interface", chosen)
@@ -155,7 +155,7 @@ def _interface(host: str) -> Finding:
 
 
 def _run_directory(config: RunConfig, world: World) -> list[Finding]:
-    """Whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
+    """Return whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
     host = socket.gethostname()
     directory = config.run_dir
     mark = gather_objects(uuid.uuid4().hex)[0]
@@ -189,7 +189,7 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
 
 
 def _disk(config: RunConfig, host: str) -> list[Finding]:
-    """Whether the checkpoints fit; nothing where the model cannot be resolved, which is a finding already."""
+    """Return whether the checkpoints fit; nothing where the model cannot be resolved (reported already)."""
     try:
         needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
     except UserError:
@@ -201,22 +201,22 @@ def _disk(config: RunConfig, host: str) -> list[Finding]:
 
 
 def _agreement() -> Iterator[Finding]:
-    """Versions must be the same on all hosts."""
-    mine = library_versions("torch", "deepspeed", "transformers")
-    mine["python"] = platform.python_version()
-    everyone = gather_objects((socket.gethostname(), mine))
-    for name, version in mine.items():
-        differing = {host: theirs[name] for host, theirs in everyone if theirs[name] != version}
+    """Yield the versions that differ between hosts, or that all are the same."""
+    local = library_versions("torch", "deepspeed", "transformers")
+    local["python"] = platform.python_version()
+    everyone = gather_objects((socket.gethostname(), local))
+    for name, version in local.items():
+        differing = {host: versions[name] for host, versions in everyone if versions[name] != version}
         if differing:
             yield Finding(
                 next(iter(differing)), name, f"{differing}, elsewhere {version}", "install one version"
             )
-    if len({tuple(theirs.items()) for _, theirs in everyone}) == 1:
-        yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in mine.items()))
+    if len({tuple(versions.items()) for _, versions in everyone}) == 1:
+        yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in local.items()))
 
 
 def _clock() -> Iterator[Finding]:
-    """Clocks read right after a barrier; the barrier's own spread is well below what matters."""
+    """Yield the spread of clocks read right after a barrier, whose own spread is well below what matters."""
     barrier()
     times = gather_objects((socket.gethostname(), time.time()))
     apart = max(t for _, t in times) - min(t for _, t in times)
@@ -225,7 +225,7 @@ def _clock() -> Iterator[Finding]:
 
 
 def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
-    """An all-reduce as training does it: bus bandwidth in GB/s, median of five, beside what it should be."""
+    """Yield the bus bandwidth of an all-reduce as in training, GB/s, median of five, and the expected one."""
     if world.ranks == 1:
         return
     bytes_ = 256 * MIB if world.device.type != "cpu" else 16 * MIB

@@ -36,11 +36,11 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     tensors = list(exported_tensors(model))
     _refuse_tied(base, tensors)
     expected = {n: tuple(p.shape) for n, p in plain.named_parameters()}
-    found = {tensor.name: _merged_shape(tensor) for tensor in tensors}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    actual = {tensor.name: _merged_shape(tensor) for tensor in tensors}
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
             raise UserError(
-                f"the trained model could not be exported: {name} would be {_shape(found.get(name))} "
+                f"the trained model could not be exported: {name} would be {_shape(actual.get(name))} "
                 f"where {type(plain).__name__} has {_shape(expected.get(name))}; "
                 "set model.lora.targets to other layers, or use another model"
             )
@@ -61,7 +61,7 @@ def _refuse_tied(base: PreTrainedModel, tensors: list[Exported]) -> None:
 
 
 def _merged_shape(tensor: Exported) -> tuple[int, ...] | str:
-    """The shape of an exported tensor, or why its parts do not fit together."""
+    """Return the shape of an exported tensor, or why its parts do not fit together."""
     whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
     try:
         return tuple(tensor.merged(*whole).shape)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> bool:
-    """Score the shards of a recipe's data with `config.model`; True when all of them are done.
+    """Score the shards of a recipe's data with `config.model`; return True when all of them are done.
 
     `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
     Shards that are there already are kept; with `force` all are written again. Raises UserError for data that
@@ -61,7 +61,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
 
 
 def about_model(config: RunConfig) -> dict[str, Any]:
-    """What identifies the model: for a directory the hash of its weights."""
+    """Return what identifies the model: for a directory the hash of its weights."""
     path = config.model.path
     assert path is not None
     files = sorted(p for p in Path(path).glob("*") if p.suffix in (".safetensors", ".bin"))
@@ -75,7 +75,7 @@ def about_model(config: RunConfig) -> dict[str, Any]:
 
 
 def _load(config: RunConfig, attn: str) -> Any:
-    """The model, ready to compute likelihoods of packed rows."""
+    """Return the model, ready to compute likelihoods of packed rows."""
     model: Any = load_pretrained(config, attn)
     model.eval().requires_grad_(False)
     if on_gpu():
@@ -87,9 +87,9 @@ def _load(config: RunConfig, attn: str) -> Any:
 
 @torch.no_grad()
 def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.ndarray:
-    """log p of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
+    """Return log p of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
     offsets, rows = data.token_offsets(shard), data.rows_of(shard)
-    found = np.zeros(int(offsets[-1]), np.float32)
+    logprobs = np.zeros(int(offsets[-1]), np.float32)
     head = model.get_output_embeddings()
     began = time.perf_counter()
     for start in tqdm(range(0, len(rows), micro), desc=data.manifest.shards[shard].file, disable=None):
@@ -104,18 +104,18 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.n
             raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
         for i, row_nll in enumerate(nll.cpu().numpy()):
             first, last = offsets[start + i], offsets[start + i + 1]
-            found[first + 1 : last] = -row_nll[: last - first - 1]
+            logprobs[first + 1 : last] = -row_nll[: last - first - 1]
     log.info(
         "%s: %s tokens in %.0f s",
         data.manifest.shards[shard].file,
-        f"{len(found):,}",
+        f"{len(logprobs):,}",
         time.perf_counter() - began,
     )
-    return found
+    return logprobs
 
 
 def _next_tokens(ids: Tensor, positions: Tensor) -> Tensor:
-    """What each position predicts [b, L], supervised or not: the next token of the same segment."""
+    """Return the next token of the same segment for each position [b, L], supervised or not."""
     labels = torch.full_like(ids, IGNORE)
     same = positions[:, 1:] > 0
     labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE)

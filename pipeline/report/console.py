@@ -35,7 +35,7 @@ ENDS = ("finished", "stopped")  # events that --quiet shows
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is."""
+    """The state of a run."""
 
     step: int
     steps: int
@@ -45,7 +45,7 @@ class Progress:
     upcoming: str  # what comes next, as `pace.upcoming` says it
 
     def line(self) -> str:
-        """As in `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
+        """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
         parts = [f"step {self.step:,}/{self.steps:,}"]
         parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
         if self.tokens_per_s is not None:
@@ -74,7 +74,7 @@ class Console:
         self._said: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # messages that were no warnings
 
     def progress(self, make: Callable[[], Progress]) -> None:
-        """A step was taken. Drawn on a terminal, and only as often as an eye can follow."""
+        """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
                 self._bar = tqdm(
@@ -83,7 +83,7 @@ class Console:
             self._bar.set_description_str(make().line())
 
     def record(self, record: dict[str, Any], make: Callable[[], Progress]) -> None:
-        """A line of metrics.jsonl, with None where JSON has no number."""
+        """Show a line of metrics.jsonl, with None where JSON has no number."""
         if self.kind == "json":
             self._object("train", record)
         elif self.kind == "lines" and (record["step"] == make().steps or self._due(LINE_EVERY)):
@@ -97,7 +97,7 @@ class Console:
             self._print(line, colour)
 
     def message(self, text: str, level: int = logging.INFO) -> None:
-        """A line of a library or of this program's log."""
+        """Show a line of a library or of this program's log."""
         if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._said:
             return  # who checks before and after loading says the same twice
         if level < WARNING:
@@ -110,7 +110,7 @@ class Console:
             self._print(text)
 
     def open(self, run_dir: Path, main: bool) -> None:
-        """The run directory is this launch's: what libraries print goes to the log in it from now on."""
+        """Send what libraries print to the log in the run directory, now that it is this launch's."""
         if self.chatter is None:
             return
         self.chatter.move(run_dir, main)
@@ -119,7 +119,7 @@ class Console:
                        path=str(self.chatter.path))  # fmt: skip
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
-        """Around what compiles: what it prints is chatter."""
+        """Enclose what compiles: its output is chatter."""
         return self.chatter.prints() if self.chatter is not None else contextlib.nullcontext()
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class Console:
         self._write(json.dumps({"event": name, "time": round(time.time(), 3), **fields}, allow_nan=False))
 
     def _print(self, text: str, colour: str = "") -> None:
-        shown = printable(text)
-        self._write(f"\x1b[{colour}m{shown}\x1b[0m" if self._colour and colour else shown)
+        line = printable(text)
+        self._write(f"\x1b[{colour}m{line}\x1b[0m" if self._colour and colour else line)
 
     def _write(self, line: str) -> None:
         tqdm.write(without_secrets(line), file=self._stream)
@@ -155,16 +155,16 @@ class Handler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one record; what it `told` besides its text is an event."""
-        told = dict(getattr(record, "told", {}))
-        if told:
-            self._console.event(told.pop("event"), record.getMessage(), **told)
+        """Show one record; the fields that it carries besides its text are an event."""
+        fields = dict(getattr(record, "event_fields", {}))
+        if fields:
+            self._console.event(fields.pop("event"), record.getMessage(), **fields)
         else:
             self._console.message(record.getMessage(), record.levelno)
 
 
 def made(json_lines: bool, quiet: bool, main: bool, chatter: Chatter | None) -> Console:
-    """The console that fits standard output and what was asked for. main: of rank 0."""
+    """Return the console that fits standard output and what was asked for. main: of rank 0."""
     able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     kind: Kind = "terminal" if able else "lines"
     if quiet:

@@ -25,19 +25,19 @@ class Line(NamedTuple):
 
 
 def lines(runs: Sequence[Run]) -> list[Line]:
-    """Every set of every run, set by set; only what was measured after step 0."""
+    """Return every set of every run, set by set; only what was measured after step 0."""
     names = dict.fromkeys(name for run in runs for name in run.sets)
-    found = [_line(runs, i, name) for name in names for i, run in enumerate(runs) if run.held_out(name)]
-    return [line for line in found if line.step > 0]
+    compared = [_line(runs, i, name) for name in names for i, run in enumerate(runs) if run.held_out(name)]
+    return [line for line in compared if line.step > 0]
 
 
 def _line(runs: Sequence[Run], index: int, name: str) -> Line:
     run, first = runs[index], runs[0]
     records = run.held_out(name)
     start, end = (number(records[i].get("validation_nll")) for i in (0, -1))
-    step, here = records[-1]["step"], run.documents(name, -1)
+    step, current = records[-1]["step"], run.documents(name, -1)
     before = run.documents(name, 0) if records[0]["step"] == 0 else None
-    theirs = first.documents(name, -1) if index and first.held_out(name) else None
+    reference = first.documents(name, -1) if index and first.held_out(name) else None
     return Line(
         run,
         index,
@@ -45,8 +45,8 @@ def _line(runs: Sequence[Run], index: int, name: str) -> Line:
         step,
         start if records[0]["step"] == 0 else None,
         end,
-        change(before, here) if before and here else None,
-        change(theirs, here) if theirs and here else None,
+        change(before, current) if before and current else None,
+        change(reference, current) if reference and current else None,
     )
 
 
@@ -66,31 +66,31 @@ def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def _object(found: Change | None) -> dict[str, Any] | None:
-    if found is None:
+def _object(result: Change | None) -> dict[str, Any] | None:
+    if result is None:
         return None
-    return {key: number(value) for key, value in found._asdict().items()} | {"documents": found.documents}
+    return {key: number(value) for key, value in result._asdict().items()} | {"documents": result.documents}
 
 
 def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, str]]:
-    """(whether it was lost for sure, a line that says so) for each run and named set.
+    """Return (it was lost for sure, a line that says so) for each run and named set.
 
     Raises UserError for a set that a run does not have, and where nothing can be said yet.
     """
-    found = {(line.number, line.name): line for line in lines(runs)}
+    measured = {(line.number, line.name): line for line in lines(runs)}
     verdicts = []
     for i, run in enumerate(runs):
         for name in names:
             if name not in run.sets:
                 raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.sets)}")
-            line = found.get((i, name))
+            line = measured.get((i, name))
             if line is None or line.change is None or number(line.change.low) is None:
                 raise UserError(
                     f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "
                     "step 0 and after it; measure more (train.eval_rows, data.validation) in a new run_dir",
                     code="no-verdict",
                 )
-            lost, what = line.change.direction > 0, f"{line.change} nats per token since step 0"
+            lost, amount = line.change.direction > 0, f"{line.change} nats per token since step 0"
             word = "regression" if lost else "no regression"
-            verdicts.append((lost, f"{run.name}: {word} on {name}: {what}, at step {line.step:,}"))
+            verdicts.append((lost, f"{run.name}: {word} on {name}: {amount}, at step {line.step:,}"))
     return verdicts

@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a launch took, without its first record where there are others: that one compiles and warms up."""
+    """The speed of a launch, without its first record where there are others: it compiles and warms up."""
 
     seconds: float | None  # of training, per step
     mfu: float | None

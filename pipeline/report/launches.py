@@ -75,20 +75,20 @@ class Launch:
         append(self._run_dir / LAUNCHES, record)
 
     def sampled(self, step: int, text: str | None) -> None:
-        """How the model went on with the first prompt."""
+        """Show how the model went on with the first prompt."""
         if text is not None:
             line = f"step {step:,}  sample: {one_line(text, 100)}"
             self.console.event("sample", line, step=step, text=text)
 
     def stopping(self, step: int, reason: str | None) -> None:
-        """The ranks agreed to stop after `step`; without a reason, an error that is to come says why."""
+        """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
         self._step, self.reason = step, reason
         if reason is not None:
             self.console.event("stopping", f"stopping after step {step:,} ({reason}): saving", YELLOW,
                                step=step, reason=reason)  # fmt: skip
 
     def done(self, step: int, finished: bool) -> None:
-        """All is written."""
+        """Note that all is written."""
         self._step = step
         if finished:
             export = self._run_dir / EXPORT
@@ -98,26 +98,28 @@ class Launch:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
             self.console.event("stopped", text, YELLOW, step=step, reason=self.reason)
 
-    def ended(self, how: str, step: int) -> None:
+    def ended(self, outcome: str, step: int) -> None:
         """Note how it ended, finished, stopped or failed, and the last step that it took; 0 for none."""
         if not self._main or self._step is None:
             return
         step = max(step, self._step)
-        record = {"event": "end", "time": time.time(), "step": step, "how": how, "reason": self.reason}
+        record = {"event": "end", "time": time.time(), "step": step, "how": outcome, "reason": self.reason}
         with contextlib.suppress(OSError):  # the full disk may be why it ends
             append(self._run_dir / LAUNCHES, record)
 
 
 def _mixtures(ready: Ready) -> dict[str, list[dict[str, Any]]]:
-    """Which mixture holds from which step on, in words; of a run without one nothing."""
-    if not any(one.mixture for one in ready.mixtures):
+    """Return the mixtures and their first steps, in words; nothing for a run without one."""
+    if not any(holding.mixture for holding in ready.mixtures):
         return {}
-    said = [(one.step, one.mixture.label if one.mixture else None) for one in ready.mixtures]
-    return {"mixtures": [{"step": step, "mixture": label} for step, label in said]}
+    labels = [
+        (holding.step, holding.mixture.label if holding.mixture else None) for holding in ready.mixtures
+    ]
+    return {"mixtures": [{"step": step, "mixture": label} for step, label in labels]}
 
 
 def planned(config: RunConfig, ready: Ready, device: str) -> dict[str, float] | None:
-    """What the footprint predicts of a step on a GPU that it knows: seconds, MFU, GiB; else None."""
+    """Return the footprint's prediction of a step on a GPU that it knows: seconds, MFU, GiB; else None."""
     gpu = accelerator(device)
     if gpu is None:
         return None

@@ -54,7 +54,7 @@ class Window:
         self.steps += 1
         self.tokens += sums.tokens
         self.seconds += seconds
-        counts = [one.tokens for one in sums.domains]
+        counts = [domain.tokens for domain in sums.domains]
         self.domain_tokens = [a + b for a, b in zip_longest(self.domain_tokens, counts, fillvalue=0)]
         if not sums.applied:
             self.skipped += 1
@@ -70,7 +70,7 @@ class Window:
         self.domains = [_added(*two) for two in zip_longest(self.domains, sums.domains, fillvalue=none)]
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
-        """Means over the window; of each of several `domains`, too."""
+        """Return means over the window; of each of several `domains`, too."""
         nll = _mean(self.nll, self.applied_tokens)
         applied = self.steps - self.skipped
         return {
@@ -123,7 +123,7 @@ class Metrics:
         self._peak_share = peak_share
         if not active:
             return
-        self._window, self._pace = _restored(window), Pace()
+        self._window, self._pace = Window(**_numbers(window or {})), Pace()
         self._console = console or Console()
         self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
         self._epochs = config.train.batch / rows if rows else math.nan  # of a step
@@ -131,9 +131,9 @@ class Metrics:
         run_dir = config.run_dir
         path = run_dir / METRICS
         self._run_dir = run_dir
-        kept = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
+        records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
-        write_text(path, "".join(_line(r) for r in kept))
+        write_text(path, "".join(_line(r) for r in records))
         self._file = path.open("a", encoding="utf-8")
         self._board = self._wandb = None
         if config.train.tensorboard:
@@ -186,10 +186,12 @@ class Metrics:
         self._console.record(finite(record), self._progress)
 
     def state(self) -> dict[str, Any]:
-        """The steps that are counted and not recorded yet, as JSON can hold them."""
+        """Return the steps that are counted and not recorded yet, as JSON can hold them."""
         return finite(asdict(self._window)) if self.active else {}
 
-    def validation(self, step: int, tokens: int, name: str, sums: Sums, found: validation.Documents) -> None:
+    def validation(
+        self, step: int, tokens: int, name: str, sums: Sums, documents: validation.Documents
+    ) -> None:
         """Record a pass over the validation set `name`, and how it changed since step 0."""
         if not self.active:
             return
@@ -203,25 +205,25 @@ class Metrics:
             "validation_perplexity": math.exp(min(nll, 100.0)),
             "validation_demd": _mean(sums.demd, sums.tokens),
         }
-        validation.write(self._run_dir, name, step, found)
+        validation.write(self._run_dir, name, step, documents)
         start = validation.read(self._run_dir, name, 0) if step else None
-        changed = None if start is None else validation.change(start, found)
+        changed = None if start is None else validation.change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         self._write(split_of(name), record)
-        shown = finite(record)
-        told = [("loss", "loss"), ("NLL", "nll"), ("perplexity", "perplexity"), ("DEMD", "demd")]
-        values = [(word, shown[f"validation_{key}"]) for word, key in told]
+        event = finite(record)
+        labels = [("loss", "loss"), ("NLL", "nll"), ("perplexity", "perplexity"), ("DEMD", "demd")]
+        values = [(word, event[f"validation_{key}"]) for word, key in labels]
         parts = [f"{word} {value:.4g}" for word, value in values if value is not None] or ["not finite"]
         if changed is not None:
             parts.append(f"NLL since step 0 {changed}")
         called = "validation" if name == VALIDATION else f"validation {name}"
         text = f"step {step:,}/{self._steps:,}  {called}: {', '.join(parts)}"
-        self._console.event("validation", text, BOLD, **shown)
+        self._console.event("validation", text, BOLD, **event)
 
     def pause(self) -> None:
-        """What happened since the last step was not training: saving, validation."""
+        """Leave the time since the last step out of the pace: it went into saving or validation."""
         now = self._clock()
         if self.active:
             self._pace.pause(now - self._mark)
@@ -277,7 +279,7 @@ class Profiler:
 
 
 def _wandb_run(config: RunConfig) -> Any:
-    """The W&B run that belongs to the run directory, resumed after a restart."""
+    """Return the W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
     path = config.run_dir / WANDB_ID
@@ -307,7 +309,7 @@ def _added(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Every value of a record with its path, as in `train/domains/home/nll`."""
+    """Yield every value of a record with its path, as in `train/domains/home/nll`."""
     for key, value in record.items():
         inner = f"{path}/{key}"
         yield from _leaves(value, inner) if isinstance(value, dict) else [(inner, value)]
@@ -317,15 +319,10 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
-def _restored(saved: dict[str, Any] | None) -> Window:
-    """The window that `Metrics.state` described; a new one where nothing is described."""
-    return Window(**_numbers(saved or {}))
-
-
 def _numbers(value: Any) -> Any:
-    """What `finite` has made of a value, with NaN for None."""
+    """Return a value that `finite` has made, with NaN for None."""
     if isinstance(value, dict):
-        return {key: _numbers(one) for key, one in value.items()}
+        return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_numbers(one) for one in value]
+        return [_numbers(item) for item in value]
     return math.nan if value is None else value

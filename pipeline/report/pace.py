@@ -16,7 +16,7 @@ class Pace:
         self._counted = 0
 
     def step(self, seconds: float, tokens: int) -> None:
-        """A step of so many supervised tokens, which took `seconds` of training."""
+        """Count a step of so many supervised tokens, which took `seconds` of training."""
         if self._counted == 1:
             self._steps.clear()
             self._training = 0.0
@@ -31,12 +31,12 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Supervised tokens per second of training over the last steps; None before the first."""
+        """Return supervised tokens per second of training over the last steps; None before the first."""
         seconds = sum(s for s, _ in self._steps)
         return sum(n for _, n in self._steps) / seconds if seconds > 0 else None
 
     def left(self, steps: int) -> float | None:
-        """Seconds that so many steps will take, pauses included as often as they came so far."""
+        """Return seconds that so many steps will take, pauses included as often as they came so far."""
         if not self._steps or self._training <= 0:
             return None
         each = sum(s for s, _ in self._steps) / len(self._steps)
@@ -44,7 +44,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `2 d 3 h`."""
+    """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
-    """What comes next after `step`, as in `validation at 200`; every: steps between them by name, 0 for none.
+    """Return what comes next, as in `validation at 200`; every: steps between them by name, 0 for none.
 
     Empty when nothing comes before the last step.
     """
@@ -64,4 +64,4 @@ def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
     first = min(due.values(), default=steps)
     if first >= steps:
         return ""
-    return f"{' and '.join(name for name, at in due.items() if at == first)} at {first:,}"
+    return f"{' and '.join(name for name, next_step in due.items() if next_step == first)} at {first:,}"

@@ -73,6 +73,9 @@ def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
         "Means since the record before; circles: held-out data. Of more than 400 records the line is the "
         "mean of neighbours, and the band goes from the least to the most of them."
     )
+    evaluations = {
+        str(path): quote(os.path.relpath(path, folder)) for run in runs for path in run.evaluations
+    }
     sections = [
         Section("Gained and lost", _changes_table(runs, lines)),
         Section("Runs", _summary(runs)),
@@ -82,7 +85,7 @@ def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
         Section("Plan and measurement", _plan(runs)),
         Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
         Section("Steps that went wrong", _bad(runs)),
-        Section("Evaluations", _evaluations(runs, folder), page_only=True),
+        Section("Evaluations", Items(evaluations), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
     names = listed([run.name for run in runs])
@@ -302,12 +305,6 @@ def _bad(runs: Runs) -> Table:
     ]
     caption = "Their rows are in bad_batches.jsonl. A step stands here twice where it was taken again."
     return Table(["Run", "Step", "What", "Loss"], rows, caption)
-
-
-def _evaluations(runs: Runs, folder: Path) -> Items:
-    return Items(
-        {str(path): quote(os.path.relpath(path, folder)) for run in runs for path in run.evaluations}
-    )
 
 
 def _settings(runs: Runs) -> list[Fold]:

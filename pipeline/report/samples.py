@@ -35,34 +35,34 @@ class Samples:
         self._ids = prompt_ids(config)
         self._tokenizer: Any = _tokenizer(config) if self.prompts else None
         if writes and self._path.is_file():
-            kept = [r for r in read_records(self._path)[0] if 0 < step >= r["step"]]  # as of metrics
-            write_text(self._path, "".join(json.dumps(r) + "\n" for r in kept))
+            records = [r for r in read_records(self._path)[0] if 0 < step >= r["step"]]  # as of metrics
+            write_text(self._path, "".join(json.dumps(r) + "\n" for r in records))
 
     def take(self, trainer: Engine, step: int, tokens: int) -> str | None:
-        """Continue every prompt and write it down; all ranks must call. The first text, on rank 0."""
+        """Continue every prompt and write it down; return the first text on rank 0. All ranks must call."""
         if self._tokenizer is None:
             return None
         end = self._tokenizer.eos_token_id
-        found = continuations(trainer, self._ids, self._tokens, end)
+        generated = continuations(trainer, self._ids, self._tokens, end)
         if not self._writes:
             return None
-        texts = [self._text(*ids) for ids in zip(self._ids, found, strict=True)]
+        texts = [self._text(*ids) for ids in zip(self._ids, generated, strict=True)]
         with self._path.open("a", encoding="utf-8") as file:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
                 file.write(json.dumps(record) + "\n")
         return self.prompts[0] + texts[0]
 
-    def _text(self, prompt: list[int], found: list[int]) -> str:
-        """What `found` adds to the text of the prompt; decoded alone, it could lose a space in front."""
+    def _text(self, prompt: list[int], generated: list[int]) -> str:
+        """Return what `generated` adds to the prompt's text; decoded alone, it could lose its first space."""
         before, whole = (
-            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + found)
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + generated)
         )
         return whole[len(before) :]
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
-    """The prompts as the data's documents begin: BOS, where there is one, and the text.
+    """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
 
     Raises UserError for a prompt without any token, and for one that does not fit into data.block with what
     is to follow.
@@ -72,7 +72,7 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
         return []
     tokenizer = _tokenizer(config)
     start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    found = []
+    prompts = []
     for number, prompt in enumerate(train.sample_prompts):
         ids = start + list(tokenizer(prompt, add_special_tokens=False).input_ids)
         where = f"train.sample_prompts[{number}]"
@@ -85,15 +85,15 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
                 f"{where} has {len(ids)} tokens, which with train.sample_tokens={train.sample_tokens} is "
                 f"more than data.block={config.data.block}; shorten it, or set fewer train.sample_tokens"
             )
-        found.append(ids)
-    return found
+        prompts.append(ids)
+    return prompts
 
 
 @torch.no_grad()
 def continuations(
     trainer: Engine, prompts: Sequence[Sequence[int]], tokens: int, end: int | None
 ) -> list[list[int]]:
-    """The likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
+    """Return the likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
 
     All ranks must call, with the same prompts. Every rank makes the same number of forward passes over the
     same tokens, those of rank 0, because under ZeRO-3 all take part in each. No random number is drawn.
@@ -103,8 +103,8 @@ def continuations(
     ids = lengths.new_zeros(
         (len(prompts), widest + tokens)
     )  # what comes later is not seen: attention is causal
-    for row, given in enumerate(prompts):
-        ids[row, : len(given)] = torch.tensor(given)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
     trainer.ds.eval()
     with torch.compiler.set_stance("force_eager"):  # another length at every pass
         for count in range(tokens):
@@ -112,16 +112,16 @@ def continuations(
             chosen = _next_logits(trainer, ids[:, : widest + count], last).argmax(-1)
             dist.broadcast(chosen, 0)
             ids[torch.arange(len(prompts), device=ids.device), last + 1] = chosen
-    found = [row[n : n + tokens] for row, n in zip(ids.tolist(), map(len, prompts), strict=True)]
-    return [row[: row.index(end)] if end in row else row for row in found]
+    generated = [row[n : n + tokens] for row, n in zip(ids.tolist(), map(len, prompts), strict=True)]
+    return [row[: row.index(end)] if end in row else row for row in generated]
 
 
 def _next_logits(trainer: Engine, ids: Tensor, last: Tensor) -> Tensor:
-    """Logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
+    """Return logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
     rows = torch.arange(len(ids), device=ids.device)
     if "logits_to_keep" in getattr(unwrap(trainer.model), "order", ()):  # the head need not see the others
-        places, which = last.unique(return_inverse=True)
-        return trainer.ds(input_ids=ids, logits_to_keep=places).logits[rows, which]
+        positions, which = last.unique(return_inverse=True)
+        return trainer.ds(input_ids=ids, logits_to_keep=positions).logits[rows, which]
     return trainer.ds(input_ids=ids).logits[rows, last]
 
 

@@ -56,7 +56,7 @@ class Survivor:
 
 
 class Chatter:
-    """What libraries, compilers and launchers print: kept out of sight, and not lost."""
+    """The output of libraries, compilers and launchers: kept out of sight, and not lost."""
 
     def __init__(self, shared: bool) -> None:
         """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
@@ -65,7 +65,7 @@ class Chatter:
         self.path: Path | None = None  # once it is in a run directory
 
     def move(self, run_dir: Path, main: bool) -> None:
-        """From now on it goes to the run's log, after what was kept so far.
+        """Send the output to the run's log from now on, after what was kept so far.
 
         main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
         """
@@ -81,19 +81,19 @@ class Chatter:
             self.path = run_dir / LOG
 
     def text(self) -> bytes:
-        """What was kept so far, until it has moved."""
+        """Return what was kept so far, until it has moved."""
         self.stream.flush()
         return os.pread(1, os.fstat(1).st_size, 0) if self.path is None else b""
 
     def show(self) -> None:
-        """An unexpected error ends this process: show what was kept, or where it is, on standard error."""
+        """Show what was kept, or its path, on standard error when an unexpected error ends this process."""
         if self.path is not None:
             print(f"log of the launcher, compilers and libraries: {self.path}", file=sys.stderr, flush=True)
         else:
             print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
 
     def prints(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block Python's `print` goes there as well: around what compiles."""
+        """Send Python's `print` there as well within the block, which encloses what compiles."""
         return contextlib.redirect_stdout(self.stream)
 
 
@@ -106,10 +106,10 @@ def split() -> Chatter:
         os.dup2(nothing, 0)
         os.close(nothing)
     else:
-        console, (kept, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
+        console, (file, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
         Path(name).unlink()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(file, 1)
+        os.close(file)
     stream = os.fdopen(console, "w", buffering=1, encoding=sys.stdout.encoding, errors="backslashreplace")
     sys.stdout, sys.stderr = cast("TextIO", Survivor(stream)), cast("TextIO", Survivor(sys.stderr))
     return Chatter(shared=launched)

@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How the NLL of a set changed, nats per token; above zero it is forgotten, below it is learnt."""
+    """The change of a set's NLL, nats per token; above zero it is forgotten, below it is learnt."""
 
     value: float
     low: float  # of the 95 % interval; not finite where there is none
@@ -46,12 +46,12 @@ class Change(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Its limits as text; empty without an interval."""
+        """Return the limits as text; empty without an interval."""
         return f"[{self.low:+.4f}, {self.high:+.4f}]" if math.isfinite(self.low) else ""
 
     @property
     def direction(self) -> int:
-        """+1: lost for sure, -1: gained for sure, 0: cannot be told."""
+        """Return +1 for lost for sure, -1 for gained for sure, 0 where it cannot be told."""
         return int(self.low > 0) - int(self.high < 0)
 
 

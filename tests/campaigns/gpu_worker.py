@@ -132,7 +132,7 @@ def _settle() -> None:
 
 def predicted(config: RunConfig) -> dict[str, float]:
     """Bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
-    ready = check(config, 1, here=True)
+    ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
     found = {"bytes": footprint.memory(sizes, setup).total, "parameters": sizes.parameters}

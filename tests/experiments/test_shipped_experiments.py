@@ -97,7 +97,7 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     for run in (last["tailr"], last["emo"]):
         overrides = [*Sweep.overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
-        assert check(config, experiment(path).ranks, here=False).batch.batch == config.train.batch
+        assert check(config, experiment(path).ranks, local=False).batch.batch == config.train.batch
 
 
 @pytest.mark.parametrize("name", PAPER_ORDER)

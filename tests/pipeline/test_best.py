@@ -39,7 +39,7 @@ def _best(name: str, gpus: str, *overrides: str, network: float = 1600.0) -> Cho
 
 def _every(config: RunConfig, gpus: str) -> list[Choice]:
     cluster = parse_cluster(gpus)
-    ready = check(config, cluster.gpus, here=False)
+    ready = check(config, cluster.gpus, local=False)
     return list(choices(config, sizes_of(ready.model, ready.hf_config), ready.objective, cluster))
 
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_refused_is_passed_over(tmp_path: Path, monkeypatch: pyte
     refused = {"bf16": {"enabled": True}}  # the recipe decides that
     (tmp_path / "ds_configs/zero1.json").write_text(json.dumps(refused))
     cluster = parse_cluster("8xA100-80G")
-    ready = check(config, 8, here=False)
+    ready = check(config, 8, local=False)
     sizes = sizes_of(ready.model, ready.hf_config)
     left = {choice.file.name for choice in choices(config, sizes, ready.objective, cluster)}
     assert left == whole - {"zero1.json"}

@@ -27,7 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_recipe_without_mistakes(recipe: Path) -> None:
-    ready = check(load_config(recipe, []), ranks=2, here=True)
+    ready = check(load_config(recipe, []), ranks=2, local=True)
     assert ready.steps == 8
     assert ready.data is not None and list(ready.validation) == ["validation"]
     assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
@@ -40,8 +40,8 @@ def test_an_extra_that_is_not_installed(
     config = load_config(recipe, [f"train.{name}={value}"])
     monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
     with pytest.raises(UserError, match=f"train.{name} needs the package {name}: pip install {name}"):
-        check(config, ranks=2, here=True)
-    check(config, ranks=2, here=False)  # planned here, trained elsewhere
+        check(config, ranks=2, local=True)
+    check(config, ranks=2, local=False)  # planned here, trained elsewhere
 
 
 MISTAKES = [
@@ -64,7 +64,7 @@ MISTAKES = [
 def test_every_command_refuses_it(recipe: Path, override: str, message: str) -> None:
     config = load_config(recipe, [override])
     with pytest.raises(UserError, match=message) as caught:
-        check(config, ranks=1, here=True)
+        check(config, ranks=1, local=True)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=message):
         print_plan(config, ranks=1)
@@ -90,22 +90,22 @@ def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
     if damage == "empty":
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"cost.safetensors"):
-        check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, here=True)
+        check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, local=True)
 
 
 @pytest.mark.parametrize("cost", ["/nonexist", "./none", "~/none", "a/b/c"])
 def test_a_cost_directory_that_does_not_exist(recipe: Path, cost: str) -> None:
     config = load_config(recipe, [f"objective.cost={cost}"])
     with pytest.raises(UserError, match=f"^objective.cost={cost} does not exist; give .* hub id, or a file"):
-        check(config, ranks=1, here=True)
-    check(config, ranks=1, here=False)  # it may be where the run will be
+        check(config, ranks=1, local=True)
+    check(config, ranks=1, local=False)  # it may be where the run will be
 
 
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"data.dir={tmp_path / 'none'}"])
-    assert check(config, ranks=1, here=False).data is None
+    assert check(config, ranks=1, local=False).data is None
     with pytest.raises(UserError, match="run: python -m data_prep prepare"):
-        check(config, ranks=1, here=True)
+        check(config, ranks=1, local=True)
 
 
 def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> None:
@@ -113,15 +113,15 @@ def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> Non
     shutil.copytree(recipe.parent / "data", data)
     shutil.rmtree(data / "validation")
     with pytest.raises(UserError, match=r"validation does not exist"):
-        check(load_config(recipe, [f"data.dir={data}"]), ranks=1, here=True)
+        check(load_config(recipe, [f"data.dir={data}"]), ranks=1, local=True)
 
 
 def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"run_dir={tmp_path}"])
-    resume.claim(config, check(config, ranks=1, here=True).identity)
-    check(config, ranks=1, here=True)
+    resume.claim(config, check(config, ranks=1, local=True).identity)
+    check(config, ranks=1, local=True)
     with pytest.raises(UserError, match=r"was started with train\.lr=0\.001"):
-        check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, here=True)
+        check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, local=True)
 
 
 @pytest.mark.parametrize("damage", ["ids", "segments"])
@@ -187,7 +187,7 @@ def test_what_is_no_transformer_is_refused(recipe: Path, tmp_path: Path, family:
     tree["model"]["architecture"] = {"model_type": family, **shape}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
-    for refuse in (lambda config: print_plan(config, 1), lambda config: check(config, 1, here=True)):
+    for refuse in (lambda config: print_plan(config, 1), lambda config: check(config, 1, local=True)):
         with pytest.raises(UserError) as error:
             refuse(load_config(path, []))
         assert error.value.code == "architecture"

@@ -157,7 +157,7 @@ def test_a_log_record_may_be_an_event() -> None:
     shown, stream = console("json")
     logger = logging.Logger("of this test")
     logger.addHandler(Handler(shown))
-    logger.info("saved: %s", "x", extra={"told": {"event": "saved", "step": 3}})
+    logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
     logger.warning("late")
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
     assert (first["event"], first["step"]) == ("saved", 3)

@@ -66,13 +66,13 @@ def recipe(place: Path, *overrides: str) -> RunConfig:
 def begun(config: RunConfig) -> None:
     """What the first launch of a run leaves."""
     config.run_dir.mkdir(exist_ok=True)
-    resume.claim(config, check(config, ranks=1, here=True).identity)
-    check(config, ranks=1, here=True)
+    resume.claim(config, check(config, ranks=1, local=True).identity)
+    check(config, ranks=1, local=True)
 
 
 def refused(config: RunConfig, code: str, ranks: int = 1) -> None:
     with pytest.raises(UserError) as error:
-        check(config, ranks=ranks, here=True)
+        check(config, ranks=ranks, local=True)
     assert error.value.code == code and "\n" not in str(error.value)
 
 
@@ -117,7 +117,7 @@ def test_changed_scores(place: Path) -> None:
     write_scores(place, -1.0)
     begun(config)
     write_scores(place, -1.0)
-    check(config, ranks=1, here=True)
+    check(config, ranks=1, local=True)
     write_scores(place, -2.0)
     refused(config, "changed-scores")
 
@@ -150,7 +150,7 @@ def test_a_changed_deepspeed_file(place: Path) -> None:
     begun(recipe(place, f"deepspeed={file}"))
     tree["zero_optimization"] |= {"reduce_bucket_size": 1000, "reduce_scatter": True, "overlap_comm": True}
     other.write_text(json.dumps(tree))
-    check(recipe(place, f"deepspeed={other}"), ranks=1, here=True)
+    check(recipe(place, f"deepspeed={other}"), ranks=1, local=True)
     for change in (
         {"communication_data_type": "fp32"},
         {"data_types": {"grad_accum_dtype": "bf16"}},
@@ -170,13 +170,13 @@ def test_a_pass_over_fewer_rows(place: Path) -> None:
         for changed, ranks in (({"micro_batch": 1}, 1), ({}, 2)):
             other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
             if code is None:
-                check(other, ranks=ranks, here=True)
+                check(other, ranks=ranks, local=True)
             else:
                 refused(other, code, ranks)
     whole = recipe(place, "objective.name=mile", "train.micro_batch=8", f"run_dir={place / 'whole'}")
     begun(whole)
     check(
-        recipe(place, "objective.name=mile", "train.micro_batch=4", f"run_dir={whole.run_dir}"), 2, here=True
+        recipe(place, "objective.name=mile", "train.micro_batch=4", f"run_dir={whole.run_dir}"), 2, local=True
     )
 
 
@@ -191,7 +191,7 @@ def test_a_swapped_tokenizer(place: Path) -> None:
     refused(recipe(place), "changed-tokenizer")
     file.write_text("{")
     with pytest.raises(UserError):
-        check(recipe(place), ranks=1, here=True)
+        check(recipe(place), ranks=1, local=True)
 
 
 @pytest.mark.parametrize("form", ["same", "rewritten", "other"])
@@ -215,7 +215,7 @@ def test_costs_of_another_tokenizer(place: Path, form: str) -> None:
     if form == "other":
         refused(config, "cost-tokenizer")
     else:
-        check(config, ranks=1, here=True)
+        check(config, ranks=1, local=True)
 
 
 def test_adapters_follow_from_the_seed() -> None:

@@ -102,7 +102,7 @@ def two_domains(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_plan_says_what_each_domain_gets(
     two_domains: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ready = check(load_config(QUICKSTART, [*two_domains, f"train.mixture={MIXTURE}"]), 1, here=False)
+    ready = check(load_config(QUICKSTART, [*two_domains, f"train.mixture={MIXTURE}"]), 1, local=False)
     assert ready.data is not None and isinstance(ready.order, MixedOrder) and ready.steps is not None
     rows = dict(domain_rows(load_config(QUICKSTART, [*two_domains, f"train.mixture={MIXTURE}"]), ready))
     assert rows["mixture"].startswith(
@@ -124,7 +124,7 @@ def test_a_plan_says_what_each_domain_gets(
 
 def test_a_plan_without_a_mixture_says_what_is_there(two_domains: list[str]) -> None:
     config = load_config(QUICKSTART, two_domains)
-    ready = check(config, 1, here=False)
+    ready = check(config, 1, local=False)
     rows = domain_rows(config, ready)
     assert [name for name, _ in rows] == ["domain home", "domain abroad"]
     shares = [float(text.split("%")[0]) for _, text in rows]
@@ -148,13 +148,13 @@ def test_a_plan_without_a_mixture_says_what_is_there(two_domains: list[str]) -> 
 )
 def test_a_mixture_that_cannot_be_is_refused(two_domains: list[str], mixture: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(load_config(QUICKSTART, [*two_domains, f"train.mixture={mixture}"]), 1, here=False)
+        check(load_config(QUICKSTART, [*two_domains, f"train.mixture={mixture}"]), 1, local=False)
 
 
 def test_a_misspelt_domain_is_refused_before_preparation(two_domains: list[str], tmp_path: Path) -> None:
     mixture = "train.mixture={shares: {home: 1, abroda: 1}}"
     with pytest.raises(UserError, match=r"names abroda, .*; did you mean abroad"):
-        check(load_config(QUICKSTART, [*two_domains, f"data.dir={tmp_path}", mixture]), 1, here=False)
+        check(load_config(QUICKSTART, [*two_domains, f"data.dir={tmp_path}", mixture]), 1, local=False)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_a_deepspeed_file_must_not_own_what_the_recipe_owns(tmp_path: Path) -> N
 def test_what_a_user_may_not_expect_is_remarked(two_domains: list[str]) -> None:
     given = [*two_domains, "train.steps=null", "train.epochs=1", "model.dtype=bfloat16"]
     long = load_config(QUICKSTART, [*given, "train.batch=1", "train.micro_batch=1"])
-    assert remarks(long, check(long, 1, here=False), on_cpu=False) == []
-    rows = len(check(long, 1, here=False).data or ())
+    assert remarks(long, check(long, 1, local=False), on_cpu=False) == []
+    rows = len(check(long, 1, local=False).data or ())
     short = load_config(QUICKSTART, [*given, f"train.batch={rows}", "train.micro_batch=1"])
-    slow, few = remarks(short, check(short, 1, here=False), on_cpu=True)
+    slow, few = remarks(short, check(short, 1, local=False), on_cpu=True)
     assert "model.dtype=float32" in slow
     assert (
         few.startswith(f"only 1 step: 1 epoch of {rows} packed rows of ") and f", {rows} rows per step" in few

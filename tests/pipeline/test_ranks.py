@@ -50,13 +50,13 @@ def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch
     """Whether trying again may help is decided by it."""
 
     def fail() -> None:
-        raise kind("the disk is full")
+        raise kind("the disk is full", code="full")
 
     others: list[object] = [("elsewhere", None)]
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [value, *others])
     with pytest.raises(UserError, match=r"^on \S+: the disk is full$") as caught:
         agreed(fail)
-    assert type(caught.value) is kind
+    assert type(caught.value) is kind and caught.value.code == "full"
     with pytest.raises(UserError, match=r"^the disk is full$") as caught:
         on_main(World(0, 2, torch.device("cpu")), fail)
-    assert type(caught.value) is kind
+    assert type(caught.value) is kind and caught.value.code == "full"
