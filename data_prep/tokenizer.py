@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import UserError, one_line
+from common.files import sha256
 from common.untrusted import parse_json, read_bytes, read_json
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
     place = _local(path, revision)
+    original = _content(place)
     backend, names = _sound(place)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
@@ -98,7 +100,9 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     (directory / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
-    return _facts(backend, names)
+    facts = _facts(backend, names)
+    _FACTS.update({original: facts, _content(directory): facts})
+    return facts
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -122,13 +126,30 @@ class TokenizerFacts(NamedTuple):
 
 def tokenizer_facts(place: Path) -> TokenizerFacts:
     """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return read_tokenizer(place)[1]
+    return _FACTS.get(_content(place)) or read_tokenizer(place)[1]
 
 
 def read_tokenizer(place: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
+    content = _content(place)
     backend, names = _sound(place)
-    return backend, _facts(backend, names)
+    if content not in _FACTS:
+        _FACTS[content] = _facts(backend, names)
+    return backend, _FACTS[content]
+
+
+_FACTS: dict[
+    str, TokenizerFacts
+] = {}  # by the content of the files, as they take longer to find than to read
+
+
+def _content(place: Path) -> str:
+    """Return the names and hashes of a tokenizer's files, all that its facts depend on. Raises UserError."""
+    files = [place] if place.is_file() else [place / name for name in FILES]
+    try:
+        return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
+    except OSError as error:
+        raise UserError(f"tokenizer {place} cannot be read: {one_line(error)}") from None
 
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:

@@ -42,7 +42,7 @@ from data_prep.shards import (
 )
 from data_prep.sources import open_inputs
 from data_prep.templates.chat import read_template
-from data_prep.tokenizer import TokenizerFacts, read_tokenizer
+from data_prep.tokenizer import TokenizerFacts, read_tokenizer, tokenizer_facts
 from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
 
 ROWS = 256  # rows looked at together
@@ -123,7 +123,11 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
         raise UserError(f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}")
     sizes = {one.name: one.size for one in inputs}
     for source in plan.summary["sources"]:
-        if "://" in source["name"] and sizes.get(source["name"], 0) not in (0, source["bytes"]):
+        if (
+            "bytes" in source
+            and "://" in source["name"]
+            and sizes.get(source["name"], 0) not in (0, source["bytes"])
+        ):
             raise UserError(f"{source['name']} changed since {config.dir} was prepared; {AGAIN}")
         path = config.root / source["name"]
         expected = source["sha256"] if "bytes" in source else source.get("content")
@@ -150,8 +154,9 @@ def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
         places.insert(0, config.root / config.tokenizer)
     for place in places:
         try:
-            backend, facts = read_tokenizer(place)
-            same = facts == planned and (not config.by_chat_template or _same_template(place, plan))
+            same = tokenizer_facts(place) == planned and (
+                not config.by_chat_template or _same_template(place, plan)
+            )
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
         if not same:
@@ -160,7 +165,7 @@ def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
                 f"{AGAIN}",
                 code="tokenizer-changed",
             )
-    return backend
+    return read_tokenizer(config.dir / TOKENIZER)[0]
 
 
 def _same_template(place: Path, plan: Assignment) -> bool:

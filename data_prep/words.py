@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 REMEMBERED = 64 << 20  # bytes that remembered words may take; then all are forgotten
 LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
-SLOT = 120  # bytes of a dictionary's entry
+SLOT = 230  # bytes of a dictionary's entry and of its two objects, without the content
 
 # A sentencepiece model's word ends before a space and around line breaks.
 PIECES = rf"[ {SPACE}]*[^ {SPACE}\n]+|[ {SPACE}]+|\n+"
@@ -55,11 +54,8 @@ class TextEncoder:
 
     def __init__(self, place: Path, dtype: np.dtype, by_words: bool = True) -> None:
         self.place, self.dtype = place, dtype
-        rule = (
-            word_rule(json.loads((place / "tokenizer.json").read_text(encoding="utf-8")))
-            if by_words
-            else None
-        )
+        content = (place / "tokenizer.json").read_text(encoding="utf-8")
+        rule = word_rule(json.loads(content)) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
 
@@ -100,7 +96,7 @@ class KnownWords(dict[str, bytes]):
         ids = _packed(self.tokenizer.encode(word, add_special_tokens=False).ids, self.dtype)
         if len(word) > LONGEST:
             return ids
-        size = sys.getsizeof(word) + sys.getsizeof(ids) + SLOT
+        size = 4 * len(word) + len(ids) + SLOT
         if self.bytes + size > REMEMBERED:
             self.clear()
             self.bytes = 0
@@ -147,15 +143,22 @@ def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False)
     workers need not import transformers).
     """
     if isinstance(tokenizer, Path):
-        tree = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
-        specials = set(special_names(tokenizer).values())
-    else:
-        tree = json.loads(tokenizer.backend_tokenizer.to_str())
-        specials = set(tokenizer.all_special_tokens)
-    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
+        content = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
+        return _encoder(content, frozenset(special_names(tokenizer).values()), continuing)
+    content = tokenizer.backend_tokenizer.to_str()
+    return _encoder(content, frozenset(tokenizer.all_special_tokens), continuing)
+
+
+@lru_cache(maxsize=2)
+def _encoder(content: str, specials: frozenset[str], continuing: bool) -> Tokenizer:
+    """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
+    tree = json.loads(content)
     if continuing:
-        tree["normalizer"] = _without_prefix(tree["normalizer"])
-        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
+        without = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
+        if without == tree:  # as with GPT-2's kind
+            return _encoder(content, specials, False)
+        tree = without
+    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
     backend = _bare(tree)
     if _spelled(backend, specials - {tree["model"].get("unk_token")}):
         backend = _bare(_renamed(tree, specials))
@@ -193,7 +196,7 @@ def _bare(tree: dict[str, Any]) -> Tokenizer:
     return backend
 
 
-def _spelled(backend: Tokenizer, specials: set[str]) -> bool:
+def _spelled(backend: Tokenizer, specials: frozenset[str]) -> bool:
     """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
     for special in specials:
         number = backend.token_to_id(special)
@@ -203,7 +206,7 @@ def _spelled(backend: Tokenizer, specials: set[str]) -> bool:
     return False
 
 
-def _renamed(tree: dict[str, Any], specials: set[str]) -> dict[str, Any]:
+def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
     """The same tokenizer whose special tokens have names that no text contains."""
 
     def name(token: str) -> str:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from common.errors import UserError
 from common.files import PART, part_file, write_text
 from common.text import counted
+from data_prep.arrow import array_of, lists_of
 from data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from data_prep.encode import Encoded
 from data_prep.pack import BlockPacker, PackedRows, packed_rows
@@ -121,6 +122,12 @@ class ShardWriter:
         if not self._waiting_rows:
             return
         rows = PackedRows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
+        while len(rows.lengths) >= (1 if last else BATCH_ROWS):
+            batch, rows = _cut(rows, BATCH_ROWS)
+            self._write_batch(batch)
+        self._waiting, self._waiting_rows = [rows], len(rows.lengths)
+
+    def _write_batch(self, rows: PackedRows) -> None:
         columns = [
             _lists(rows.ids.astype(self._dtype), rows.lengths),
             _lists(rows.segments.astype(np.uint32), rows.segment_counts),
@@ -128,21 +135,11 @@ class ShardWriter:
         ]
         if self._kind == "instruct":
             columns.append(_lists(rows.spans.astype(np.uint32), rows.span_counts))
-        columns += [pa.array(rows.valid.astype(np.uint32)), pa.array(rows.domain)]
-        batch = pa.record_batch(columns, schema=self._schema)
-        done = 0
-        while done < batch.num_rows and (last or batch.num_rows - done >= BATCH_ROWS):
-            self._stream.write_batch(_own(batch.slice(done, BATCH_ROWS)))
-            done += BATCH_ROWS
-        self._count(rows, min(done, batch.num_rows))
-        self._waiting = [_cut(rows, done)[1]] if done < batch.num_rows else []
-        self._waiting_rows = max(0, batch.num_rows - done)
-
-    def _count(self, rows: PackedRows, written: int) -> None:
+        columns += [array_of(rows.valid.astype(np.uint32)), array_of(rows.domain)]
+        self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         sums = (None, rows.lengths, rows.valid, rows.segment_counts)
         for key, amounts in zip(COUNTED, sums, strict=True):
-            weights = None if amounts is None else amounts[:written]
-            found = np.bincount(rows.domain[:written], weights, len(self._domains)).astype(np.int64)
+            found = np.bincount(rows.domain, amounts, len(self._domains)).astype(np.int64)
             self._counts[key] = self._counts[key] + found
 
 
@@ -386,21 +383,7 @@ def _bins(
 
 
 def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, values)
-
-
-def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A slice with columns of its own, so that bytes are canonical: Arrow pads others with what follows."""
-    columns = []
-    for column in batch.columns:
-        if isinstance(column, pa.ListArray):
-            offsets = column.offsets.to_numpy()
-            values = column.values.slice(offsets[0], offsets[-1] - offsets[0])
-            columns.append(pa.ListArray.from_arrays(offsets - offsets[0], pa.array(values.to_numpy())))
-        else:
-            columns.append(pa.array(column.to_numpy()))
-    return pa.record_batch(columns, schema=batch.schema)
+    return lists_of(np.append(0, np.cumsum(lengths)), values)
 
 
 def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:

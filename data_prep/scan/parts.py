@@ -32,6 +32,7 @@ from data_prep.scan.units import Stretch, Unit
 PIECES = ("input", "start", "length", "rows", "check")  # int64: place and checksum of a piece
 LISTS = {"hash": pa.uint64(), "chars": pa.uint32(), "reason": pa.uint8()}  # of its rows
 SCHEMA = pa.schema([*((n, pa.int64()) for n in PIECES), *((n, pa.list_(of)) for n, of in LISTS.items())])
+BEYOND_LIMIT = "beyond_limit"  # in the identity of an input that is not read: its source's limit is reached
 GROUP = 1 << 17  # rows of a row group, or those of one piece
 
 
@@ -189,6 +190,10 @@ def scan_unit(
         for stretch in unit.stretches:
             one = inputs[stretch.input]
             found = Seen(stretch.input)
+            seen.append(found)
+            if left == 0:
+                found.identity = {"name": one.name, BEYOND_LIMIT: True}
+                continue
             for piece in _pieces(one, stretch, left, workers):
                 if strict and piece.fault is not None:
                     raise _located(one, piece)
@@ -202,7 +207,6 @@ def scan_unit(
                 require_usable(one, found, strict)
             done += (stretch.end or one.size) - stretch.begin
             at(done)
-            seen.append(found)
         writer.close()
     writer.finish(key, seen)
 
@@ -236,11 +240,15 @@ def by_reason(counts: np.ndarray) -> dict[str, int]:
 
 
 def require_usable(one: Input, seen: Seen, strict: bool) -> None:
-    """Refuse an input without rows, and, strictly, one without a usable row because it is not UTF-8."""
+    """Refuse, if strict, an input without rows, and one without a usable row because it is not UTF-8."""
+    if not strict or seen.identity.get(BEYOND_LIMIT):
+        return
     if not seen.rows:
-        raise UserError(f"{one.name} has no rows")
+        raise UserError(
+            f"{one.name} has no rows; leave it out, or set data.strict=false to pass over it", code="no-rows"
+        )
     unusable = sum(seen.rejected.values()) == seen.rows
-    if strict and unusable and any(reason in seen.rejected for reason in UNREADABLE):
+    if unusable and any(reason in seen.rejected for reason in UNREADABLE):
         named = sorted(seen.rejected.items(), key=lambda item: CODE[item[0]])
         what = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in named)
         raise UserError(

@@ -29,7 +29,7 @@ from data_prep.inputs import Input
 from data_prep.rows import plain_text, take
 from data_prep.scan.assignment import Assignment
 from data_prep.scan.merge import assign
-from data_prep.scan.parts import Part, scan_unit
+from data_prep.scan.parts import BEYOND_LIMIT, Part, scan_unit
 from data_prep.scan.piece import scanner
 from data_prep.scan.units import Unit, digest, divide, shared_out
 from data_prep.shards import FORMAT
@@ -206,7 +206,7 @@ class Planning:
             name = source["name"]
             if "bytes" in source and name in self._files:
                 hashes.remember(self._files[name], self._seen[name], source["sha256"])
-            elif name in self._files:
+            elif name in self._files and BEYOND_LIMIT not in source:
                 source["content"] = content(self._files[name], hashes)
         return hashes
 

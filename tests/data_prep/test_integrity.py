@@ -301,7 +301,7 @@ SAME: dict[str, dict[str, Any]] = {
     "a threshold that is not used": {"near_threshold": 0.5},
     "a report": {"contamination": "tasks", "contamination_ngram": 5},
     "what is refused": {"strict": False},
-    "a revision of no hub": {"sources": [{"files": "*.jsonl", "revision": "main", "seed": 3}]},
+    "a revision of no hub": {"sources": [{"files": "*.jsonl", "revision": "main"}]},
 }
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import UserError
 from data_prep import inspect as look
 from data_prep.__main__ import main
+from data_prep.arrow import lists_of, numbers_of
 from data_prep.config import DataConfig
 from data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest, token_dtype
 from data_prep.tokenizer import load_tokenizer
@@ -364,3 +365,11 @@ def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
         data.batch(order[start : start + 50])
         peak = max(peak, mapped()) if start % 500 == 450 else peak
     assert peak - before < size // 2
+
+
+def test_numbers_of_sliced_lists() -> None:
+    """The values of a slice alone, and none of no lists."""
+    lists = lists_of(np.array([0, 2, 2, 5]), np.arange(5, dtype=np.uint16))
+    assert numbers_of(lists).tolist() == [0, 1, 2, 3, 4]
+    assert numbers_of(lists.slice(1, 2)).tolist() == [2, 3, 4]
+    assert numbers_of(lists.slice(3)).tolist() == []

@@ -111,6 +111,34 @@ def test_an_empty_file_among_others(tmp_path: Path) -> None:
     assert error.value.code == "empty-file"
 
 
+def test_files_without_rows_are_passed_over_unless_strict(tmp_path: Path) -> None:
+    """Refused by default: blank lines, and nothing in a packed file."""
+    write_jsonl(tmp_path / "a1.jsonl", ({"text": text} for text in texts(60)))
+    (tmp_path / "a2.jsonl").write_text("\n \n\n", encoding="utf-8")
+    (tmp_path / "a3.jsonl.gz").write_bytes(gzip.compress(b""))
+    sources = [{"files": "a*"}]
+    with pytest.raises(UserError) as error:
+        run(data_config(tmp_path, sources=sources))
+    assert error.value.code == "no-rows"
+    config = data_config(tmp_path, sources=sources, strict=False)
+    run(config)
+    assert [source["rows"] for source in train_set(config).manifest.sources] == [60, 0, 0]
+
+
+def test_files_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
+    """They have no hash, may be changed afterwards, and need not even hold rows."""
+    write_jsonl(tmp_path / "a1.jsonl", ({"text": text} for text in texts(60)))
+    write_jsonl(tmp_path / "a2.jsonl", ({"text": text} for text in texts(60)))
+    (tmp_path / "a3.jsonl").write_text("\n\n", encoding="utf-8")
+    config = data_config(tmp_path, sources=[{"files": "a*", "limit": 60}])
+    run(config)
+    first, *others = train_set(config).manifest.sources
+    assert first["rows"] == 60 and "sha256" in first
+    assert all(source["rows"] == 0 and "sha256" not in source for source in others)
+    (tmp_path / "a3.jsonl").write_text("broken", encoding="utf-8")
+    assert "already prepared" in "".join(run(config))
+
+
 def test_old_line_ends_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\rtwo\rthree\r")
     for form in ("lines", "paragraphs", "auto"):
