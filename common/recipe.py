@@ -56,7 +56,7 @@ Loader.add_implicit_resolver(
 class Section(BaseModel):
     """A part of a recipe: immutable, and strict about its keys and numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -5,9 +5,14 @@ Writes docs/reference.md, a table of every key, and docs/recipe.schema.json, fro
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from typing import Any
+import textwrap
+from itertools import pairwise
+from typing import Any, get_args
 
+from common.recipe import Section
 from pipeline.config import FREE, RunConfig
 from tests.conftest import REPO
 
@@ -29,9 +34,35 @@ key by key. *Free* keys may change when a run resumes; a change of any other is 
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
+def sections(cls: type[Section]) -> dict[str, type[Section]]:
+    """Return a section and those below it by name."""
+    known = {cls.__name__: cls}
+    pending = [field.annotation for field in cls.model_fields.values()]
+    while pending:
+        annotation = pending.pop()
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            known |= sections(annotation)
+        pending += get_args(annotation)
+    return known
+
+
+def meanings(cls: type[Section]) -> dict[str, str]:
+    """Return the text below each field of a section in its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
 def schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe, `extends` included."""
     tree = RunConfig.model_json_schema()
+    for name, cls in sections(RunConfig).items():
+        properties = (tree if cls is RunConfig else tree["$defs"][name])["properties"]
+        for key, meaning in meanings(cls).items() if name != "RampConfig" else ():
+            properties[key]["description"] = meaning
     tree["properties"]["extends"] = {
         "type": "string",
         "description": "A recipe beside this one to begin from.",
