@@ -22,7 +22,8 @@ from common.untrusted import JSON_BYTES, is_plain_name, links_outside, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there counts
+# Of an adapter in the directory of a model, the one file that transformers reads.
+ADAPTER_FILES = ("adapter_model.safetensors",)
 MOST_LAYERS = 10_000
 # What transformers reads of a directory besides, and the bytes that it may have at most.
 SETTINGS = dict.fromkeys(

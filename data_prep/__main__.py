@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None and sys.getfilesystemencoding() != "utf-8":
         # Recipes name files in UTF-8, whatever the locale, and the manifest is the same on every machine.
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]  # as they were typed
+        os.execv(sys.executable, [os.fsencode(sys.executable), b"-X", b"utf8", *words])
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)

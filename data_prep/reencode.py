@@ -29,6 +29,8 @@ CHARS = 2000  # of a text that are encoded again; of instructions eight times as
 ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
 TOKENS = 1 << 14  # of a document at most, there
+EDGE = 8  # tokens at either end of a stretch whose text may get other ids alone than in its document
+STRETCH = 512  # tokens of a stretch at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
 Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
 
@@ -254,12 +256,48 @@ def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iter
         return
     rows = np.arange(len(shard.valid))
     for row in rows[np.linspace(0, len(rows) - 1, min(len(rows), DOCUMENTS)).astype(np.int64)].tolist():
-        found = _turns(shard, row, plain) if manifest.kind == "instruct" else _document(shard, row, plain)
-        if found is None:
-            continue
-        same = [_same(plain, *stretch) for stretch in found]
+        whole = _turns(shard, row, plain) if manifest.kind == "instruct" else _document(shard, row, plain)
+        same = [None] if whole is None else [_same(plain, *part) for part in whole]
+        if None in same:  # nothing whole that gives back its text: a stretch from within
+            same = [_same_within(plain, _longest(shard, row, plain))]
         if None not in same:
             yield all(same)
+
+
+def _longest(shard: Shard, row: int, plain: PlainEncoder) -> list[int]:
+    """Return the longest stretch of a row that is of one text: a segment, or what a response carries."""
+    tokens, segments, *spans = shard.row(row)
+    ends = np.cumsum(segments).tolist()
+    pairs = spans[0].reshape(-1, 2).tolist() if spans else list(zip([0, *ends], ends, strict=False))
+    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    ids: list[int] = tokens[start:end].tolist()
+    ids = ids[len(plain.bos) :] if plain.bos and ids[: len(plain.bos)] == plain.bos else ids
+    return (ids[: -len(plain.eos)] if plain.eos and ids[-len(plain.eos) :] == plain.eos else ids)[:STRETCH]
+
+
+def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
+    """Return whether a stretch has the ids of its text, but for its ends; None where that has no answer.
+
+    It has none for a tokenizer whose ids depend on text that is far away: then not even the ids that it has
+    just given keep within a stretch.
+    """
+    if len(ids) < 4 * EDGE or not plain.specials.keys().isdisjoint(ids):
+        return None
+    text = plain.decode(ids).strip("\ufffd")
+    if "\ufffd" in text[EDGE:-EDGE]:
+        return False  # no row has such text
+    again = plain.ids(text, continuing=True)
+    if _contains(again, ids[EDGE:-EDGE]):
+        return True
+    if len(again) < 4 * EDGE or plain.unsure(text):
+        return None
+    kept = plain.ids(plain.decode(again[EDGE:-EDGE]), continuing=True)
+    return False if _contains(kept, again[2 * EDGE : -2 * EDGE]) else None
+
+
+def _contains(ids: list[int], middle: list[int]) -> bool:
+    """Return whether `middle` stands in ids, near their beginning."""
+    return any(ids[start : start + len(middle)] == middle for start in range(4 * EDGE))
 
 
 def _same(plain: PlainEncoder, before: list[int], ids: list[int], continuing: bool) -> bool | None:

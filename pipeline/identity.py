@@ -155,8 +155,9 @@ def programs(config: RunConfig) -> dict[str, str]:
     """Return the sha256 of each file of the recipe's objectives that are programs, by module or file name.
 
     These are the file that the recipe or an installed package names and, of the modules that it imports,
-    those of its own package and those that are part of no installed library. Call it again once the
-    objectives are made: what they import is known then, and whether a file was changed meanwhile.
+    those of its own package and those that are part of no installed library, and whatever else is loaded that
+    is part of none. Call it again once the objectives are made: what they import is known then, and whether a
+    file was changed meanwhile. Data files and environment variables that a program reads are not known.
     """
     hashes: dict[str, str] = {}
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
@@ -169,6 +170,13 @@ def programs(config: RunConfig) -> dict[str, str]:
         path = Path(where) if where.endswith(".py") else _file_of(where)
         if path is not None:
             _add_program(hashes, path.name if where.endswith(".py") else where, path, where.split(".")[0])
+            for module in [name for name in sys.modules if name != "__main__"]:  # imported by name, maybe
+                file = _file_of(module)
+                beside = file is not None and (
+                    file.is_relative_to(path.parent) or not file.is_relative_to(REPOSITORY)
+                )
+                if file is not None and beside and _is_of_user(module, file):
+                    _add_program(hashes, module, file, module.split(".")[0])
     return hashes
 
 

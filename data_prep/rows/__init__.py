@@ -139,6 +139,18 @@ def plain_text(row: Row) -> str:
     return "\n".join(parts)
 
 
+def flags(payload: Payload, spec: RowSpec) -> set[str]:
+    """Return the columns of a payload's first rows that hold true or false: they may mark answers as bad."""
+    return {str(name) for row in _first_rows(payload, spec) for name in row if isinstance(row[name], bool)}
+
+
+def _first_rows(payload: Payload, spec: RowSpec) -> Iterator[dict[str, Any]]:
+    """Yield the usable ones of a payload's first rows; none of plain text."""
+    for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
+        if not isinstance(_row(raw, spec), Rejected):
+            yield _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
+
+
 def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
     """Return the columns that the first rows of a payload give text from, and those that are not read.
 
@@ -147,10 +159,7 @@ def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
     read: set[str] = set()
     there: set[str] = set()
     unread: set[str] = set()  # keys of messages
-    for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
-        if isinstance(_row(raw, spec), Rejected):
-            continue
-        row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
+    for row in _first_rows(payload, spec):
         there |= set(map(str, row))
         read |= columns_read(row, spec)
         unread |= keys_not_read(row, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,14 @@ NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns tha
 # Words in the names of columns that are prompts or responses, for guesses.
 _ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
 _ANSWERING = re.compile(
-    "chosen|prefer|answer|respon|output|complet|reply|assistant|target|solution|gpt|bot|label", re.I
+    "chosen|prefer|(?<![a-z])w(in|ins|inner|inning|on)(?![a-z])|answer|respon|output|complet|reply|assistant|target|"
+    "solution|gpt|bot|label",
+    re.I,
 )
-_REJECTED = re.compile("reject|wrong|incorrect|negative|loser|worse|dispref|(?<![a-z])bad(?![a-z])", re.I)
+_REJECTED = re.compile(
+    "reject|wrong|incorrect|negative|worse|dispref|(?<![a-z])(bad|los(e|es|er|ing|t))(?![a-z])", re.I
+)
+_NUMBERED = re.compile("(.*?)[ _-]?([0-9]|[a-z])", re.I)  # output_1, response_b
 _SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 
@@ -92,10 +98,15 @@ def columns_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
 def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
     """A proposal for `columns`, by the names and values of one row; {}: none can be made.
 
-    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected.
+    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected, and
+    of several answers of which another column may say which is better.
     """
     raw = {name: value for name, value in raw.items() if not _REJECTED.search(str(name))}
     texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
+    stems = Counter(match[1] for match in map(_NUMBERED.fullmatch, texts) if match)
+    several = {name for name in texts if (match := _NUMBERED.fullmatch(name)) and stems[match[1]] > 1}
+    if any(_ANSWERING.search(name) for name in several):
+        return {}
     if kind == "text":
         known = first(raw, TEXT_COLUMNS)
         longest = max(texts, key=lambda name: len(raw[name]), default=None)

@@ -126,6 +126,11 @@ def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
             if null is not None:
                 return wrong(f"{column}[{i}].{null}", None)
             return missing(message, (f"{roles[0]} and {contents[0]}",))
+        marked = _marked_part(content)
+        if marked is not None:
+            return Rejected(
+                "wrong_type", f"{column}[{i}].{contents[0]}: {marked} of a part; mark the message"
+            )
         content = _joined(content)
         if isinstance(content, list):
             parts = {str(one.get("type")) if isinstance(one, dict) else type(one).__name__ for one in content}
@@ -168,6 +173,12 @@ def keys_not_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
     read = {*names_of("role", spec), *names_of("content", spec), *MARKS}
     keys = {str(key) for message in raw[talk] if isinstance(message, dict) for key in message}
     return {f"{talk}[].{key}" for key in keys - read}
+
+
+def _marked_part(content: Any) -> str | None:
+    """Return the first mark of loss on a part of a content, which cannot be followed there."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return next((key for part in parts for key in (*MARKS, *OTHER_MARKS) if part.get(key) is not None), None)
 
 
 def _joined(content: Any) -> Any:

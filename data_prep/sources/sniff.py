@@ -23,7 +23,7 @@ from data_prep.config import DataConfig, context_of
 from data_prep.encode import EncodeSettings, RowEncoder
 from data_prep.inputs import Input
 from data_prep.inspect import CONTEXT, stretch
-from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
+from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, flags, parse, plain_text, raw_rows
 from data_prep.rows.columns import flow, guess
 from data_prep.sources import open_inputs
 from data_prep.templates import Chat, Conversation, render
@@ -195,6 +195,11 @@ def _told(taken: Taken) -> list[str]:
         lines.append(
             f"columns read: {', '.join(sorted(read))}; not read: {', '.join(sorted(unread)) or 'none'}"
         )
+        if marks := unread & flags(taken.payload, spec):
+            lines.append(
+                f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
+                "these would be trained on too; leave such rows out first"
+            )
     if taken.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
         if body := taken.proposed.get("output"):

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from data_prep.config import settings
-from data_prep.rows import Rejected, RowSpec, parse
+from data_prep.rows import Rejected, RowSpec, flags, parse
 from data_prep.rows.columns import guess
 from data_prep.templates import Chat, Conversation, Exchange
 from data_prep.tokenizer import save_tokenizer
@@ -336,14 +336,37 @@ def test_keys_of_messages_that_are_not_read_are_said(tmp_path: Path) -> None:
     assert train_set(config).manifest.sources[0]["columns_not_read"] == ["id", "messages[].score"]
 
 
+def test_columns_that_may_mark_bad_answers_are_named() -> None:
+    rows = [{"prompt": "q", "completion": "a", "label": flag, "n": 1} for flag in (True, False)]
+    payload = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    assert flags(payload, RowSpec("instruct", "auto", True, None, "none", 1000)) == {"label"}
+
+
+def test_a_mark_on_a_part_of_a_content_is_refused() -> None:
+    part = {"type": "text", "text": "bad", "weight": 0}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [part]}]
+    line = json.dumps({"messages": talk}).encode() + b"\n"
+    (row,) = parse(line, RowSpec("instruct", "auto", True, None, "none", 1000))
+    assert isinstance(row, Rejected) and row.reason == "wrong_type"
+
+
 def test_answers_that_were_rejected_are_not_proposed() -> None:
     for row in (
         {"prompt": "q", "chosen": "a", "rejected": "a much longer answer"},
         {"rejected": "b", "chosen": "a", "prompt": "q"},
         {"question": "q", "incorrect_answers": "b", "chosen": "a"},
         {"prompt": "q", "rejected_response": "b", "chosen": "a"},
+        {"prompt": "q", "lose": "b", "chosen": "a"},
     ):
         assert guess(row, "instruct")["output"] == "chosen"
+    for better, worse in (("win", "lose"), ("winning_response", "losing_response"), ("winner", "loser")):
+        assert guess({"prompt": "q", worse: "b, longer", better: "a"}, "instruct") == {"output": better}
+    for row in (
+        {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
+        {"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"},
+        {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1},
+    ):
+        assert guess(row, "instruct") == {}
     talks = {"rejected": [{"role": "user", "content": "q"}], "chosen": [{"role": "user", "content": "q"}]}
     assert guess(talks, "instruct") == {"messages": "chosen"}
     assert guess({"chosen": "a talk", "rejected": "another and longer talk"}, "text") == {"text": "chosen"}

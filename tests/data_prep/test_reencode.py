@@ -14,7 +14,7 @@ from common.errors import UserError
 from data_prep import write
 from data_prep.encode import RowEncoder
 from data_prep.prepare import prepare
-from data_prep.reencode import PlainEncoder
+from data_prep.reencode import PlainEncoder, ShardCheck
 from data_prep.tokenizer import read_tokenizer, save_tokenizer
 from data_prep.verify import verify
 from data_prep.words import KnownWords, encoder
@@ -33,7 +33,7 @@ SORTS: dict[str, tuple[dict[str, Any], bool]] = {
         {"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "other"}]},
         True,
     ),
-    "long texts": ({"sources": [{"files": "long.txt", "format": "document"}]}, False),
+    "long texts": ({"sources": [{"files": "long.txt", "format": "document"}]}, True),
     "instructions": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 400}, True),
     "cut short": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 150}, False),
     "split": (
@@ -109,6 +109,23 @@ def test_what_differs_is_not_sealed(files: Path, sort: str, monkeypatch: pytest.
             run(config)
     run(config)
     assert not verify(config.dir)[1]
+
+
+@pytest.mark.parametrize("sort", [sort for sort, (_, told) in SORTS.items() if told])
+def test_verify_notices_what_was_sealed_wrong(
+    files: Path, sort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(files, sort)
+    encode = RowEncoder.encode
+
+    def shifted(self: RowEncoder, part: Any) -> Any:
+        encoded = encode(self, part)
+        return encoded._replace(ids=encoded.ids ^ 1)
+
+    monkeypatch.setattr(RowEncoder, "encode", shifted)
+    monkeypatch.setattr(ShardCheck, "compare", lambda *_: None)
+    run(config)
+    assert verify(config.dir)[1]
 
 
 def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,10 @@ def page() -> str:
 
 def schema_text() -> str:
     """Return the JSON schema as it is written."""
-    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    tree = schema()
+    for section in (tree, *tree["$defs"].values()):
+        section.pop("required", None)  # the recipe that this one extends may have them
+    return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

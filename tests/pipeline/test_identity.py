@@ -102,6 +102,17 @@ def test_a_changed_program(place: Path, part: str) -> None:
     refused(config, "changed-objective" if part == "default" else "changed-program")
 
 
+def test_a_changed_module_that_is_imported_by_name(place: Path) -> None:
+    program = place / "mine.py"
+    by_name = 'import importlib\n\nhelper_of_objective = importlib.import_module("helper_of_objective")'
+    program.write_text(program.read_text().replace("import helper_of_objective", by_name))
+    config = recipe(place, f"objective.name={program}:mine")
+    begun(config)
+    helper = place / "helper_of_objective.py"
+    helper.write_text(helper.read_text().replace("1 +", "2 +"))
+    refused(config, "changed-program")
+
+
 def test_a_changed_default_of_what_is_built_in(place: Path) -> None:
     """As with another version of this program."""
     config = recipe(place)
