@@ -37,8 +37,9 @@ MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
 
-# Of a manifest at most: the largest number of shards takes 57 MB, each further domain in all of them 18.
-MANIFEST_BYTES = 256 << 20
+# Of a manifest at most: the largest number of shards takes 57 MB, each further domain in all of them 18, a
+# million files 400.
+MANIFEST_BYTES = 2 << 30
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
@@ -162,9 +163,19 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as the text that is written, with its digest."""
+    """Return the manifest as the text that is written, with its digest.
+
+    Raises UserError when it is larger than a reader takes.
+    """
     tree = manifest.model_dump(mode="json") | {"digest": manifest_digest(manifest)}
-    return json.dumps(tree, indent=1, sort_keys=True) + "\n"
+    text = json.dumps(tree, indent=1, sort_keys=True) + "\n"
+    if len(text) > MANIFEST_BYTES:
+        raise UserError(
+            f"the manifest would take {len(text):,} bytes, and {MANIFEST_BYTES:,} are read at most; join the "
+            "sources' files to fewer",
+            code="manifest-size",
+        )
+    return text
 
 
 def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:

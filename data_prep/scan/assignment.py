@@ -208,14 +208,17 @@ class Assignment:
         """Some rows, int64, ascending, each once."""
         return self._read(inputs, [(rows, np.ones(len(rows), np.int64))])
 
-    def training(self, inputs: list[Input], shards: int) -> Iterator[Part]:
-        """All training rows, each once; `shards` of a split."""
+    def training(self, inputs: list[Input], shards: int, step: int = 1) -> Iterator[Part]:
+        """Yield every `step`-th training row, each once; `shards` of a split."""
 
         def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            count = 0
             for part in self._stretches(0, len(self.shard)):
                 shard = self.shard[part]
                 rows = part.start + np.flatnonzero((shard >= 0) & (shard < shards))
-                yield rows, np.ones(len(rows), np.int64)
+                chosen = rows[-count % step :: step]
+                count += len(rows)
+                yield chosen, np.ones(len(chosen), np.int64)
 
         return self._read(inputs, chunks())
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from common.errors import UserError
@@ -245,8 +244,7 @@ def encode_settings(config: DataConfig, plan: Assignment, place: Path) -> Encode
 
 
 def _training_texts(config: DataConfig, plan: Assignment, inputs: list[Input]) -> Iterator[str]:
-    """The training rows' text, an even sample of it if there is much."""
+    """Yield the training rows' text, an even sample of it if there is much; other rows are not parsed."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
-    parts = plan.training(inputs, config.shards)
-    rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
-    return map(plain_text, islice(rows, 0, None, step))
+    for part in plan.training(inputs, config.shards, step):
+        yield from map(plain_text, take(part.payload, part.spec, part.copies.tolist()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 
 from common.errors import UserError
 from data_prep.inputs import open_text
+from data_prep.scan import planning
 from data_prep.tokenizer import (
     load_tokenizer,
     save_tokenizer,
@@ -258,3 +260,28 @@ def test_a_tokenizer_that_drops_merges_by_chance_is_saved_without(tmp_path: Path
     names = (tiny_tokenizer() / "tokenizer_config.json").read_bytes()
     (place / "tokenizer_config.json").write_bytes(names)
     assert save_tokenizer(place, None, tmp_path / "saved") == tokenizer_facts(tiny_tokenizer())
+
+
+def test_training_takes_an_even_sample_and_parses_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(300)))
+    samples: list[list[str]] = []
+    train = planning.train_sentencepiece
+
+    def noted(rows: Iterator[str], vocab_size: int, path: Path) -> None:
+        samples.append(list(rows))
+        train(samples[0], vocab_size, path)
+
+    monkeypatch.setattr(planning, "train_sentencepiece", noted)
+    for name, chars in (("all", 1 << 30), ("sample", 5000)):
+        monkeypatch.setattr(planning, "TRAINING_CHARS", chars)
+        sources = [{"files": "a.jsonl"}]
+        run(
+            data_config(
+                tmp_path, dir=str(tmp_path / name), tokenizer=None, train_tokenizer=400, sources=sources
+            )
+        )
+    every, sample = samples
+    step = -(-len(every) // len(sample))
+    assert step > 2 and sample == every[::step]
