@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
-from pipeline.cli import recipe_arguments
+from pipeline.cli import SCRIPTS, recipe_arguments
 from pipeline.config import load_config
 from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> int:
     if "--" in arguments:
         at = arguments.index("--")
         options, arguments = arguments[:at], arguments[at + 1 :]
-    if code := mistaken(Path(script), arguments):
+    if Path(script).stem in SCRIPTS.values() and (code := mistaken(Path(script), arguments)):
         return code
     reports = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:

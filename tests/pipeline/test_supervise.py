@@ -100,7 +100,9 @@ class Supervised:
         assert self.process.stdout is not None
         said = ""
         while said.count("ready") < 2:  # two processes write; their lines may run into each other
-            said += self.process.stdout.readline()
+            line = self.process.stdout.readline()
+            assert line, f"it ended with {self.process.wait()}: {said}"
+            said += line
         assert "chatter" not in said, "a user sees what is for users"
 
     def end(self, disturb: Callable[[], object]) -> tuple[int, float]:
