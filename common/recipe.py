@@ -25,12 +25,25 @@ EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # what a f
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most: what is larger is data
 WRITTEN = 64  # a program's own YAML, whose defaults are written out, may be so many times as large
+ALIASES = 50  # in a file at most
 LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count there
 _MARK = "mark"  # where a field keeps its mark
 
 
 class Loader(yaml.SafeLoader):
     """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number."""
+
+    aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node. Raises MarkedYAMLError for too many aliases, which may stand for any size."""
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > ALIASES:
+                mark = self.peek_event().start_mark
+                raise yaml.MarkedYAMLError(problem=f"more than {ALIASES} aliases", problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_document(self, node: yaml.Node) -> Any:
         """Return the value of a document. Raises MarkedYAMLError for an alias that contains itself."""

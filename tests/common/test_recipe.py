@@ -62,6 +62,7 @@ FILES: dict[str, tuple[bytes | str, str]] = {
         GOOD.replace("steps: 10", "steps: 10, steps: 20"),
         "key steps given twice, line 4",
     ),
+    "a bomb of aliases": (f"a: &a [x, x]\nb: [{'*a, ' * 60}]\n", "more than 50 aliases, line 2"),
     "an alias in itself": ("train: &t {lr: *t}\n", "not YAML: .*recursive.*, line 1"),
     "nested deeply": ("train: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
     "very long": (GOOD + "# " + "x" * 300_000, "more than 128 KiB"),
