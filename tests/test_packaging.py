@@ -39,7 +39,13 @@ NAMED_ONLY = {
 }
 # Imported under a name that tells its package to nobody who has not installed it.
 PACKAGES = {"faiss": "faiss-cpu", "flash_attn": "flash-attn", "mauve": "mauve-text", "yaml": "pyyaml"}
-PRIVATE = {"deepspeed", "peft", "torch", "transformers"}  # the parts of tests/test_private_apis.py; see below
+PRIVATE = {
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "torch",
+    "transformers",
+}  # the parts of tests/test_private_apis.py; see below
 
 
 class Built(NamedTuple):
@@ -167,6 +173,10 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     code += "sys.argv = ['emo-instruct', '--master_port=1', '--', 'mine.yaml', 'train.lr=1']; "
     code += "from launch.supervise import instruct; instruct()"
     environment = os.environ | {"PYTHONPATH": str(built.site)}
+    (tmp_path / "mine.yaml").write_text(
+        "run_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
+        "model: { architecture: { model_type: llama } }\ntrain: { steps: 1 }\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
     told = (tmp_path / "told").read_text().splitlines()
     assert told == [supervisor, f"--master_port=1 {script} mine.yaml train.lr=1"]
