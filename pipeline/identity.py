@@ -182,13 +182,13 @@ def programs(config: RunConfig) -> dict[str, str]:
 
 def _add_program(hashes: dict[str, str], name: str, path: Path, package: str) -> None:
     """Add a file to `hashes`, and the modules that it imports."""
+    if name in hashes:
+        return
     try:
         content = path.read_bytes()
         tree = ast.parse(content)
     except (OSError, SyntaxError, ValueError):
         return  # whoever imports it says more
-    if name in hashes:
-        return
     hashes[name] = hashlib.sha256(content).hexdigest()
     for node in ast.walk(tree):
         modules: list[str] = []
