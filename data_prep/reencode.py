@@ -283,11 +283,16 @@ def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
     """
     if len(ids) < 4 * EDGE or not plain.specials.keys().isdisjoint(ids):
         return None
-    text = plain.decode(ids).strip("\ufffd")
-    if "\ufffd" in text[EDGE:-EDGE]:
-        return False  # no row has such text
+    decoded = plain.decode(ids)
+    text = decoded.strip("\ufffd")
+    # An end that cuts a run of bytes decodes to a replacement character a byte; a text's own has 3 bytes.
+    left = 3 * (len(decoded) - len(decoded.lstrip("\ufffd")))
+    right = 3 * (len(decoded) - len(decoded.rstrip("\ufffd")))
+    middle = ids[left + EDGE : max(len(ids) - right - EDGE, 0)]
+    if len(middle) < EDGE:
+        return None
     again = plain.ids(text, continuing=True)
-    if _contains(again, ids[EDGE:-EDGE]):
+    if _contains(again, middle):
         return True
     if len(again) < 4 * EDGE or plain.unsure(text):
         return None
@@ -296,8 +301,8 @@ def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
 
 
 def _contains(ids: list[int], middle: list[int]) -> bool:
-    """Return whether `middle` stands in ids, near their beginning."""
-    return any(ids[start : start + len(middle)] == middle for start in range(4 * EDGE))
+    """Return whether `middle` stands in ids."""
+    return any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
 
 
 def _same(plain: PlainEncoder, before: list[int], ids: list[int], continuing: bool) -> bool | None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from common.errors import UserError
 from data_prep import write
 from data_prep.encode import RowEncoder
 from data_prep.prepare import prepare
-from data_prep.reencode import PlainEncoder, ShardCheck
+from data_prep.reencode import PlainEncoder, ShardCheck, _same_within
 from data_prep.tokenizer import read_tokenizer, save_tokenizer
 from data_prep.verify import verify
 from data_prep.words import KnownWords, encoder
@@ -177,6 +179,19 @@ def test_the_plain_way_is_that_of_words(tmp_path: Path) -> None:
             for continuing in (False, True, False):
                 expected = encoder(place, continuing).encode(line, add_special_tokens=False).ids
                 assert plain.ids(line, continuing) == expected
+
+
+PARTS = st.sampled_from(["dog ", "6. ", "日本語", "🙂🙂🙂", "солнце ", "▁", "e\u0301", "\ufffd", "\u2028", "\n", " "])
+
+
+@given(st.lists(PARTS, min_size=20, max_size=200), st.integers(0, 400), st.sampled_from([40, 64, 512]))
+def test_any_stretch_of_right_ids_passes(parts: list[str], start: int, length: int) -> None:
+    """Also where it begins or ends within a run of bytes, and where the text has replacement characters."""
+    plain = PlainEncoder(*read_tokenizer(tiny_tokenizer()))
+    ids = plain.ids("".join(parts))[start : start + length]
+    assert _same_within(plain, ids) is not False
+    wrong = [number ^ 1 for number in ids]
+    assert len(ids) < 100 or _same_within(plain, wrong) is not True
 
 
 def test_a_job_that_stops_at_a_shard_keeps_those_before(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
