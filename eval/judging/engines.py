@@ -39,6 +39,17 @@ class Reply(NamedTuple):
     tokens: int
 
 
+def _identity(engine: str, model: EvaluatedModel, decoding: Decoding | Beams) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "weights": model.digest,
+        "tokenizer": model.tokenizer_digest,
+        "generation_config": model.generation_digest,
+        "dtype": model.dtype,
+        "decoding": asdict(decoding),
+    }
+
+
 class Transformers:
     """The weights in this process; texts as `python -m eval generate` samples them, or by beam search."""
 
@@ -53,14 +64,9 @@ class Transformers:
     def identity(self) -> dict[str, Any]:
         """All that decides what it writes."""
         alone = isinstance(self.decoding, Beams) or self.model.model.dtype.itemsize >= 4
-        return {
-            "engine": self.name,
-            "weights": self.model.digest,
-            "tokenizer": self.model.tokenizer_digest,
-            "generation_config": self.model.generation_digest,
+        return _identity(self.name, self.model, self.decoding) | {
             "dtype": str(self.model.model.dtype),
             "ends": sorted(end_ids(self.model)),
-            "decoding": asdict(self.decoding),
             "batch": None if alone else self.batch,  # in half precision it may decide close calls
         }
 
@@ -136,15 +142,7 @@ class Vllm:
     @property
     def identity(self) -> dict[str, Any]:
         """All that decides what it writes, its own rounding aside: that may change with its version."""
-        return {
-            "engine": self.name,
-            "version": version("vllm"),
-            "weights": self.model.digest,
-            "tokenizer": self.model.tokenizer_digest,
-            "generation_config": self.model.generation_digest,
-            "dtype": self.model.dtype,
-            "decoding": asdict(self.decoding),
-        }
+        return _identity(self.name, self.model, self.decoding) | {"version": version("vllm")}
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
         """A text of at most `tokens` tokens per request, in their order."""
