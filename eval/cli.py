@@ -23,8 +23,7 @@ from common.outcome import outcome
 from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
-from eval.icl.batching import BUDGET
-from eval.icl.settings import INFERENCERS, Settings
+from eval.icl.settings import BUDGET, INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
 from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel

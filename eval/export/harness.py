@@ -22,8 +22,8 @@ from common.files import write_text
 from eval import store
 from eval.export.figures import Accuracy, Figures, Source, all_figures
 from eval.icl.prompts import PromptBuilder
-from eval.icl.retrieve import StoredRetriever
-from eval.icl.task_data import load_data, reader
+from eval.icl.retrieve import stored_retriever
+from eval.icl.task_data import load_data
 from eval.icl.tasks import GROUP, LABEL, load_task
 from eval.results import Model
 
@@ -217,7 +217,7 @@ def prompted(source: Source, figures: Figures) -> tuple[Counter[str], Iterator[P
                 f"task {task.name}: {subject} are not those of its evaluation; give the {option} that it had"
             )
     indices = [record["demonstrations"] for record in figures.records]
-    retriever = StoredRetriever(reader(task, data.rows), indices, ice_num=max(map(len, indices)))
+    retriever = stored_retriever(task, data.rows, indices)
     builder = PromptBuilder(retriever, None, task.labels, task.demonstration_template, task.template)
 
     def render() -> Iterator[Prompted]:

@@ -62,7 +62,7 @@ def featurizer(name: str, dtype: str = "auto") -> Features:
         or name.startswith("sentence-transformers/")
         or (Path(name) / "modules.json").is_file()
     ):
-        from eval.icl.retrieve import Encoder
+        from eval.icl.encoder import Encoder
 
         return Encoder(name)
     from eval.model import EvaluatedModel

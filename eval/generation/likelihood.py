@@ -14,8 +14,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from eval.generation.tokens import context_of, split_ids
-from eval.icl.batching import DENSE_CPU, DENSE_GPU, Limits
-from eval.icl.layout import Item
+from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.scores import NotFiniteError
 from eval.model import EvaluatedModel

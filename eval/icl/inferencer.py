@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.icl.batching import BUDGET
 from eval.icl.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
 from eval.icl.prefix_scorer import Advance, PrefixScorer
 from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from eval.icl.scores import SCORES, winner
+from eval.icl.settings import BUDGET
 from eval.model import context_length
 
 
@@ -99,7 +99,7 @@ class PrefixPPLInferencer(PPLInferencer):
     ) -> list[Any]:
         """Predictions of all test rows of the retriever, written to JSON as PPLInferencer does."""
         if normalizing_str is not None:
-            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.extra_scores instead")
+            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.records instead")
         labels = self._labels(retriever, ice_template, prompt_template)
         self.score_rows(retriever, ice_template, prompt_template)
         chosen = [labels[winner(row)] for row in self.scores[self.score].tolist()]

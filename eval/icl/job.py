@@ -187,8 +187,7 @@ class Job:
 
     def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
-        from eval.icl.openicl_baselines import openicl_retrieve
-        from eval.icl.retrieve import DenseRetriever, GroupRetriever
+        from eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve
 
         reader, name = data.reader(task), self.settings.retriever
         if task.spec.shots.by == "group":

@@ -25,10 +25,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common.errors import UserError
 from eval.icl import probe
-from eval.icl.batching import BUDGET, DENSE_CPU, DENSE_GPU, Limits
 from eval.icl.head import Head
-from eval.icl.layout import Item, ItemScore, TreeBatch, groups, shared_context
+from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, ItemScore, Limits, TreeBatch, groups, shared_context
 from eval.icl.scores import NotFiniteError
+from eval.icl.settings import BUDGET
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from datasets import Dataset, DatasetDict
 
 from common.errors import UserError
 from eval.icl.encoder import Encoder
-from eval.icl.openicl_baselines import openicl_retrieve
 from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
-from eval.icl.retrieve import DenseRetriever, GroupRetriever, top_k
+from eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, top_k
 from eval.icl.settings import RETRIEVERS
 from eval.icl.task_data import load_data
 from eval.icl.tasks import load_task

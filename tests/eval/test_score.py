@@ -14,12 +14,12 @@ from datasets import Dataset, DatasetDict
 
 from data_prep.tokenizer import load_tokenizer
 from eval.icl import layout
-from eval.icl.extra_scores import calibrated, channel
 from eval.icl.inferencer import PrefixPPLInferencer, score_samples
 from eval.icl.layout import Item, common_prefix
 from eval.icl.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
 from eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
 from eval.icl.prompts import PromptBuilder
+from eval.icl.records import calibrated, channel
 from eval.icl.retrieve import GroupRetriever, StoredRetriever
 from eval.icl.task_data import load_data
 from eval.icl.tasks import Task, load_task
