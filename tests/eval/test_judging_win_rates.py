@@ -194,10 +194,9 @@ def test_annotations_in_several_files_are_one_comparison(tmp_path: Path) -> None
     assert judged.facts == {"from": ["1.json", "2.json"]}
     assert summary(judged, "n")["win_rate"]["value"] == 6 / 8
     annotations(files[1], range(5, 8))
-    with pytest.raises(UserError, match="b against a was judged more than once on '5'"):
-        read_existing(files, None, "alpaca_eval")
-    with pytest.raises(UserError, match="--from names a file twice"):
-        read_existing([files[0], files[0]], None, "alpaca_eval")
+    for same in (files, [files[0], files[0]]):
+        with pytest.raises(UserError):
+            read_existing(same, None, "alpaca_eval")
 
 
 def test_equal_lengths_where_one_side_always_wins(capfd: pytest.CaptureFixture[str]) -> None:
