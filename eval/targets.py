@@ -66,7 +66,14 @@ class Target:
             if not (files / CONFIG).is_file():
                 raise NotWholeError(f"{CONFIG} is missing")
         else:
-            _require_listed(self.checkpoint, files)
+            listed = listed_files(self.checkpoint) or {}
+            exported = {n.removeprefix(f"{HF}/"): f for n, f in listed.items() if n.startswith(f"{HF}/")}
+            fault = f"{COMPLETE} is unreadable or lists no file of {HF}/"
+            reason = mismatch(files, exported) if exported else fault
+            if reason is not None and not is_complete(self.checkpoint):
+                raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
+            if reason is not None:
+                raise DamagedError(reason)
 
 
 def targets(run_dir: Path) -> list[Target]:
@@ -85,17 +92,6 @@ def targets(run_dir: Path) -> list[Target]:
 
 def _step(path: Path) -> str:
     return path.name.removeprefix(FOREIGN)
-
-
-def _require_listed(checkpoint: Path, files: Path) -> None:
-    """The exported files have the sizes and hashes that COMPLETE lists."""
-    listed = listed_files(checkpoint)
-    exported = {n.removeprefix(f"{HF}/"): f for n, f in (listed or {}).items() if n.startswith(f"{HF}/")}
-    reason = mismatch(files, exported) if exported else f"{COMPLETE} is unreadable or lists no file of {HF}/"
-    if reason is not None and not is_complete(checkpoint):
-        raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
-    if reason is not None:
-        raise DamagedError(reason)
 
 
 def _require_trainers(files: Path, settled: bool) -> None:

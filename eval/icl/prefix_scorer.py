@@ -89,7 +89,12 @@ class PrefixScorer:
         """
         if not items:
             return []
-        self._require_known_tokens(items)
+        largest = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
+        if largest >= self._vocabulary:
+            raise UserError(
+                f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings: "
+                "its tokenizer does not belong to it"
+            )
         self._compare(items)
         self._ignored = ignored
         self.work.items += len(items)
@@ -157,14 +162,6 @@ class PrefixScorer:
     def _fall_back_to(self, way: str) -> str:
         self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
         return way
-
-    def _require_known_tokens(self, items: Sequence[Item]) -> None:
-        most = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
-        if most >= self._vocabulary:
-            raise UserError(
-                f"a prompt has the token id {most}, but the model has {self._vocabulary} embeddings: "
-                "its tokenizer does not belong to it"
-            )
 
     # --- scoring ------------------------------------------------------------------------------------------
 

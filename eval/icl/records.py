@@ -17,11 +17,11 @@ import numpy as np
 from datasets import DatasetDict
 
 from common.errors import UserError
-from eval.icl.inferencer import PrefixPPLInferencer, score_samples
+from eval.icl.inferencer import score_samples
 from eval.icl.layout import Item, common_prefix
 from eval.icl.openicl_compat import PPLInferencer, quiet
 from eval.icl.prefix_scorer import Advance, PrefixScorer
-from eval.icl.prompts import PromptBuilder, Sample
+from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from eval.icl.retrieve import StoredRetriever, stored_retriever
 from eval.icl.scores import winner
 from eval.icl.settings import Settings
@@ -40,40 +40,30 @@ class Recorder:
     def records(
         self, task: Task, part: DatasetDict, indices: list[list[int]], advance: Advance
     ) -> list[Record]:
-        """One record per test row of `part`, whose demonstrations are `indices`.
+        """Return one record per test row of `part`, whose demonstrations are `indices`.
 
         advance: told how many rows are finished, as they are. Raises NotFiniteError.
         """
         retriever = stored_retriever(task, part, indices)
         if self.scorer is None:
             return self._by_openicl(task, retriever)
-        return self._by_prefixes(task, part, retriever, self.scorer, advance)
-
-    def _by_prefixes(
-        self,
-        task: Task,
-        part: DatasetDict,
-        retriever: StoredRetriever,
-        scorer: PrefixScorer,
-        advance: Advance,
-    ) -> list[Record]:
-        with tempfile.TemporaryDirectory() as scratch, quiet():  # OpenICL makes its output directory at once
-            inferencer = PrefixPPLInferencer(
-                tokenizer_name=self.model.tokenizer,
-                max_model_token_num=self.settings.max_tokens,
-                output_json_filepath=scratch,
-                labels=task.labels,
-                scorer=scorer,
-                faithful=self.settings.faithful,
-            )
-            inferencer.score_rows(retriever, task.demonstration_template, task.template, advance)
-        self._require_context(max(len(ids) for sample in inferencer.samples for ids in sample.ids))
-        scores, samples = dict(inferencer.scores), inferencer.samples
-        common = (scorer, self.model.tokenizer, inferencer.max_model_token_num)
-        if "channel" in self.settings.extras:
-            scores["channel"] = channel(task, part, retriever.indices, *common)
-        if "calibrated" in self.settings.extras:
-            scores["calibrated"] = calibrated(task, part, samples, scores["suffix_sum"], *common)
+        settings, tokenizer = self.settings, self.model.tokenizer
+        limit, ignored = settings.max_tokens, None
+        if settings.faithful:
+            ignored = tokenizer.eos_token_id  # OpenICL pads with it, and neither counts nor scores padding
+        elif limit is None:
+            limit = self.model.context_length()
+        builder = (OpenICLPromptBuilder if settings.faithful else PromptBuilder)(
+            retriever, tokenizer, task.labels, task.demonstration_template, task.template, limit
+        )
+        samples = builder.build(range(len(indices)), indices)
+        self._require_context(max(len(ids) for sample in samples for ids in sample.ids))
+        scores = score_samples(self.scorer, samples, ignored, advance)
+        if "channel" in settings.extras:
+            scores["channel"] = channel(task, part, indices, self.scorer, tokenizer, limit)
+        if "calibrated" in settings.extras:
+            plain = scores["suffix_sum"]
+            scores["calibrated"] = calibrated(task, part, samples, plain, self.scorer, tokenizer, limit)
         return [
             self._record(task, {name: values[n].tolist() for name, values in scores.items()})
             | {"demonstrations": sample.demonstrations, "dropped": sample.dropped, "cut": sample.cut}

@@ -60,8 +60,19 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     """
     splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
     canonical: dict[str, list[dict[str, Any]]] = {}
+    raw: Iterable[dict[str, Any]]
     for role, split in splits.items():
-        raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
+        if source == "hub":
+            raw, where = hub_rows(task, split)
+        else:
+            directory = Path(source) / task.name
+            names = (f"{split}.jsonl", f"{split}.jsonl.zst")
+            path = next((directory / name for name in names if (directory / name).is_file()), None)
+            if path is None:
+                raise UserError(
+                    f"no {' or '.join(names)} in {directory}; --data names a directory of <task>/<split>.jsonl"
+                )
+            raw, where = _read_lines(path), str(path)
         canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
             raise UserError(f"{where} has no rows")
@@ -76,17 +87,6 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     return TaskData(canonical, digests)
 
 
-def _file_rows(task: Task, root: Path, split: str) -> tuple[Iterator[dict[str, Any]], str]:
-    directory = root / task.name
-    for name in (f"{split}.jsonl", f"{split}.jsonl.zst"):
-        if (directory / name).is_file():
-            return _read_lines(directory / name), str(directory / name)
-    raise UserError(
-        f"no {split}.jsonl or {split}.jsonl.zst in {directory}; "
-        "--data names a directory of <task>/<split>.jsonl, or hub"
-    )
-
-
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -98,20 +98,12 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not an object")
-        if "\\ud" in line.lower() and not _is_text(row):
-            raise UserError(
-                f"{path} line {number} holds half of a surrogate pair (\\ud...), which is no text"
-            )
+        if "\\ud" in line.lower():
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{path} line {number} holds half of a surrogate pair (\\ud...)") from None
         yield row
-
-
-def _is_text(row: dict[str, Any]) -> bool:
-    """Return whether UTF-8 can hold all of a row."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:

@@ -17,17 +17,9 @@ def outcomes(n: int, p: float, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random(n) < p
 
 
-def test_wilson() -> None:
-    found = stats.accuracy([True] * 45 + [False] * 5).interval  # 45 of 50, from the closed formula
-    z, n, p = 1.959964, 50, 0.9
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    assert (found.low, found.high) == pytest.approx((centre - half, centre + half), abs=1e-6)
-
-
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (28, 28), (500, 500), (7, 3)])
 def test_an_interval_has_width_and_holds_its_accuracy(n: int, correct: int) -> None:
-    """defects E: 100 % of 20 rows is not known to be 100 %."""
+    """100 % of 20 rows is not known to be 100 %."""
     outcomes = [True] * correct + [False] * (n - correct)
     expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
     for groups in (None, [str(i) for i in range(n)]):
@@ -66,11 +58,11 @@ SIZES = {
 
 @pytest.mark.parametrize("name", list(SIZES))
 def test_intervals_cover(name: str) -> None:
-    """defects A14: 95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
+    """95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
     sizes = np.array(SIZES[name])
     groups = np.arange(len(sizes)).repeat(sizes)
     rng = np.random.default_rng(len(name))
-    inside, rounds = np.zeros(3), 600
+    inside, rounds = np.zeros(3), 400
     for number in range(rounds):
         accuracy = (0.3, 0.6, 0.9)[number % 3]
         p = rng.beta(5 * accuracy, 5 * (1 - accuracy), len(sizes))  # easy and hard subjects
