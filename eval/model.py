@@ -57,7 +57,11 @@ class EvaluatedModel:
             raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
         check_directory(self.path)
         opened_files(self.path)  # refuses a directory without weights
-        self.dtype = _stored_dtype(self.path) if dtype == "auto" else dtype
+        self.dtype = dtype
+        if dtype == "auto":  # stays, where transformers has to look at the weights
+            config = read_json(self.path / CONFIG_JSON)
+            stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+            self.dtype = stored if stored in DTYPES else "auto"
 
     @cached_property
     def digest(self) -> str:
@@ -161,9 +165,26 @@ class EvaluatedModel:
         for name, weights in model.named_parameters():
             if not bool(weights.isfinite().all()):
                 raise UserError(f"{self.given}: {name} contains NaN or infinite weights")
-        self._require_own_tokenizer(model)
+        # Every piece needs an embedding, except special tokens that were added but never occur in text.
+        embeddings = model.get_input_embeddings().weight.shape[0]
+        special = set(self.tokenizer.all_special_tokens)
+        if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
+            raise UserError(
+                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
+                f"{embeddings} embeddings; it belongs to another model"
+            )
         model = model.to(device()).eval()
-        self._require_causal(model)
+        from eval.icl.probe import is_causal
+
+        try:
+            causal = is_causal(model)
+        except NotFiniteError as error:
+            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
+        if not causal:
+            raise UserError(
+                f"{self.given}: {type(model).__name__} is not a causal language model: "
+                "later tokens change the scores of earlier ones"
+            )
         return model
 
     def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
@@ -198,30 +219,6 @@ class EvaluatedModel:
     def context_length(self) -> int | None:
         """Longest prompt the model was made for, or None when it does not say."""
         return context_length(self.model)
-
-    def _require_own_tokenizer(self, model: Any) -> None:
-        """Every piece needs an embedding, except special tokens that were added but never occur in text."""
-        embeddings = model.get_input_embeddings().weight.shape[0]
-        special = set(self.tokenizer.all_special_tokens)
-        beyond = [p for p, i in self.tokenizer.get_vocab().items() if i >= embeddings and p not in special]
-        if beyond:
-            raise UserError(
-                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
-                f"{embeddings} embeddings; it belongs to another model"
-            )
-
-    def _require_causal(self, model: Any) -> None:
-        from eval.icl.probe import is_causal
-
-        try:
-            causal = is_causal(model)
-        except NotFiniteError as error:
-            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
-        if not causal:
-            raise UserError(
-                f"{self.given}: {type(model).__name__} is not a causal language model: "
-                "later tokens change the scores of earlier ones"
-            )
 
 
 def context_length(model: Any) -> int | None:
@@ -259,13 +256,6 @@ def clean_name(text: str) -> str:
     """A usable model name that looks like `text`."""
     name = re.sub(r"[^\w.+@~ -]", "-", text)[:200]
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
-
-
-def _stored_dtype(path: Path) -> str:
-    """Return the dtype that a model's configuration names; `auto` where transformers looks at the weights."""
-    config = read_json(path / CONFIG_JSON)
-    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return name if name in DTYPES else "auto"
 
 
 def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:

@@ -216,21 +216,41 @@ class Watch:
                 stale = seconds if passes >= STALE_PASSES and seconds >= STALE_SECONDS else None
                 settled = seconds >= targets.SETTLE_SECONDS or _rests(target.path, self.state)
                 target.require_whole(pinned, settled)
-                self._evaluate(target, pinned, files, request)
+                model = EvaluatedModel(str(pinned), target.name, self.dtype)
+                model.given = str(target.path)
+                results = run_all(model, self.tasks, self.settings, self.out, self.say)
+                mean = sum(result["accuracy"] for result in results) / len(results)
+                self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
+            self.evaluated.append(target.name)
+            self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
             return 1
         except NotWholeError as error:
             if stale is not None and target.path.is_dir():
                 reason = f"{error}, and nothing has changed for {stale / 60:.0f} minutes"
                 self._fail(target, files, request, reason)
+            elif target.path.is_dir():
+                self.waiting[target.name] = str(error)
+                if self._told.get(target.name) != str(error):
+                    self.say(f"{target.name}: not ready: {error}")
+                self._told[target.name] = str(error)
             else:
-                self._not_whole(target, files, request, str(error))
+                self._set(target, files, request, "gone")
+                self.say(f"{target.name}: removed before it could be evaluated")
         except Exception as error:
             reason = _reason(error, DamagedError, UserError)
-            if _may_pass(error):
+            # A full disk, a lost mount, a device in use: the same evaluation may succeed later.
+            passing = isinstance(error, OSError | FailureError) or type(error).__name__ in PASSING
+            if passing or "CUDA error" in str(error):
                 self.troubled[target.name] = reason
                 self.say(f"{target.name}: {reason}; to be tried again")
             else:
-                self._blame_settings()
+                # Raises when data or retriever are at fault, so that no checkpoint is marked for them.
+                settings = self.settings
+                for task in self.tasks:
+                    load_data(task, settings.data, settings.limit, settings.shots)
+                if settings.retriever not in RETRIEVERS or settings.retriever in DENSE:
+                    dense = settings.retriever in DENSE
+                    encoder_path(settings.encoder if dense else settings.retriever)
                 self._fail(target, files, request, reason)
         return 0
 
@@ -242,35 +262,6 @@ class Watch:
             f"{target.name}: failed: {reason}; it is tried again when its files or the settings change, "
             f"or when {self._mark(target)} is removed"
         )
-
-    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> None:
-        model = EvaluatedModel(str(pinned), target.name, self.dtype)
-        model.given = str(target.path)
-        results = run_all(model, self.tasks, self.settings, self.out, self.say)
-        mean = sum(r["accuracy"] for r in results) / len(results)
-        self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
-        self.evaluated.append(target.name)
-        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
-
-    def _not_whole(self, target: Target, files: str, request: str, reason: str) -> None:
-        if target.path.is_dir():
-            self.waiting[target.name] = reason
-            if self._told.get(target.name) != reason:
-                self.say(f"{target.name}: not ready: {reason}")
-            self._told[target.name] = reason
-        else:
-            self._set(target, files, request, "gone")
-            self.say(f"{target.name}: removed before it could be evaluated")
-
-    def _blame_settings(self) -> None:
-        """Raises UserError when data or retriever are at fault, so that no checkpoint is marked for them."""
-        settings = self.settings
-        for task in self.tasks:
-            load_data(task, settings.data, settings.limit, settings.shots)
-        if settings.retriever not in RETRIEVERS:
-            encoder_path(settings.retriever)
-        elif settings.retriever in DENSE:
-            encoder_path(settings.encoder)
 
     def _seen(self, target: Target, files: str) -> tuple[int, float]:
         """In how many passes, this one included, a target has looked like this, and for how many seconds."""
@@ -303,15 +294,6 @@ def _rests(path: Path, state: Path) -> bool:
         newest = max((p.stat().st_mtime for p in path.iterdir()), default=None)
         return newest is not None and newest <= now_there(state) - targets.SETTLE_SECONDS
     return False
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
-    return (
-        isinstance(error, OSError | FailureError)
-        or type(error).__name__ in PASSING
-        or "CUDA error" in str(error)
-    )
 
 
 def _data_facts(source: str, task: Task) -> list[list[Any]]:

@@ -118,7 +118,7 @@ def corpus_texts(name: str, data: str, split: str) -> tuple[list[str], str]:
 
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:
-    """Yield the texts of a file (maybe .zst), stripped: `field` of JSON lines (.jsonl, .json), else its lines."""
+    """Yield the stripped texts of a file (maybe .zst): `field` of JSON lines (.jsonl, .json), or lines."""
     for number, line in enumerate(content(path).split("\n"), start=1):
         if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
             yield line.strip()

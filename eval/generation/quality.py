@@ -14,6 +14,7 @@ on the same ones; measures of whole sets of texts (MAUVE, distinct n-grams) have
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 
 from common.errors import UserError, nearest
 from eval import store
-from eval.generation import closeness, likelihood, text_metrics
+from eval.generation import closeness, likelihood
 from eval.generation.decoding import Decoding
 from eval.generation.likelihood import Likelihood
 from eval.generation.prefixes import Prefixes
@@ -32,12 +33,43 @@ from eval.generation.tokens import context_of, split_ids
 from eval.model import EvaluatedModel
 from eval.stats import Estimate, Interval, ratio, student
 
+ROUGE = ("rouge1", "rougeL")
 PROTOCOLS = ("paper", "released")
 QUALITY = "quality.json"
 FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
 VERSION = 2
 
 Say = Callable[[str], None]
+
+
+def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
+    """The n-grams of a text's words, in order, repeated ones repeatedly."""
+    words = text.split()
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Different n-grams of all texts together by the number of n-grams; 0 when there are none.
+
+    It falls with the amount of text: compare equal numbers of texts of equal length only.
+    """
+    counts = Counter(gram for text in texts for gram in ngrams(text, n))
+    return len(counts) / counts.total() if counts else 0.0
+
+
+def repetition(text: str, n: int) -> float | None:
+    """Return the share of a text's n-grams that it has had before; None where it has no n-gram."""
+    grams = ngrams(text, n)
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return F-measures of ROUGE-1 and ROUGE-L of every pair, as rouge-score computes them; from 0 to 1."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(ROUGE))
+    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    return {name: [float(score[name].fmeasure) for score in scores] for name in ROUGE}
 
 
 @dataclass(frozen=True)
@@ -154,10 +186,10 @@ def measure(sampled: Sampled, request: Wanted, out: Path, say: Say) -> Measured:
     if request.mauve:
         result["mauve"] = _mauve(sampled, request.mauve, request)
     if sampled.has_humans:
-        scores = text_metrics.rouge(*_pairs(sampled, sampled.records, request.protocol))
-        rouge = {name: ratio(values, None, sampled.clusters) for name, values in scores.items()}
-        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in rouge.items()}
-        estimates |= rouge
+        overlaps = rouge(*_pairs(sampled, sampled.records, request.protocol))
+        shares = {name: ratio(values, None, sampled.clusters) for name, values in overlaps.items()}
+        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in shares.items()}
+        estimates |= shares
     if request.oracle:
         of_oracle, estimates["nats_per_token"] = _oracle(sampled, request.oracle, request.dtype, out, say)
         result |= of_oracle
@@ -217,21 +249,20 @@ def _texts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Estimate]]:
     }
     estimates["words"] = ratio([len(r["text"].split()) for r in records], None, clusters)
     for n in (2, 3, 4):
-        shares = [text_metrics.repetition(r["text"], n) for r in records]
+        shares = [repetition(r["text"], n) for r in records]
         weights = [float(share is not None) for share in shares]
         if any(weights):
             estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
     draws = [(seed, [r["text"] for r in part]) for seed, part in sampled.draws()]
     text = {
-        f"distinct_{n}": by_seed([s for s, _ in draws], [text_metrics.distinct(t, n) for _, t in draws])
-        for n in (1, 2, 3)
+        f"distinct_{n}": by_seed([s for s, _ in draws], [distinct(t, n) for _, t in draws]) for n in (1, 2, 3)
     }
     result: dict[str, Any] = {"text": text | {k: shown(e, sampled.unit) for k, e in estimates.items()}}
     if sampled.has_humans:
         humans = [r["human"] for r in sampled.humans]
-        of_people = {f"distinct_{n}": text_metrics.distinct(humans, n) for n in (1, 2, 3)}
+        of_people = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
         for n in (2, 3, 4):
-            shares = [text_metrics.repetition(human, n) for human in humans]
+            shares = [repetition(human, n) for human in humans]
             known = [share for share in shares if share is not None]
             of_people[f"repetition_{n}"] = float(np.mean(known)) if known else 0.0
         of_people["words"] = float(np.mean([len(human.split()) for human in humans]))

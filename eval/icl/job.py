@@ -267,14 +267,11 @@ def run_all(
         if 2 * result["rows_shortened"] >= result["n"]:
             # Asking for the context loads the model: only where that has been done anyway.
             context = model.context_length() if job.computed > before else None
-            say(f"{model.name}  {task.spec.title}: {_lost(result, settings.max_tokens or context)}")
+            limit = settings.max_tokens or context
+            kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+            kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
+            lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
+            where = "the model's context" if limit is None else f"the context of {limit:,} tokens"
+            say(f"{model.name}  {task.spec.title}: {lost} to {where}")
         results.append(result)
     return results
-
-
-def _lost(result: dict[str, Any], limit: int | None) -> str:
-    """Return what the prompts of a task lost to the limit on their length; None: it is not known."""
-    kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
-    kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
-    lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
-    return f"{lost} to " + ("the model's context" if limit is None else f"the context of {limit:,} tokens")

@@ -69,9 +69,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
             names = (f"{split}.jsonl", f"{split}.jsonl.zst")
             path = next((directory / name for name in names if (directory / name).is_file()), None)
             if path is None:
-                raise UserError(
-                    f"no {' or '.join(names)} in {directory}; --data names a directory of <task>/<split>.jsonl"
-                )
+                raise UserError(f"no {' or '.join(names)} in {directory}; --data names the one above it")
             raw, where = _read_lines(path), str(path)
         canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
@@ -132,16 +130,25 @@ def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[
     """One row: inputs as text, the label by name, the group, and its number in the full split."""
     number = row.get(ROW)
     canonical: dict[str, Any] = {ROW: number if type(number) is int else index}
-    for name, column in task.spec.input.items():
-        spec = Column(column=column) if isinstance(column, str) else column
+    for name, given in task.spec.input.items():
+        spec = Column(column=given) if isinstance(given, str) else given
         text = _text(row, spec.column, where)
         for old, new in spec.replace.items():
             text = text.replace(old, new)
         canonical[name] = text
-    label = next((c for c in task.spec.label.columns if c in row), None)
-    if label is None:
+    column = next((c for c in task.spec.label.columns if c in row), None)
+    if column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
-    canonical[LABEL] = _label_name(task, row[label], f"{where}: column {label}")
+    value, names = row[column], task.spec.label.names
+    label = next(
+        (name for name, accepted in names.items() for a in accepted if type(a) is type(value) and a == value),
+        None,
+    )
+    if label is None:
+        known = ", ".join(str(a) for _, a in accepted)
+        hint = "; the task file checks names, not numbers" if isinstance(value, int) else f"; known: {known}"
+        raise UserError(f"{where}: column {column}: unknown label {value!r}{hint}")
+    canonical[LABEL] = label
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
 
@@ -160,15 +167,3 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
     if not isinstance(value, str | int | float):
         raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text")
     return str(value)
-
-
-def _label_name(task: Task, value: Any, where: str) -> str:
-    for label, accepted in task.spec.label.names.items():
-        if any(type(a) is type(value) and a == value for a in accepted):
-            return label
-    if isinstance(value, int):
-        raise UserError(
-            f"{where}: label {value} is a number without a name; the task file checks names, not numbers"
-        )
-    accepted_names = ", ".join(str(a) for accepted in task.spec.label.names.values() for a in accepted)
-    raise UserError(f"{where}: unknown label {value!r}; known: {accepted_names}")

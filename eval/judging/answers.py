@@ -313,7 +313,13 @@ class Answering:
             records = store.complete(
                 entry, len(self.prompts), CHUNK, lambda rows: self._answer(rows, bar), bar.update
             )
-        rows = [self._row(q, r) for q, r in zip(self.plan.questions, records, strict=True)]
+        rows = []
+        for question, record in zip(self.plan.questions, records, strict=True):
+            row = {"dataset": question.dataset, "instruction": question.instruction}
+            row |= {"id": question.id} if question.id else {}
+            row |= {"input": question.input} if question.input else {}
+            row |= {"output": record["text"].strip(), "generator": self.model.name}
+            rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         about = {
             "model": self.model.name,
@@ -343,13 +349,6 @@ class Answering:
             else {"row": row, **reply_of[row]._asdict(), "fits": True}
             for row in rows
         ]
-
-    def _row(self, question: Question, record: Row) -> Row:
-        row = {"dataset": question.dataset, "instruction": question.instruction}
-        row |= {"id": question.id} if question.id else {}
-        row |= {"input": question.input} if question.input else {}
-        row |= {"output": record["text"].strip(), "generator": self.model.name}
-        return row | {name: record[name] for name in ("ended", "tokens", "fits")}
 
 
 def counts(rows: list[Row]) -> dict[str, int]:

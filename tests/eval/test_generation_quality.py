@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.errors import UserError
-from eval.generation import closeness, likelihood, prefixes, quality, records, text_metrics
+from eval.generation import closeness, likelihood, prefixes, quality, records
 from eval.generation.decoding import Decoding
 from eval.generation.records import Generation, Plan, read_records
 from eval.generation.tokens import split_ids
@@ -178,10 +178,10 @@ def test_a_text_longer_than_the_context_is_cut_into_windows(world: Path) -> None
 
 def test_text_metrics_by_hand() -> None:
     texts = ["a b a b a", "c d", "c"]
-    assert text_metrics.distinct(texts, 1) == 4 / 8
-    assert text_metrics.distinct(texts, 2) == 3 / 5
-    assert [text_metrics.repetition(text, 2) for text in texts] == [2 / 4, 0.0, None]
-    assert text_metrics.distinct(["a"], 2) == 0.0
+    assert quality.distinct(texts, 1) == 4 / 8
+    assert quality.distinct(texts, 2) == 3 / 5
+    assert [quality.repetition(text, 2) for text in texts] == [2 / 4, 0.0, None]
+    assert quality.distinct(["a"], 2) == 0.0
 
 
 def test_the_released_protocol_repeats_its_flaws() -> None:
