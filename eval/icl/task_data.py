@@ -140,10 +140,8 @@ def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[
     if column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
     value, names = row[column], task.spec.label.names
-    label = next(
-        (name for name, accepted in names.items() for a in accepted if type(a) is type(value) and a == value),
-        None,
-    )
+    accepted = {(type(a), a): name for name, values in names.items() for a in values}
+    label = accepted.get((type(value), value)) if isinstance(value, str | int) else None
     if label is None:
         known = ", ".join(str(a) for _, a in accepted)
         hint = "; the task file checks names, not numbers" if isinstance(value, int) else f"; known: {known}"

@@ -1,4 +1,4 @@
-"""Every 95 % interval that `eval` prints holds the truth about as often as it says, on made-up data.
+"""Every 95 % interval of texts and judges holds the truth about as often as it says, on made-up data.
 
 Where few values decide, the level of a discrete interval moves with the truth: for the tenth of the cases in
 which it is furthest off, a wider band counts; their mean is held to 0.92 to 0.98 throughout, or, below
@@ -55,65 +55,6 @@ def two_models(
     return luck[0] < rates[0], luck[1] < rates[1]
 
 
-# --- tasks ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [10, 20, 50, 200])
-def test_accuracy(n: int) -> None:
-    def of(rate: float) -> Draw:
-        return lambda rng: (stats.accuracy((rng.random(n) < rate).tolist()).interval, rate)
-
-    check([of(rate) for rate in (0.1, 0.25, 0.5, 0.8, 0.93)], n)
-
-
-@pytest.mark.parametrize(("groups", "rows"), [(8, 3), (20, 5), (57, 10)])
-def test_accuracy_as_a_mean_over_groups(groups: int, rows: int) -> None:
-    """The groups are fixed, as MMLU's subjects are; each has a rate of its own."""
-    labels = names(groups, rows)
-
-    def of(middle: float) -> Draw:
-        rates = np.linspace(middle - 0.2, middle + 0.2, groups)
-        outcomes = np.repeat(rates, rows)
-        truth = float(rates.mean())
-        return lambda rng: (
-            stats.accuracy((rng.random(len(outcomes)) < outcomes).tolist(), labels).interval,
-            truth,
-        )
-
-    check([of(middle) for middle in (0.25, 0.5, 0.75)], groups * rows)
-
-
-@pytest.mark.parametrize("n", [10, 20, 100])
-def test_a_paired_difference(n: int) -> None:
-    def of(first: float, second: float, alike: float) -> Draw:
-        def draw(rng: Generator) -> tuple[stats.Interval, float]:
-            a, b = two_models(rng, n, (first, second), alike)
-            return stats.paired(stats.pairs(a.tolist(), b.tolist())).interval, second - first
-
-        return draw
-
-    check([of(0.5, 0.5, 0.0), of(0.5, 0.6, 0.8), of(0.9, 0.8, 0.5), of(0.3, 0.5, 0.3)], n)
-
-
-def test_the_mean_over_tasks_and_its_difference() -> None:
-    sizes, rates = (20, 60, 200), (0.5, 0.9, 0.3)
-
-    def accuracies(rng: Generator) -> tuple[stats.Interval, float]:
-        found = [stats.accuracy((rng.random(n) < p).tolist()) for n, p in zip(sizes, rates, strict=True)]
-        limits = [(a.value, a.interval.low, a.interval.high) for a in found]
-        return stats.mean_interval(limits)[1], sum(rates) / 3
-
-    def differences(rng: Generator) -> tuple[stats.Interval, float]:
-        both = [two_models(rng, n, (p, p + 0.05), 0.5) for n, p in zip(sizes, rates, strict=True)]
-        limits = []
-        for a, b in both:
-            found = stats.paired(stats.pairs(a.tolist(), b.tolist()))
-            limits.append((found.difference, found.interval.low, found.interval.high))
-        return stats.mean_interval(limits)[1], 0.05
-
-    check([accuracies, differences], 60)
-
-
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_mean_over_seeds(n: int) -> None:
     def draw(rng: Generator) -> tuple[stats.Interval, float]:
@@ -128,7 +69,7 @@ def test_a_mean_over_seeds(n: int) -> None:
 VERDICTS = ((0.5, 0.0), (0.3, 0.2), (0.1, 0.1), (0.85, 0.1), (0.02, 0.9), (0.2, 0.6))  # wins, ties
 
 
-@pytest.mark.parametrize(("questions", "each", "alike"), [(10, 1, 0), (20, 1, 0), (50, 1, 0), (20, 3, 0.7)])
+@pytest.mark.parametrize(("questions", "each", "alike"), [(10, 1, 0), (50, 1, 0), (20, 3, 0.7)])
 def test_win_rates_and_shares(questions: int, each: int, alike: float) -> None:
     """Pairs of one question may agree; every figure that a judgement prints is asked."""
     labels = names(questions, each)
@@ -152,7 +93,7 @@ def test_win_rates_and_shares(questions: int, each: int, alike: float) -> None:
         )
 
 
-@pytest.mark.parametrize(("questions", "each"), [(10, 1), (20, 1), (50, 1), (30, 3)])
+@pytest.mark.parametrize(("questions", "each"), [(10, 1), (50, 1), (30, 3)])
 def test_differences_of_win_rates(questions: int, each: int) -> None:
     labels = names(questions, each)
 

