@@ -61,10 +61,19 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     if publishable(after) != after:
         say(f"{directory / CARD} names an absolute path or a secret; look at it before you publish it")
     for figures in all_of_model:
-        entry = _entry(figures, model.rows[figures.task])
-        if entry is None:
+        rows = model.rows[figures.task]
+        dataset = _repository(rows)
+        if dataset is None:
             say(f"{figures.task}: no data set of the hub, therefore no entry in {ENTRIES}")
             continue
+        entry = EvalResultEntry(
+            dataset_id=dataset,
+            task_id=rows["hub"]["name"] or "default",
+            value=figures.accuracy.value,
+            dataset_revision=rows["hub"]["revision"] if rows["from_hub"] else None,
+            date=datetime.fromtimestamp(figures.finished, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            notes=_notes(figures, rows),
+        )
         (directory / ENTRIES).mkdir(parents=True, exist_ok=True)
         path = directory / ENTRIES / f"emo-pipeline-{figures.task}.yaml"
         write_text(path, _yaml(eval_result_entries_to_yaml([entry])))
@@ -135,7 +144,7 @@ def index_of(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
 
 
 def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
-    """Accuracy and macro F1 of a task."""
+    """Return accuracy and macro F1 of a task."""
     result, hub = figures.result, rows["hub"] or {}
     groups = f", unweighted mean of {len(figures.groups)} groups" if figures.groups else ""
     fields = {
@@ -151,38 +160,15 @@ def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
     facts = {"n": figures.accuracy.n, "setting": _notes(figures, rows)}
     if figures.accuracy.stderr is not None:
         facts["stderr"] = figures.accuracy.stderr
-    return [
-        EvalResult(
-            **fields,
-            metric_type="accuracy",
-            metric_name=f"accuracy{groups}",
-            metric_value=figures.accuracy.value,
-            metric_args=facts,
-        ),
-        EvalResult(
-            **fields,
-            metric_type="f1",
-            metric_name="macro F1 over the labels",
-            metric_value=result["macro_f1"],
-            metric_args={"average": "macro", "n": figures.accuracy.n},
-        ),
-    ]
-
-
-def _entry(figures: Figures, rows: dict[str, Any]) -> EvalResultEntry | None:
-    """The entry of a benchmark's leaderboard; None for a task that is about no data set of the hub."""
-    dataset = _repository(rows)
-    if dataset is None:
-        return None
-    finished = datetime.fromtimestamp(figures.finished, UTC)
-    return EvalResultEntry(
-        dataset_id=dataset,
-        task_id=rows["hub"]["name"] or "default",
-        value=figures.accuracy.value,
-        dataset_revision=rows["hub"]["revision"] if rows["from_hub"] else None,
-        date=finished.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        notes=_notes(figures, rows),
+    average = {"average": "macro", "n": figures.accuracy.n}
+    metrics = (
+        ("accuracy", f"accuracy{groups}", figures.accuracy.value, facts),
+        ("f1", "macro F1 over the labels", result["macro_f1"], average),
     )
+    return [
+        EvalResult(**fields, metric_type=kind, metric_name=name, metric_value=value, metric_args=args)
+        for kind, name, value, args in metrics
+    ]
 
 
 def _notes(figures: Figures, rows: dict[str, Any]) -> str:

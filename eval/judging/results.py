@@ -327,13 +327,12 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
     for out in outs:
         for path in sorted((out / JUDGEMENTS).glob("*.json")):
             value = store.read_json(path)
-            if isinstance(value, dict) and value.get("version") == VERSION and _has_shares(value):
+            # Shares and win rate stand there exactly where verdicts were read.
+            whole = isinstance(value, dict) and value.get("version") == VERSION
+            if whole and all(
+                isinstance(value[name], dict) == bool(value["read"]) for name in (*SHARES, "win_rate")
+            ):
                 judgements.append(Judgement(value, path))
             else:
                 say(f"skipped {path}: damaged, or a judgement of another version; judge again")
     return judgements
-
-
-def _has_shares(value: dict[str, Any]) -> bool:
-    """Return whether shares and win rate stand there exactly where verdicts were read."""
-    return all(isinstance(value.get(name), dict) == bool(value["read"]) for name in (*SHARES, "win_rate"))
