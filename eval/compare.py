@@ -195,14 +195,9 @@ def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
         ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
     ]
 
-    def add(
-        title: str, n: str, accuracies: Sequence[float], difference: dict[str, Any], *others: str
-    ) -> None:
-        figures = [
-            *(f"{100 * accuracy:.1f}" for accuracy in accuracies),
-            f"{100 * difference['difference']:+.1f}",
-        ]
-        lines.append([title, n, *figures, _interval(difference["interval"]), *others])
+    def add(title: str, n: str, accuracies: list[float], entry: dict[str, Any], *others: str) -> None:
+        figures = [*(f"{100 * value:.1f}" for value in accuracies), f"{100 * entry['difference']:+.1f}"]
+        lines.append([title, n, *figures, _interval(entry["interval"]), *others])
 
     for task, c in comparison.tasks.items():
         results = [m.results[task] for m in (a, b)]

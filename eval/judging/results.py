@@ -328,9 +328,10 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
         for path in sorted((out / JUDGEMENTS).glob("*.json")):
             value = store.read_json(path)
             # Shares and win rate stand there exactly where verdicts were read.
-            whole = isinstance(value, dict) and value.get("version") == VERSION
-            if whole and all(
-                isinstance(value[name], dict) == bool(value["read"]) for name in (*SHARES, "win_rate")
+            if (
+                isinstance(value, dict)
+                and value.get("version") == VERSION
+                and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
             ):
                 judgements.append(Judgement(value, path))
             else:
