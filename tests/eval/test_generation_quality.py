@@ -268,20 +268,3 @@ def test_weights_that_are_not_numbers_give_no_number(world: Path, sampled: Path,
         code, _, err = command("quality", sampled, "--out", kept, option, broken)
         assert code == 2, err
         assert not (sampled / "quality.json").exists()
-
-
-def test_a_model_without_an_end_token_says_so(world: Path, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "endless", 3)
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    config.pop("eos_token", None)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "special_tokens_map.json").unlink(missing_ok=True)
-    settings = path / "generation_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": None}))
-    model = EvaluatedModel(str(path))
-    if model.tokenizer.eos_token_id is not None:
-        pytest.skip("the tokenizer brings its own end token")
-    code, out, _ = command("generate", "--model", path, "--out", tmp_path, "--prefix", "the", "--tokens", 5)
-    assert code == 0 and "has no end token" in out
-    _, found = read_records(tmp_path / "models" / "endless" / "generated" / "given-unbiased")
-    assert all(r["tokens"] == 5 and not r["ended"] for r in found)

@@ -22,7 +22,7 @@ from data_prep.tokenizer import save_tokenizer
 from eval.generation.decoding import Decoding
 from eval.generation.sampling import Request
 from eval.judging import answers, engines
-from eval.judging.answers import Answering, Plan, Question, read_answers, read_questions
+from eval.judging.answers import Answering, Plan, Question, read_questions
 from eval.judging.engines import Transformers, Vllm, engine
 from eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
@@ -240,12 +240,6 @@ def test_the_sets_are_found_by_name(shared_data: Path, name: str, count: int) ->
     if name == "sinstruct":
         assert sum(bool(q.input) for q in questions) == 71
     assert len(read_questions(name, str(shared_data), 10)[1]) == 10
-
-
-def test_answer_files_of_others_are_read(shared_data: Path) -> None:
-    folder = shared_data / "instruct" / "alpaca_eval" / "outputs"
-    found = read_answers(folder / "alpaca-7b.jsonl.zst")
-    assert found.generator == "alpaca-7b" and len(found.rows) == 403 and not found.by_id
 
 
 def test_beams_are_transformers_own(world: Path) -> None:

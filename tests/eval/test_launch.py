@@ -46,18 +46,10 @@ def slurm(tmp_path: Path) -> Any:
         # The script puts the checkout's own environment first; the stand-ins must win.
         copy = tmp_path / "slurm_script"
         copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
-        done = subprocess.run(
-            ["bash", copy, *map(str, arguments)],
-            cwd=REPO,
-            env=os.environ | given | environment,
-            capture_output=True,
-            text=True,
-        )
-        return (
-            done.returncode,
-            done.stdout + done.stderr,
-            calls.read_text().splitlines() if calls.is_file() else [],
-        )
+        command, environment = ["bash", copy, *map(str, arguments)], os.environ | given | environment
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        called = calls.read_text().splitlines() if calls.is_file() else []
+        return done.returncode, done.stdout + done.stderr, called
 
     return run
 
@@ -94,15 +86,6 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
     assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")
 
 
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def test_slurm_without_arguments_says_how(slurm: Any) -> None:
-    code, out, _ = slurm()
-    assert code != 0 and "usage: sbatch launch/slurm/evaluate.sbatch RUN_DIR DATA_DIR" in out
-
-
 @pytest.mark.parametrize(("name", "once"), [("evaluate.yaml", True), ("watch.yaml", False)])
 def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
     document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
@@ -126,10 +109,8 @@ def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
 
 def test_slurm_crontab_asks_for_what_the_batch_script_asks_for() -> None:
     """scrontab does not read the options of the script that it runs."""
-    folder = REPO / "launch/slurm"
-    batch = re.findall(
-        r"^#SBATCH (--(?:job|open|gpus|cpus|mem|time).*)$", read(folder / "evaluate.sbatch"), re.M
-    )
-    cron = re.findall(r"^#SCRON (.*)$", read(folder / "evaluate.scron"), re.M)
-    assert len(batch) == 6 and {*batch, "--ntasks=1"} <= set(cron)
-    assert "bash launch/slurm/evaluate.sbatch runs/emo " in read(folder / "evaluate.scron").splitlines()[-1]
+    table = SCRIPT.with_suffix(".scron").read_text(encoding="utf-8")
+    options = r"^#SBATCH (--(?:job|open|gpus|cpus|mem|time).*)$"
+    batch = re.findall(options, SCRIPT.read_text(encoding="utf-8"), re.M)
+    assert len(batch) == 6 and {*batch, "--ntasks=1"} <= set(re.findall(r"^#SCRON (.*)$", table, re.M))
+    assert "bash launch/slurm/evaluate.sbatch runs/emo " in table.splitlines()[-1]
