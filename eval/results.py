@@ -10,6 +10,7 @@ Other files there, and views that differ from what the store has sealed, are ski
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from eval import store
 if TYPE_CHECKING:
     from eval.model import EvaluatedModel
 
+KEY = "[0-9a-f]{32}"
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
 # What a result of this version holds, among others.
 RESULT = {
@@ -177,7 +179,11 @@ def _is_description(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict) and value.keys() >= {"key", "weights", "result"}
+    # The key names a directory of the store, and leads nowhere else.
+    names = {"key", "weights", "result"}
+    return (
+        isinstance(value, dict) and value.keys() >= names and re.fullmatch(KEY, str(value["key"])) is not None
+    )
 
 
 def _fault(name: str, view: Any, out: Path) -> str | None:

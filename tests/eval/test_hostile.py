@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.report.document import Document
 from eval.compare import table
 from eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
+from eval.results import read_models
 from eval.targets import HEADER_BYTES, NotWholeError, Target, _as_long_as_it_says
 from tests.helpers.results import fabricated
 
@@ -55,6 +56,15 @@ def test_a_sentence_model_runs_no_code_and_leads_nowhere(tmp_path: Path) -> None
 
 
 # --- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["../../..", "/etc", "a" * 31, "A" * 32, 7])
+def test_a_key_leads_nowhere_else(tmp_path: Path, key: object) -> None:
+    fabricated(tmp_path, "emo", {"sst2": [True]})
+    path = tmp_path / "models/emo/sst2.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"key": key}))
+    (model,) = read_models([tmp_path])
+    assert "sst2" in model.unreadable and not model.results
 
 
 def test_names_stay_on_their_line(tmp_path: Path) -> None:
