@@ -90,8 +90,8 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
         values = first.get(name), second.get(name)
         if values[0] == values[1]:
             continue
-        shown = " and ".join("not set" if value is None else str(value) for value in values)
-        reason = f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {shown}"
+        both = " and ".join("not set" if value is None else str(value) for value in values)
+        reason = f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {both}"
         versions = [r["conditions"]["noted"].get("prompt_version") for r in (a, b)]
         if name == "prompt" and versions[0] != versions[1]:
             reason += f" ({versions[0]} and {versions[1]})"

@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of results can be had again.
+    """The data and task files that rows of results can be read from again.
 
     data: as `run` has it. tasks: names or files of tasks, by the task's name; others are built in.
     """

@@ -263,8 +263,8 @@ def _texts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Estimate]]:
         of_people = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
         for n in (2, 3, 4):
             shares = [repetition(human, n) for human in humans]
-            known = [share for share in shares if share is not None]
-            of_people[f"repetition_{n}"] = float(np.mean(known)) if known else 0.0
+            counted = [share for share in shares if share is not None]
+            of_people[f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
         of_people["words"] = float(np.mean([len(human.split()) for human in humans]))
         result["human_text"] = of_people
     return result, estimates

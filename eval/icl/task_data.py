@@ -130,22 +130,23 @@ def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[
     """One row: inputs as text, the label by name, the group, and its number in the full split."""
     number = row.get(ROW)
     canonical: dict[str, Any] = {ROW: number if type(number) is int else index}
-    for name, given in task.spec.input.items():
-        spec = Column(column=given) if isinstance(given, str) else given
+    for name, column in task.spec.input.items():
+        spec = Column(column=column) if isinstance(column, str) else column
         text = _text(row, spec.column, where)
         for old, new in spec.replace.items():
             text = text.replace(old, new)
         canonical[name] = text
-    column = next((c for c in task.spec.label.columns if c in row), None)
-    if column is None:
+    label_column = next((c for c in task.spec.label.columns if c in row), None)
+    if label_column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
-    value, names = row[column], task.spec.label.names
+    value, names = row[label_column], task.spec.label.names
     accepted = {(type(a), a): name for name, values in names.items() for a in values}
     label = accepted.get((type(value), value)) if isinstance(value, str | int) else None
     if label is None:
-        known = ", ".join(str(a) for _, a in accepted)
-        hint = "; the task file checks names, not numbers" if isinstance(value, int) else f"; known: {known}"
-        raise UserError(f"{where}: column {column}: unknown label {value!r}{hint}")
+        hint = "; the task file checks names, not numbers"
+        if not isinstance(value, int):
+            hint = f"; known: {', '.join(str(a) for _, a in accepted)}"
+        raise UserError(f"{where}: column {label_column}: unknown label {value!r}{hint}")
     canonical[LABEL] = label
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical

@@ -52,13 +52,13 @@ def test_one_row_per_subject_is_not_a_regression(tmp_path: Path) -> None:
     b = [not ok if i in (0, 3, 6, 9, 12, 1, 2, 4) else ok for i, ok in enumerate(a)]
     first = fabricated(tmp_path, "a", {"mmlu": a}, groups=subjects)
     second = fabricated(tmp_path, "b", {"mmlu": b}, groups=subjects)
-    found = compare_pair(first, second, ["mmlu"])
-    c = found.tasks["mmlu"]
+    actual = compare_pair(first, second, ["mmlu"])
+    c = actual.tasks["mmlu"]
     assert (c["only_a"], c["only_b"]) == (5, 3)
     assert c["difference"] == pytest.approx(-2 / 28)
     assert c["p_mcnemar"] == pytest.approx(0.7265625)
     assert c["interval"]["low"] < -0.2 and c["interval"]["high"] > 0.1
-    assert found.mean is not None and found.mean["p"] == c["p_mcnemar"]
+    assert actual.mean is not None and actual.mean["p"] == c["p_mcnemar"]
     assert not regression(first, second).regressions
 
 
@@ -143,9 +143,9 @@ def test_a_result_of_another_version_is_skipped(missing: str, tmp_path: Path) ->
     view = json.loads(path.read_text())
     del view["result"][missing]
     path.write_text(json.dumps(view))
-    said: list[str] = []
-    (model,) = read_models([tmp_path], said.append)
-    assert list(model.results) == ["sst2"] and len(said) == 1
+    messages: list[str] = []
+    (model,) = read_models([tmp_path], messages.append)
+    assert list(model.results) == ["sst2"] and len(messages) == 1
 
 
 def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def coverage(draw: Draw, draws: int = DRAWS, seed: int = 0) -> float:
 
 def check(draws: Sequence[Draw], units: int, least: float = 0.9) -> None:
     """Hold the mean coverage of several truths to the band, and each of them to `least`."""
-    found = [coverage(draw, seed=number) for number, draw in enumerate(draws)]
-    assert min(found) >= least, found
-    assert 0.92 <= np.mean(found) <= (0.98 if units >= 30 else 0.995), found
+    actual = [coverage(draw, seed=number) for number, draw in enumerate(draws)]
+    assert min(actual) >= least, actual
+    assert 0.92 <= np.mean(actual) <= (0.98 if units >= 30 else 0.995), actual
 
 
 def names(count: int, each: int = 1) -> list[str]:
@@ -58,8 +58,8 @@ def two_models(
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_mean_over_seeds(n: int) -> None:
     def draw(rng: Generator) -> tuple[stats.Interval, float]:
-        found = quality.by_seed(list(range(n)), rng.normal(3, 1, n).tolist())
-        return stats.Interval(found["low"], found["high"]), 3.0
+        actual = quality.by_seed(list(range(n)), rng.normal(3, 1, n).tolist())
+        return stats.Interval(actual["low"], actual["high"]), 3.0
 
     assert 0.92 <= coverage(draw, 2 * DRAWS) <= 0.98
 
@@ -82,8 +82,10 @@ def test_win_rates_and_shares(questions: int, each: int, alike: float) -> None:
             alone = rng.choice([0.0, 0.5, 1.0], len(labels), p=chances)
             shared = np.repeat(rng.choice([0.0, 0.5, 1.0], questions, p=chances), each)
             scores = np.where(rng.random(len(labels)) < alike, shared, alone)
-            found = {"win": scores > 0.5, "tie": scores == 0.5, "loss": scores < 0.5, "win_rate": scores}[key]
-            return stats.bounded_mean(found.astype(float).tolist(), labels)[1], truth
+            actual = {"win": scores > 0.5, "tie": scores == 0.5, "loss": scores < 0.5, "win_rate": scores}[
+                key
+            ]
+            return stats.bounded_mean(actual.astype(float).tolist(), labels)[1], truth
 
         return draw
 
@@ -116,8 +118,8 @@ def test_a_clean_sweep_is_not_certain() -> None:
     """20 wins of 20 leave room; so do 20 ties, and 20 verdicts that are equal for both models."""
     labels = names(20)
     for scores in ([1.0] * 20, [0.0] * 20, [0.5] * 20):
-        found: Any = summary(judged_scores(scores), "n")["win_rate"]
-        assert found["high"] - found["low"] > 0.05
+        actual: Any = summary(judged_scores(scores), "n")["win_rate"]
+        assert actual["high"] - actual["low"] > 0.05
         _, interval, p = paired(scores, scores, labels)
         assert interval.low < -0.05 and interval.high > 0.05 and p == 1.0
     assert summary(judged_scores([1.0] * 20), "n")["win_rate"]["low"] < 0.9
@@ -140,13 +142,13 @@ def test_measures_of_texts_and_perplexities(prefixes: int) -> None:
             tokens = rng.integers(5, 40, len(clusters))
             nll = tokens * (3 + shift + hardness + rng.normal(0, 0.3, len(clusters)))
             estimates.append(Likelihood(nll, tokens).estimate(clusters))
-        one, difference = estimates[0].interval(), (estimates[1] - estimates[0]).interval()
-        assert one is not None and difference is not None
+        first, difference = estimates[0].interval(), (estimates[1] - estimates[0]).interval()
+        assert first is not None and difference is not None
         perplexity = quality.shown(estimates[0], "prefixes", math.exp)
-        draws["one"].append(one.low <= 3 <= one.high)
+        draws["one"].append(first.low <= 3 <= first.high)
         draws["perplexity"].append(perplexity["low"] <= math.exp(3) <= perplexity["high"])
         draws["difference"].append(difference.low <= 0.1 <= difference.high)
-        widths.append((one.high - one.low) / (difference.high - difference.low))
+        widths.append((first.high - first.low) / (difference.high - difference.low))
     for name, hits in draws.items():
         assert 0.92 <= np.mean(hits) <= 0.98, name
     assert np.mean(widths) > 1.5  # what pairing is for

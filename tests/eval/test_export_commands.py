@@ -38,19 +38,19 @@ def test_what_is_read_back_is_what_was_found(
     harness.write_harness(model, out / "exported", None)
     hub.write_hub(model, out / "card", lambda text: None)
     (path,) = (out / "exported" / "m").glob("results_*.json")
-    found = json.loads(path.read_text())["results"]
+    actual = json.loads(path.read_text())["results"]
     listed = {r["dataset"]["type"] + r["dataset"]["name"]: r for r in index(out / "card")}
     assert len(listed) == 2
     for task, result in model.results.items():
-        assert found[task]["acc,none"] == pytest.approx(result["accuracy"], abs=1e-12)
-        assert found[task]["macro_f1,none"] == result["macro_f1"]
+        assert actual[task]["acc,none"] == pytest.approx(result["accuracy"], abs=1e-12)
+        assert actual[task]["macro_f1,none"] == result["macro_f1"]
         entry = yaml.safe_load((out / "card" / ".eval_results" / f"emo-pipeline-{task}.yaml").read_text())
-        assert parse_eval_result_entries(entry)[0].value == found[task]["acc,none"]
-    assert found["plain"]["sample_len"] == found["grouped"]["sample_len"] == len(rows)
+        assert parse_eval_result_entries(entry)[0].value == actual[task]["acc,none"]
+    assert actual["plain"]["sample_len"] == actual["grouped"]["sample_len"] == len(rows)
     for group in set(groups):
         of_group = [ok for ok, g in rows if g == group]
-        assert found[f"grouped_{group}"]["acc,none"] == pytest.approx(statistics.fmean(of_group))
-        assert found[f"grouped_{group}"]["sample_len"] == len(of_group)
+        assert actual[f"grouped_{group}"]["acc,none"] == pytest.approx(statistics.fmean(of_group))
+        assert actual[f"grouped_{group}"]["sample_len"] == len(of_group)
 
 
 def index(directory: Path) -> list[dict[str, Any]]:
@@ -118,8 +118,8 @@ def test_all_models_of_all_directories_are_exported(tmp_path: Path) -> None:
     for name in ("a", "b"):
         finished(tmp_path / name, name)
     write_model(tmp_path / "a", "described")
-    asked = ["--format", "lm-eval", "--out", tmp_path / "there"]
-    code, out, _ = command("export", tmp_path / "a", tmp_path / "b", *asked)
+    arguments = ["--format", "lm-eval", "--out", tmp_path / "there"]
+    code, out, _ = command("export", tmp_path / "a", tmp_path / "b", *arguments)
     assert code == 0 and "described has no finished result: left out" in out
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["a", "b"]
     assert {p.name for p in (tmp_path / "there").rglob("*.json")} == {"results_2027-01-15T08-00-00.json"}

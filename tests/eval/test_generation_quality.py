@@ -46,19 +46,19 @@ def sampled(world: Path) -> Path:
 
 
 def test_records_hold_what_was_written(world: Path, sampled: Path) -> None:
-    about, found = read_records(sampled)
+    about, actual = read_records(sampled)
     model = EvaluatedModel(str(world / "small"))
     assert (about["corpus"], about["prefix_words"], about["tokens"], about["records"]) == ("ptb", 5, 9, 24)
-    assert [r["prefix_number"] for r in found[:4]] == [0, 0, 1, 1] and found[12]["seed"] == 1
-    for record in found:
+    assert [r["prefix_number"] for r in actual[:4]] == [0, 0, 1, 1] and actual[12]["seed"] == 1
+    for record in actual:
         assert record["prefix"].split() == ["the", "cat", "number", str(record["prefix_number"]), "sat"]
         assert record["reference"].startswith(" on the mat")
         assert len(record["ids"]) == record["tokens"] <= 9
         assert record["reference"].startswith(record["human"])
         whole = split_ids(model.tokenizer, record["prefix"], record["human"])
         assert len(whole[1]) == 9
-    shown = json.loads((sampled.parents[1] / "samples.json").read_text())
-    assert shown["samples"][0]["text"] == found[0]["text"] and shown["weights"] == model.digest
+    view = json.loads((sampled.parents[1] / "samples.json").read_text())
+    assert view["samples"][0]["text"] == actual[0]["text"] and view["weights"] == model.digest
 
 
 def test_a_killed_run_loses_one_chunk(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_killed_run_loses_one_chunk(world: Path, tmp_path: Path, monkeypatch: 
 
 def naive_per_token(path: Path, pairs: list[tuple[list[int], list[int]]]) -> float:
     model, _ = load(path)
-    nll = [naive_nll(model, [*start, *rest])[len(start) - 1 :] for start, rest in pairs]
+    nll = [naive_nll(model, [*start, *tail])[len(start) - 1 :] for start, tail in pairs]
     return float(np.concatenate(nll).mean())
 
 
@@ -98,24 +98,24 @@ def test_perplexities_equal_naive_ones(world: Path, sampled: Path) -> None:
     options = ["--oracle", world / "oracle", "--reference", world / "oracle"]
     assert command("quality", sampled, "--out", world / "out", *options)[0] == 0
     result = json.loads((sampled / "quality.json").read_text())
-    _, found = read_records(sampled)
+    _, actual = read_records(sampled)
     model = EvaluatedModel(str(world / "oracle"))
     exact = naive_per_token(
-        world / "oracle", [(split_ids(model.tokenizer, r["prefix"], "")[0], r["ids"]) for r in found]
+        world / "oracle", [(split_ids(model.tokenizer, r["prefix"], "")[0], r["ids"]) for r in actual]
     )
     oracle = result["ppl_oracle"]
     assert oracle["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)
     assert oracle["perplexity"]["mean"] == pytest.approx(math.exp(exact), rel=1e-6)
     assert oracle["perplexity"]["low"] < math.exp(exact) < oracle["perplexity"]["high"]
     assert (oracle["perplexity"]["n"], oracle["perplexity"]["unit"]) == (6, "prefixes")
-    human = [split_ids(model.tokenizer, "", r["prefix"] + r["reference"]) for r in found[:12:2]]
+    human = [split_ids(model.tokenizer, "", r["prefix"] + r["reference"]) for r in actual[:12:2]]
     assert result["ppl_test"]["nats_per_token"] == pytest.approx(
         naive_per_token(world / "small", human), abs=1e-6
     )
     (p, _), (q, _) = load(world / "oracle"), load(world / "small")
     forward, reverse = [], []
-    for start, rest in human:
-        ids = torch.tensor([[*start, *rest]])
+    for start, tail in human:
+        ids = torch.tensor([[*start, *tail]])
         with torch.no_grad():
             lp, lq = (m(input_ids=ids).logits[0, :-1].double().log_softmax(-1) for m in (p, q))
         forward.append(float(-(lp.exp() * lq).sum(-1).mean()))
@@ -127,9 +127,9 @@ def test_perplexities_equal_naive_ones(world: Path, sampled: Path) -> None:
 def test_the_oracle_of_its_own_samples_is_at_its_floor(world: Path, sampled: Path) -> None:
     arguments = ["--corpus", "ptb", "--data", world / "data", "--tokens", 9, "--samples", 2, "--seeds", "0,1"]
     assert command("generate", "--model", world / "oracle", "--out", world / "out", *arguments)[0] == 0
-    own = sampled.parents[2] / "oracle" / "generated" / "ptb-unbiased"
-    assert command("quality", own, "--out", world / "out", "--oracle", world / "oracle")[0] == 0
-    result = json.loads((own / "quality.json").read_text())
+    self_score = sampled.parents[2] / "oracle" / "generated" / "ptb-unbiased"
+    assert command("quality", self_score, "--out", world / "out", "--oracle", world / "oracle")[0] == 0
+    result = json.loads((self_score / "quality.json").read_text())
     assert result["ppl_oracle"] == result["ppl_oracle_floor"]
 
 
@@ -147,9 +147,9 @@ def test_models_are_compared_on_the_same_prefixes(world: Path, sampled: Path) ->
     first, same, other = (json.loads((d / "quality.json").read_text()) for d in directories)
     assert "differences" not in first and isinstance(other["differences"], str)
     for name in ("tokens", "repetition_2", "ended"):
-        found = same["differences"][name]
-        assert found["mean"] == pytest.approx(same["text"][name]["mean"] - first["text"][name]["mean"])
-        assert found["low"] <= found["mean"] <= found["high"] and found["unit"] == "prefixes"
+        actual = same["differences"][name]
+        assert actual["mean"] == pytest.approx(same["text"][name]["mean"] - first["text"][name]["mean"])
+        assert actual["low"] <= actual["mean"] <= actual["high"] and actual["unit"] == "prefixes"
     nats = [result["ppl_oracle"]["nats_per_token"]["mean"] for result in (first, same)]
     assert same["differences"]["nats_per_token"]["mean"] == pytest.approx(nats[1] - nats[0])
 
@@ -157,20 +157,20 @@ def test_models_are_compared_on_the_same_prefixes(world: Path, sampled: Path) ->
 def test_texts_that_are_all_empty_have_no_perplexity(world: Path) -> None:
     """After a prefix every continuation may be empty; so may all of them."""
     model = EvaluatedModel(str(world / "small"))
-    found = likelihood.continuations(model, [([5, 6, 7], []), ([5, 6, 7], []), ([8, 9], [10])])
-    assert found.nll[:2].tolist() == [0, 0] and found.tokens.tolist() == [0, 0, 1]
-    assert math.isfinite(found.per_token)
+    actual = likelihood.continuations(model, [([5, 6, 7], []), ([5, 6, 7], []), ([8, 9], [10])])
+    assert actual.nll[:2].tolist() == [0, 0] and actual.tokens.tolist() == [0, 0, 1]
+    assert math.isfinite(actual.per_token)
     assert math.isnan(likelihood.continuations(model, [([5, 6], []), ([5, 6], [])]).per_token)
 
 
 def test_a_text_longer_than_the_context_is_cut_into_windows(world: Path) -> None:
     model = EvaluatedModel(str(world / "small"))
     text = "the cat sat on the mat " * 40
-    found = likelihood.texts(model, [text, "the cat"])
-    first, rest = split_ids(model.tokenizer, "", text)
-    pairs = [(first if i == 0 else [rest[i - 1]], rest[i : i + 95]) for i in range(0, len(rest), 95)]
-    assert len(pairs) > 2 and found.tokens[0] == len(rest)
-    assert found.nll[0] / len(rest) == pytest.approx(naive_per_token(world / "small", pairs), abs=1e-6)
+    actual = likelihood.texts(model, [text, "the cat"])
+    first, tail = split_ids(model.tokenizer, "", text)
+    pairs = [(first if i == 0 else [tail[i - 1]], tail[i : i + 95]) for i in range(0, len(tail), 95)]
+    assert len(pairs) > 2 and actual.tokens[0] == len(tail)
+    assert actual.nll[0] / len(tail) == pytest.approx(naive_per_token(world / "small", pairs), abs=1e-6)
 
 
 # --- texts ------------------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def test_the_released_protocol_repeats_its_flaws() -> None:
 
 
 def test_intervals() -> None:
-    found = quality.by_seed([0, 0, 1, 1, 2, 2], [1, 3, 2, 4, 3, 5])
-    assert (found["mean"], found["n"]) == (3.0, 3) and found["low"] == pytest.approx(
+    actual = quality.by_seed([0, 0, 1, 1, 2, 2], [1, 3, 2, 4, 3, 5])
+    assert (actual["mean"], actual["n"]) == (3.0, 3) and actual["low"] == pytest.approx(
         3 - 4.302653 / math.sqrt(3)
     )
     assert quality.by_seed([0], [2.0])["low"] is None
@@ -209,10 +209,10 @@ def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
     shuffled = [" ".join(next(taken) for _ in text.split()) for text in human]
     encoder = closeness.featurizer("minilm")
     features = [encoder(texts) for texts in (human, machine, shuffled)]
-    found = closeness.beside_ceiling(features[0], features, splits=2)
-    own, gpt2, floor = found["half"]
-    assert found["ceiling"] > 0.8 and own == pytest.approx(found["ceiling"], abs=1e-9)
-    assert floor < gpt2 - 0.2 and gpt2 <= found["ceiling"] + 0.02
+    actual = closeness.beside_ceiling(features[0], features, splits=2)
+    self_score, gpt2, floor = actual["half"]
+    assert actual["ceiling"] > 0.8 and self_score == pytest.approx(actual["ceiling"], abs=1e-9)
+    assert floor < gpt2 - 0.2 and gpt2 <= actual["ceiling"] + 0.02
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------
@@ -262,9 +262,9 @@ def test_weights_that_are_not_numbers_give_no_number(world: Path, sampled: Path,
     code, _, err = command("generate", "--model", broken, "--out", tmp_path, "--tokens", 4)
     assert code == 2 and len(lines(err)) == 1
     assert not list(tmp_path.rglob("records.jsonl")) and not list(tmp_path.rglob("chunks/*.json"))
-    kept = tmp_path / "out"
+    content = tmp_path / "out"
     for option in ("--oracle", "--reference"):
         (sampled / "quality.json").unlink(missing_ok=True)
-        code, _, err = command("quality", sampled, "--out", kept, option, broken)
+        code, _, err = command("quality", sampled, "--out", content, option, broken)
         assert code == 2, err
         assert not (sampled / "quality.json").exists()

@@ -262,10 +262,10 @@ def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key(root: Pa
 
 def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Path, tmp_path: Path) -> None:
     tasks, settings = select_tasks("sst2"), Settings(data=str(root / "data"))
-    said: list[str] = []
+    messages: list[str] = []
 
     def run(name: str, dtype: str) -> None:
-        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, said.append)
+        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, messages.append)
 
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
         run(name, dtype)
@@ -273,9 +273,9 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Pa
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
     code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail-on-regression")
     assert code == 2 and not out and "dtype: float32 and bfloat16" in err
-    said.clear()
+    messages.clear()
     run("a", "bfloat16")
-    assert "float32" in said[0] and "bfloat16" in said[0]  # what is no longer shown is said
+    assert "float32" in messages[0] and "bfloat16" in messages[0]  # what is no longer shown is said
     assert pick(read_models([tmp_path]), "a").description["dtype"] == "bfloat16"
 
 

@@ -56,9 +56,9 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def answer(world: Path, out: Path, *more: object) -> tuple[int, str, str]:
+def answer(world: Path, out: Path, *options: object) -> tuple[int, str, str]:
     common = ["--model", world / "tuned", "--questions", world / "questions.jsonl", "--out", out]
-    return command("answer", *common, *more)
+    return command("answer", *common, *options)
 
 
 def outputs(out: Path, decoding: str = "greedy") -> Path:
@@ -106,32 +106,34 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
     model = EvaluatedModel(str(world / "tuned"))
     for q in QUESTIONS:
         exchange = Exchange(q["instruction"], "Because it is.", q["input"])
-        found = encoder.conversations([Conversation((exchange,))])
-        begin = int(found.spans[0][0][0])
-        asked = answers.prompt_ids(model, Question("", q["instruction"], q["input"]), template)
-        assert asked == found.ids[:begin].tolist()
+        actual = encoder.conversations([Conversation((exchange,))])
+        begin = int(actual.spans[0][0][0])
+        arguments = answers.prompt_ids(model, Question("", q["instruction"], q["input"]), template)
+        assert arguments == actual.ids[:begin].tolist()
 
 
 def test_a_question_is_put_as_in_training_by_the_tokenizers_template(world: Path, tmp_path: Path) -> None:
-    place = tiny_model(tmp_path / "chat", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
-    (place / "chat_template.jinja").write_text(CHAT)
-    (place / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "chat_template/1"}))
-    model, said = EvaluatedModel(str(place)), []  # type: tuple[EvaluatedModel, list[str]]
-    assert answers.choose_template(model, "auto", said.append) == "chat_template" and not said
-    encoder = ChatEncoder(place, read_template(place, "it"))
+    directory = tiny_model(tmp_path / "chat", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
+    (directory / "chat_template.jinja").write_text(CHAT)
+    (directory / "export.json").write_text(
+        json.dumps({"step": 1, "tokens": 1, "template": "chat_template/1"})
+    )
+    model, output = EvaluatedModel(str(directory)), []  # type: tuple[EvaluatedModel, list[str]]
+    assert answers.choose_template(model, "auto", output.append) == "chat_template" and not output
+    encoder = ChatEncoder(directory, read_template(directory, "it"))
     for q in QUESTIONS:
         question = Question("", q["instruction"], q["input"])
         messages = [{"role": "user", "content": question.text}, {"role": "assistant", "content": "It is."}]
-        found, spans = encoder.encode(Chat(json.dumps(messages)))
-        assert answers.prompt_ids(model, question, "chat_template") == found[: int(spans[0][0])]
+        actual, spans = encoder.encode(Chat(json.dumps(messages)))
+        assert answers.prompt_ids(model, question, "chat_template") == actual[: int(spans[0][0])]
 
 
 def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def choose(path: Path, template: str) -> tuple[str, int]:
-        said.clear()
-        return answers.choose_template(EvaluatedModel(str(path)), template, said.append), len(said)
+        messages.clear()
+        return answers.choose_template(EvaluatedModel(str(path)), template, messages.append), len(messages)
 
     assert choose(world / "tuned", "auto") == ("alpaca", 0) and choose(world / "tuned", "chat") == ("chat", 1)
     bare = tiny_model(tmp_path / "bare", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
@@ -149,8 +151,8 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
 def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) -> None:
     texts = []
     for i, (seed, batch) in enumerate([(0, 64), (0, 2), (1, 64)]):
-        more = ["--tokens", 8, "--temperature", 0.9, "--top-p", 0.95, "--seed", seed, "--batch", batch]
-        assert answer(world, tmp_path / str(i), *more)[0] == 0
+        options = ["--tokens", 8, "--temperature", 0.9, "--top-p", 0.95, "--seed", seed, "--batch", batch]
+        assert answer(world, tmp_path / str(i), *options)[0] == 0
         name = "t0.9-p0.95" + (f"-s{seed}" if seed else "")
         texts.append(outputs(tmp_path / str(i), name).read_text())
     assert texts[0] == texts[1] != texts[2]
@@ -215,10 +217,10 @@ def test_what_vllm_is_asked(world: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     vllm.SamplingParams = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(engines, "version", lambda name: f"{name} 0.9")
-    asked = Request([1], 3, 4)
+    arguments = Request([1], 3, 4)
     greedy, sampled = (
-        Vllm(EvaluatedModel(str(world / "tuned")), how)._sampling(asked, 6)
-        for how in (Decoding(greedy=True), Decoding(0.7, 5, 0.9))
+        Vllm(EvaluatedModel(str(world / "tuned")), setting)._sampling(arguments, 6)
+        for setting in (Decoding(greedy=True), Decoding(0.7, 5, 0.9))
     )
     names = ("temperature", "top_k", "top_p", "max_tokens")
     assert [[settings[name] for name in names] for settings in (greedy, sampled)] == [
@@ -232,9 +234,9 @@ def test_what_vllm_is_asked(world: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [("alpaca_eval", 403), ("vicuna", 40), ("koala", 108), ("wizardlm", 217), ("sinstruct", 85)],
 )
 def test_the_sets_are_found_by_name(shared_data: Path, name: str, count: int) -> None:
-    for place in (shared_data, shared_data / "instruct"):
-        found, questions = read_questions(name, str(place))
-        assert found == name and len(questions) == count
+    for directory in (shared_data, shared_data / "instruct"):
+        actual, questions = read_questions(name, str(directory))
+        assert actual == name and len(questions) == count
     assert len({q.id or q.text for q in questions}) == count
     assert all(q.instruction.strip() for q in questions)
     if name == "sinstruct":
@@ -248,7 +250,7 @@ def test_beams_are_transformers_own(world: Path) -> None:
 
     model = EvaluatedModel(str(world / "tuned"))
     prompt = answers.plain_ids(model, "the cat sat")
-    found = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
+    actual = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
     plain, tokenizer = load(world / "tuned")
     ids = torch.tensor([prompt])
     whole = plain.generate(
@@ -256,4 +258,4 @@ def test_beams_are_transformers_own(world: Path) -> None:
         max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     before = tokenizer.decode(prompt, skip_special_tokens=True)
-    assert found[0].text == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]
+    assert actual[0].text == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]

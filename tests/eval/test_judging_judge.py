@@ -51,9 +51,9 @@ def answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Pat
     return path
 
 
-def judge(world: Path, out: Path, *more: object, name: str = "pandalm") -> tuple[int, str, str]:
+def judge(world: Path, out: Path, *options: object, name: str = "pandalm") -> tuple[int, str, str]:
     both = ["--a", world / "a.json", "--b", world / "b.json"]
-    return command("judge", "--judge", name, *both, "--out", out, *more)
+    return command("judge", "--judge", name, *both, "--out", out, *options)
 
 
 def read(out: Path, name: str = "v") -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -85,22 +85,22 @@ def test_every_reply_is_kept_and_both_orders_count(world: Path, judged: Path) ->
     counts = numbers["counts"]
     assert counts["a"] + counts["b"] + counts["tie"] + counts["changed"] == 10 == numbers["read"]
     assert counts["changed"] and counts["tie"] == 1 == counts["identical"] and counts["empty_b"] == 1
-    wanted = (counts["b"] + (counts["tie"] + counts["changed"]) / 2) / 10
-    assert numbers["win_rate"]["value"] == pytest.approx(wanted)
+    expected = (counts["b"] + (counts["tie"] + counts["changed"]) / 2) / 10
+    assert numbers["win_rate"]["value"] == pytest.approx(expected)
     assert len(numbers["shown"]) == 5
 
 
 def test_asking_again_costs_nothing_and_other_answers_are_asked_anew(world: Path, judged: Path) -> None:
     stores = set((judged / "store").iterdir())
-    more = ["--model", world / "judge", "--tokens", 1, "--name=v"]
+    options = ["--model", world / "judge", "--tokens", 1, "--name=v"]
     before = (judged / "judgements" / "v.jsonl").read_bytes()
-    assert judge(world, judged, *more)[0] == 0
+    assert judge(world, judged, *options)[0] == 0
     assert set((judged / "store").iterdir()) == stores
     assert (judged / "judgements" / "v.jsonl").read_bytes() == before
-    assert judge(world, judged, *more, "--limit", 4)[0] == 0
+    assert judge(world, judged, *options, "--limit", 4)[0] == 0
     assert len(set((judged / "store").iterdir()) - stores) == 1
     assert len(read(judged)[1]) == 4
-    assert judge(world, judged, *more)[0] == 0
+    assert judge(world, judged, *options)[0] == 0
 
 
 def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     assert numbers["read"] == 2 and numbers["counts"]["unreadable"] == 0
     pairs, model = of_answers(tmp_path / "a.json", tmp_path / "b.json"), EvaluatedModel(str(short))
     tokens = [
-        [1 + len(model.tokenizer(shown(JUDGES["pandalm"], pairs.rows[1], order, cut["cut"] + more),
+        [1 + len(model.tokenizer(shown(JUDGES["pandalm"], pairs.rows[1], order, cut["cut"] + options),
                                  add_special_tokens=False).input_ids) for order in (False, True)]
-        for more in (0, 1)
+        for options in (0, 1)
     ]  # fmt: skip
     assert max(tokens[0]) + 1 <= 320 < max(tokens[1]) + 1
     assert command(*common, "--tokens", 400)[0] == 2
@@ -143,9 +143,9 @@ def test_a_judge_with_a_chat_template_gets_messages(world: Path, tmp_path: Path)
 
 
 def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dict[str, Any]]:
-    code, said, _ = judge(world, out, "--export", out / "ask.jsonl", "--format", form, name=name)
+    code, messages, _ = judge(world, out, "--export", out / "ask.jsonl", "--format", form, name=name)
     rows = [json.loads(line) for line in (out / "ask.jsonl").read_text().splitlines()]
-    assert code == 0 and f"{len(rows)} prompts on 10 pairs" in said and len(rows) == 18
+    assert code == 0 and f"{len(rows)} prompts on 10 pairs" in messages and len(rows) == 18
     return rows
 
 
@@ -153,13 +153,13 @@ def test_prompts_go_out_and_replies_come_back(world: Path, tmp_path: Path) -> No
     """Auto-J behind a program of one's own: A's answers always win, once a reply says nothing."""
     rows = exported(world, tmp_path, "auto-j")
     assert all(row["prompt"].startswith("[INST] You are assessing") for row in rows)
-    said = {
+    messages = {
         row["id"]: f"{EVIL} So, the final decision is Response {1 if row['id'].endswith('ab') else 2}."
         for row in rows
     }
     silent = rows[6]["id"]
-    said[silent] = "I cannot tell."
-    replies = [json.dumps({"id": key, "reply": text}) for key, text in said.items()]
+    messages[silent] = "I cannot tell."
+    replies = [json.dumps({"id": key, "reply": text}) for key, text in messages.items()]
     random.Random(0).shuffle(replies)
     (tmp_path / "r.jsonl").write_text("\n".join(replies))
     code, _, _ = judge(world, tmp_path, "--replies", tmp_path / "r.jsonl", "--name", "v", name="auto-j")
@@ -167,7 +167,10 @@ def test_prompts_go_out_and_replies_come_back(world: Path, tmp_path: Path) -> No
     counts = numbers["counts"]
     assert code == 0 and counts["a"] == 8 and counts["tie"] == 1 and counts["unreadable"] == 1
     assert counts["unreadable_replies"] == 1 and numbers["consistency"] == pytest.approx(8 / 9)
-    assert [reply["text"] for reply in pairs[0]["replies"]] == [said[rows[0]["id"]], said[rows[1]["id"]]]
+    assert [reply["text"] for reply in pairs[0]["replies"]] == [
+        messages[rows[0]["id"]],
+        messages[rows[1]["id"]],
+    ]
 
 
 def test_openai_batches_go_out_and_come_back_without_a_key(
@@ -189,8 +192,8 @@ def test_openai_batches_go_out_and_come_back_without_a_key(
     ]  # fmt: skip
     lines.append({"custom_id": rows[-1]["custom_id"], "response": None, "error": {"code": "batch_expired"}})
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    more = ["--replies", tmp_path / "r.jsonl", "--name=v"]
-    code, out, err = judge(world, tmp_path, *more, name="alpaca_eval")
+    options = ["--replies", tmp_path / "r.jsonl", "--name=v"]
+    code, out, err = judge(world, tmp_path, *options, name="alpaca_eval")
     numbers, _ = read(tmp_path)
     assert code == 0 and numbers["counts"]["changed"] == 8 and numbers["counts"]["unreadable"] == 1
     written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
@@ -228,8 +231,8 @@ def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp
     same = ["judge", "--judge", "auto-j", "--a", world / "a.json", "--b", world / "a.json", "--out", tmp_path]
     code, out, _ = command(*same, "--export", tmp_path / "p.jsonl")
     assert code == 0 and "0 prompts on 10 pairs" in out and (tmp_path / "p.jsonl").read_text() == ""
-    for how in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
-        assert command(*same, *how, "--tokens", 9, "--name", "v")[0] == 0
+    for setting in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
+        assert command(*same, *setting, "--tokens", 9, "--name", "v")[0] == 0
         numbers, _ = read(tmp_path)
         assert numbers["win_rate"]["value"] == 0.5 and numbers["counts"]["identical"] == 10
 
@@ -296,10 +299,10 @@ def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -
 def test_published_files_have_odd_answers(tmp_path: Path) -> None:
     """PandaLM's test set has answers that became true when it was written."""
     labels = {f"annotator{i}": 1 for i in (1, 2, 3)}
-    one = {"idx": 5, "instruction": "a", "input": "", "response1": True, "response2": None, **labels}
-    (tmp_path / "t.json").write_text(json.dumps([one]))
+    first = {"idx": 5, "instruction": "a", "input": "", "response1": True, "response2": None, **labels}
+    (tmp_path / "t.json").write_text(json.dumps([first]))
     (tmp_path / "v.json").write_text(json.dumps([{"idx": 5, "pandalm_result": 1}]))
-    more = [
+    options = [
         "--labelled",
         tmp_path / "t.json",
         "--from",
@@ -309,19 +312,19 @@ def test_published_files_have_odd_answers(tmp_path: Path) -> None:
         "--name",
         "v",
     ]
-    assert command("judge", "--judge", "pandalm", *more)[0] == 0
+    assert command("judge", "--judge", "pandalm", *options)[0] == 0
     assert (read(tmp_path)[1][0]["a"], read(tmp_path)[1][0]["b"]) == ("True", "")
     for verdicts in ([{"idx": 6, "pandalm_result": 1}], [{"pandalm_result": 1}, {"pandalm_result": 2}]):
         (tmp_path / "v.json").write_text(json.dumps(verdicts))
-        assert command("judge", "--judge", "pandalm", *more)[0] == 2
+        assert command("judge", "--judge", "pandalm", *options)[0] == 2
 
 
 def test_judgements_of_one_name_are_not_written_over_each_other(tmp_path: Path) -> None:
     """Two files of verdicts on the same test set: neither is lost without a word."""
-    one = {"idx": 5, "instruction": "a", "response1": "x", "response2": "y", "pandalm_result": 1}
+    first = {"idx": 5, "instruction": "a", "response1": "x", "response2": "y", "pandalm_result": 1}
     files = [tmp_path / "v.json", tmp_path / "w.json"]
     for i, file in enumerate(files):
-        file.write_text(json.dumps([one | {f"annotator{k}": i for k in (1, 2, 3)}]))
+        file.write_text(json.dumps([first | {f"annotator{k}": i for k in (1, 2, 3)}]))
     assert command("judge", "--judge", "pandalm", "--from", *files, "--out", tmp_path / "o")[0] == 2
     assert not (tmp_path / "o").exists()
 
@@ -330,8 +333,8 @@ def run(world: Path, out: Path) -> None:
     """What `judge` does."""
     pandalm, model = JUDGES["pandalm"], EvaluatedModel(str(world / "judge"))
     pairs = of_answers(world / "a.json", world / "b.json")
-    found = Judging(pandalm, pairs, engine("transformers", model, pandalm.decoding, 1), out, 1).run()
-    (out / "replies.json").write_text(json.dumps(found))
+    actual = Judging(pandalm, pairs, engine("transformers", model, pandalm.decoding, 1), out, 1).run()
+    (out / "replies.json").write_text(json.dumps(actual))
 
 
 def test_killed_at_random_moments_the_same_replies(

@@ -113,18 +113,20 @@ def test_replies_are_read_by_the_judges_rules(name: str) -> None:
 @example(reply="[" * 9000 + "]" * 9000)
 @settings(max_examples=60, deadline=None)
 def test_any_text_gives_a_verdict_or_none(name: str, reply: str) -> None:
-    found = JUDGES[name].verdict(reply)
-    assert found in ("first", "second", "tie", None)
-    assert found == JUDGES[name].verdict(reply)
+    actual = JUDGES[name].verdict(reply)
+    assert actual in ("first", "second", "tie", None)
+    assert actual == JUDGES[name].verdict(reply)
 
 
 @given(before=near, said=st.sampled_from(["Response 1", "response 2", "tIe"]), after=st.text())
 @settings(max_examples=100, deadline=None)
-def test_auto_js_last_decision_counts_whatever_stands_around_it(before: str, said: str, after: str) -> None:
-    reply = f"{before}final decision is {said}{after.replace('final decision is ', '')}"
-    if "final decision is " not in f"{said}{after.replace('final decision is ', '')}":
-        wanted = {"response 1": "first", "response 2": "second", "tie": "tie"}[said.lower()]
-        assert judges.auto_j_verdict(reply) == wanted
+def test_auto_js_last_decision_counts_whatever_stands_around_it(
+    before: str, messages: str, after: str
+) -> None:
+    reply = f"{before}final decision is {messages}{after.replace('final decision is ', '')}"
+    if "final decision is " not in f"{messages}{after.replace('final decision is ', '')}":
+        expected = {"response 1": "first", "response 2": "second", "tie": "tie"}[messages.lower()]
+        assert judges.auto_j_verdict(reply) == expected
 
 
 @given(first=st.sampled_from([1, 2]), keys=st.permutations(["model_1", "model_2"]), extra=st.integers())
@@ -149,5 +151,5 @@ def test_both_orders_make_one_outcome() -> None:
         ("b",): ("b", 1.0),
         (): ("unreadable", None),
     }
-    for sides, (wanted, worth) in cases.items():
-        assert outcome(sides) == wanted and score(wanted) == worth  # type: ignore[arg-type]
+    for sides, (expected, worth) in cases.items():
+        assert outcome(sides) == expected and score(expected) == worth  # type: ignore[arg-type]

@@ -42,11 +42,11 @@ def slurm(tmp_path: Path) -> Any:
     def run(*arguments: object, **environment: str) -> tuple[int, str, list[str]]:
         calls.unlink(missing_ok=True)
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-        given = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
+        verdicts = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
         # The script puts the checkout's own environment first; the stand-ins must win.
         copy = tmp_path / "slurm_script"
         copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
-        command, environment = ["bash", copy, *map(str, arguments)], os.environ | given | environment
+        command, environment = ["bash", copy, *map(str, arguments)], os.environ | verdicts | environment
         done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
         called = calls.read_text().splitlines() if calls.is_file() else []
         return done.returncode, done.stdout + done.stderr, called
@@ -69,13 +69,13 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
 
 
 def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
-    for given, requeued in (
+    for verdicts, requeued in (
         (ExitCode.FAILURE, True),
         (ExitCode.MISTAKE, False),
         (ExitCode.REGRESSION, False),
     ):
-        code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(given))
-        assert code == given
+        code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(verdicts))
+        assert code == verdicts
         assert calls == (["scontrol requeue 7"] if requeued else [])
     assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []

@@ -185,6 +185,6 @@ def test_a_result_says_under_which_conditions(root: Path, tmp_path: Path) -> Non
         ("e", [], other, "test_rows"),
         ("f", ["--max-tokens", 300], root / "data", "max_tokens"),
     ]:
-        found = conditions(out, *options, data=data)["compared"]
-        assert {k for k in found if found[k] != usual["compared"][k]} == {key}
+        actual = conditions(out, *options, data=data)["compared"]
+        assert {k for k in actual if actual[k] != usual["compared"][k]} == {key}
     assert conditions("g", "--dtype", "float32")["compared"] == usual["compared"]

@@ -81,12 +81,12 @@ def random_model(kind: str, **config: Any) -> Any:
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_other_architectures(kind: str) -> None:
     """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
-    said: list[str] = []
-    scorer = PrefixScorer(random_model(kind), say=said.append)
+    messages: list[str] = []
+    scorer = PrefixScorer(random_model(kind), say=messages.append)
     check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
     assert scorer.way == (OWN if kind in ONE_BY_ONE else WHOLE if kind in WHOLE_PROMPTS else TREE)
-    assert bool(said) == (scorer.way != TREE)  # what is slower is said
+    assert bool(messages) == (scorer.way != TREE)  # what is slower is said
 
 
 def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.Mon
         return out
 
     monkeypatch.setattr(type(model), "forward", biased)
-    said: list[str] = []
-    scorer = PrefixScorer(model, say=said.append)
-    assert scorer.way == OWN and "one whole prompt at a time" in said[-1]
+    messages: list[str] = []
+    scorer = PrefixScorer(model, say=messages.append)
+    assert scorer.way == OWN and "one whole prompt at a time" in messages[-1]
     check(scorer, random_items(384, 5))
 
 

@@ -59,7 +59,7 @@ def both(
     **ours: Any,
 ) -> tuple[tuple[list, dict], tuple[list, dict], PrefixPPLInferencer]:
     """(predictions, saved records) of ours and of OpenICL's inferencer."""
-    mine = PrefixPPLInferencer(
+    ours_first = PrefixPPLInferencer(
         model,
         tokenizer,
         max_model_token_num=limit or UNLIMITED,
@@ -68,7 +68,7 @@ def both(
         batch_size=4,
         **ours,
     )
-    theirs = PPLInferencer(
+    openicl = PPLInferencer(
         model,
         copy.deepcopy(tokenizer),
         max_model_token_num=limit,
@@ -76,22 +76,22 @@ def both(
         output_json_filepath=str(out),
         output_json_filename="theirs",
     )
-    found = []
+    actual = []
     with quiet():
-        for inferencer in (mine, theirs):
+        for inferencer in (ours_first, openicl):
             predictions = inferencer.inference(retriever, task.demonstration_template, task.template)
             saved = json.loads((out / f"{inferencer.output_json_filename}.json").read_text())
-            found.append((predictions, saved))
-    return found[0], found[1], mine
+            actual.append((predictions, saved))
+    return actual[0], actual[1], ours_first
 
 
-def worst_difference(ours: dict, theirs: dict) -> float:
+def worst_difference(ours: dict, openicl: dict) -> float:
     """Largest difference of PPL between two saved records."""
-    assert list(ours) == list(theirs)
+    assert list(ours) == list(openicl)
     return max(
-        abs(ours[row][key]["PPL"] - theirs[row][key]["PPL"])
-        for row in theirs
-        for key in theirs[row]
+        abs(ours[row][key]["PPL"] - openicl[row][key]["PPL"])
+        for row in openicl
+        for key in openicl[row]
         if key.startswith("label: ")
     )
 
@@ -106,16 +106,16 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
     count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
     retriever = demonstrations(task, data, count)
-    (mine, ours), (other, theirs), inferencer = both(task, retriever, model, tokenizer, tmp_path)
+    (ours_first, ours), (other, openicl), inferencer = both(task, retriever, model, tokenizer, tmp_path)
     assert inferencer.scorer.way == TREE
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-    for row in theirs:
-        assert ours[row]["in-context examples"] == theirs[row]["in-context examples"]
+    assert ours_first == other
+    assert worst_difference(ours, openicl) < 1e-5
+    for row in openicl:
+        assert ours[row]["in-context examples"] == openicl[row]["in-context examples"]
         for label in task.labels:
-            assert ours[row][f"label: {label}"]["prompt"] == theirs[row][f"label: {label}"]["prompt"]
+            assert ours[row][f"label: {label}"]["prompt"] == openicl[row][f"label: {label}"]["prompt"]
     references = retriever.dataset_reader.references
-    assert AccEvaluator().score(mine, references) == AccEvaluator().score(other, references)
+    assert AccEvaluator().score(ours_first, references) == AccEvaluator().score(other, references)
 
 
 def toy(texts: list[str], test: list[str]) -> tuple[Any, DatasetDict]:
@@ -160,18 +160,20 @@ def test_faithful_mode_has_openicls_faults_bit_for_bit(
         [[0, i + 1, i + 2, i + 3] for i in range(len(test))],
         4,
     )
-    (mine, ours), (other, theirs), _ = both(task, retriever, model, tokenizer, tmp_path, limit, faithful=True)
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-    for row in theirs:
-        assert ours[row]["in-context examples"] == theirs[row]["in-context examples"]
-        for key in theirs[row]:
+    (ours_first, ours), (other, openicl), _ = both(
+        task, retriever, model, tokenizer, tmp_path, limit, faithful=True
+    )
+    assert ours_first == other
+    assert worst_difference(ours, openicl) < 1e-5
+    for row in openicl:
+        assert ours[row]["in-context examples"] == openicl[row]["in-context examples"]
+        for key in openicl[row]:
             if key.startswith("label: "):
                 for field in ("testing input", "prompt"):
-                    assert ours[row][key][field] == theirs[row][key][field], (row, key, field)
+                    assert ours[row][key][field] == openicl[row][key][field], (row, key, field)
     # Without the switch the fault is gone, so the two must differ somewhere: the test can fail.
     _, repaired = both(task, retriever, model, tokenizer, tmp_path, limit)[0]
-    assert repaired != ours and worst_difference(repaired, theirs) > 1e-4
+    assert repaired != ours and worst_difference(repaired, openicl) > 1e-4
 
 
 # --- what ours repairs ------------------------------------------------------------------------------------
@@ -192,10 +194,10 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(
     )
     with quiet():
         inferencer.inference(retriever, task.demonstration_template, task.template)
-    for sample, wanted in zip(inferencer.samples, indices, strict=True):
+    for sample, target in zip(inferencer.samples, indices, strict=True):
         lengths = [len(ids) for ids in sample.ids]
         assert max(lengths) <= limit
-        assert sample.demonstrations == wanted[: len(sample.demonstrations)]  # the farthest went first
+        assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest went first
         assert len(set(sample.ice)) == 1
         for label, ids in zip(task.labels, sample.ids, strict=True):
             assert tokenizer.decode(ids).endswith(f"It is {label}.")
@@ -205,8 +207,8 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(
             for ids, whole in zip(sample.ids, full, strict=True):
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            more = wanted[: len(sample.demonstrations) + 1]
-            ice = retriever.generate_ice(more, task.demonstration_template)
+            options = target[: len(sample.demonstrations) + 1]
+            ice = retriever.generate_ice(options, task.demonstration_template)
             longer = [
                 retriever.generate_label_prompt(sample.row, ice, label, prompt_template=task.template)
                 for label in task.labels
@@ -253,9 +255,9 @@ def expected(model: Any, item: Item) -> np.ndarray:
 
 def check(scorer: PrefixScorer, items: list[Item], tolerance: float = 1e-5) -> None:
     for item, score in zip(items, scorer.score(items), strict=True):
-        wanted = expected(scorer.model, item)
-        found = np.array([score.prefix, *score.tails])
-        assert np.abs(found - wanted).max() <= tolerance * max(1.0, np.abs(wanted).max())
+        target = expected(scorer.model, item)
+        actual = np.array([score.prefix, *score.tails])
+        assert np.abs(actual - target).max() <= tolerance * max(1.0, np.abs(target).max())
 
 
 @pytest.mark.parametrize("budget", [1, 64, 8192])
@@ -303,9 +305,9 @@ def test_bfloat16_sums_are_not_quantised(tmp_path: Path) -> None:
     long = [Item(np.tile(item.prefix, 12), item.tails) for item in items]
     half = copy.deepcopy(model).to(torch.bfloat16)
     exact = [s.prefix for s in PrefixScorer(model).score(long)]
-    found = [s.prefix for s in PrefixScorer(half).score(long)]
-    assert found == pytest.approx(exact, rel=0.02)
-    assert any(float(torch.tensor(x).bfloat16()) != x for x in found)
+    actual = [s.prefix for s in PrefixScorer(half).score(long)]
+    assert actual == pytest.approx(exact, rel=0.02)
+    assert any(float(torch.tensor(x).bfloat16()) != x for x in actual)
 
 
 @pytest.mark.parametrize("shared", [0, 300])
@@ -313,17 +315,17 @@ def test_no_batch_exceeds_the_budget(
     shared: int, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, seen = PrefixScorer(tiny[0], budget=1500), []
+    scorer, batches = PrefixScorer(tiny[0], budget=1500), []
     run = scorer._forward
 
     def watch(batch: layout.TreeBatch, context: Any) -> torch.Tensor:
-        seen.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
+        batches.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
         return run(batch, context)
 
     monkeypatch.setattr(scorer, "_forward", watch)
     scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in seen)
-    assert max(tokens for _, tokens in seen) > 700  # and it is used
+    assert all(tokens <= 1500 or rows == 1 for rows, tokens in batches)
+    assert max(tokens for _, tokens in batches) > 700  # and it is used
     if not shared:  # batches hold items of like length
         assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.8
 
@@ -341,18 +343,18 @@ def few(tiny: tuple[Any, Any], tmp_path: Path) -> tuple[Task, Any, list[list[int
 def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: tuple[Any, Any], few: Any) -> None:
     model, tokenizer = tiny
     task, rows, indices = few
-    found = channel(task, rows, indices, PrefixScorer(model), tokenizer, None)
+    actual = channel(task, rows, indices, PrefixScorer(model), tokenizer, None)
     words = {label: f"It is {label}." for label in task.labels}
-    for row, shown in enumerate(indices):
-        examples = [rows["train"][i] for i in shown]
+    for row, view in enumerate(indices):
+        examples = [rows["train"][i] for i in view]
         ice = "".join(f'{words[e["label"]]} Review: "{e["text"]}"\n' for e in examples)
         for k, label in enumerate(task.labels):
             before = ice + f"It is {label}"
             whole = before + f'. Review: "{rows["test"][row]["text"]}"'
             ids = tokenizer(whole).input_ids
-            known = len(tokenizer(before).input_ids)
-            assert ids[:known] == tokenizer(before).input_ids  # the label ends where a token does
-            assert found[row, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
+            prefix = len(tokenizer(before).input_ids)
+            assert ids[:prefix] == tokenizer(before).input_ids  # the label ends where a token does
+            assert actual[row, k] == pytest.approx(naive_nll(model, ids)[prefix - 1 :].sum(), rel=1e-5)
 
 
 def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: tuple[Any, Any], few: Any) -> None:
@@ -366,14 +368,14 @@ def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: tuple
     )
     samples, scorer = builder.build(range(5), indices), PrefixScorer(model)
     plain = score_samples(scorer, samples)["suffix_sum"]
-    found = calibrated(task, rows, samples, plain, scorer, tokenizer, 1024)
+    actual = calibrated(task, rows, samples, plain, scorer, tokenizer, 1024)
     for row, sample in enumerate(samples):
         blank = [f'{sample.ice[0]}Review: "N/A" It is {label}.' for label in task.labels]
         ids = [np.array(tokenizer(text).input_ids) for text in blank]
         shared = common_prefix(ids)
         for k, whole in enumerate(ids):
             worth = naive_nll(model, whole.tolist())[shared - 1 :].sum()
-            assert found[row, k] == pytest.approx(plain[row, k] - worth, abs=1e-3)
+            assert actual[row, k] == pytest.approx(plain[row, k] - worth, abs=1e-3)
 
 
 def test_a_query_after_its_label_is_cut_at_its_end(tiny: tuple[Any, Any], tmp_path: Path) -> None:
@@ -382,9 +384,9 @@ def test_a_query_after_its_label_is_cut_at_its_end(tiny: tuple[Any, Any], tmp_pa
     rows = DatasetDict(
         {s: Dataset.from_list([{"text": " ".join(LONG), "label": "positive"}] * 9) for s in ("train", "test")}
     )
-    found = channel(task, rows, [[0, 1]] * 9, PrefixScorer(model), tokenizer, 60)
+    actual = channel(task, rows, [[0, 1]] * 9, PrefixScorer(model), tokenizer, 60)
     for k, label in enumerate(task.labels):
         other = max(len(tokenizer(f'It is {x}. Review: "{" ".join(LONG)}"').input_ids) for x in task.labels)
         ids = tokenizer(f'It is {label}. Review: "{" ".join(LONG)}"').input_ids[: 60 - other]
-        known = len(tokenizer(f"It is {label}").input_ids)
-        assert found[0, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
+        before = len(tokenizer(f"It is {label}").input_ids)
+        assert actual[0, k] == pytest.approx(naive_nll(model, ids)[before - 1 :].sum(), rel=1e-5)

@@ -200,7 +200,7 @@ def spoil(path: Path, damage: str) -> None:
 def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path) -> None:
     """It is said, and the same files come out; nobody believes the damaged ones."""
     model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
-    settings, said = Settings(data=str(world / "data"), retriever="random"), []  # type: ignore[var-annotated]
+    settings, messages = Settings(data=str(world / "data"), retriever="random"), []  # type: ignore[var-annotated]
     Job(model, settings, tmp_path).run(task)
     whole = everything(tmp_path)
     [path] = (tmp_path / "store").glob(file)
@@ -211,10 +211,10 @@ def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path
         if "chunks" in file:
             with pytest.raises(UserError):
                 store.read_records(tmp_path, path.parts[-3], 24)
-        Job(model, settings, tmp_path, said.append).run(task)
+        Job(model, settings, tmp_path, messages.append).run(task)
         assert everything(tmp_path) == whole
-        assert any(str(path) in text for text in said)
-        said.clear()
+        assert any(str(path) in text for text in messages)
+        messages.clear()
     if "chunks" in file:
         path.unlink()
         with pytest.raises(UserError):

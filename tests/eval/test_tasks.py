@@ -55,8 +55,8 @@ def test_prompts_are_the_papers_and_the_released_scripts(name: str, version: str
     prompt, words = PROMPTS[name, version]
     prompts = [task.template.generate_label_prompt_item(row, "ICE\n", label) for label in task.labels]
     assert prompts == [f"ICE\n{prompt.format(word)}" for word in words]
-    shown = [task.demonstration_template.generate_ice_item(row, label) for label in task.labels]
-    assert shown == [prompt.format(word) for word in words]
+    view = [task.demonstration_template.generate_ice_item(row, label) for label in task.labels]
+    assert view == [prompt.format(word) for word in words]
     assert task.spec.shots.count == 8
 
 
@@ -275,8 +275,8 @@ def test_the_documented_example_is_a_task(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_line_and_code_2(tmp_path: Path) -> None:
-    found = command("run", "--model", "x", "--tasks", "sst22", "--data", "x")
-    assert found == (2, "", "error: unknown task 'sst22'; did you mean sst2?\n")
+    actual = command("run", "--model", "x", "--tasks", "sst22", "--data", "x")
+    assert actual == (2, "", "error: unknown task 'sst22'; did you mean sst2?\n")
     arguments = ["run", "--model", tmp_path, "--tasks", "sst2", "--data", "x"]
     code, out, err = command(*arguments)
     assert code == 2 and not out and err.count("\n") == 1

@@ -68,9 +68,9 @@ def publish(world: Path, run: Path, step: int) -> Path:
     return checkpoint.publish(run, step)
 
 
-def watcher(world: Path, run: Path, said: list[str] | None = None) -> Watch:
+def watcher(world: Path, run: Path, messages: list[str] | None = None) -> Watch:
     settings = Settings(data=str(world / "data"))
-    say = said.append if said is not None else (lambda text: None)
+    say = messages.append if messages is not None else (lambda text: None)
     return Watch(run, select_tasks("sst2"), settings, run / "eval", "auto", say)
 
 
@@ -129,12 +129,12 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
     for worker in workers:
         worker.join(60)
         assert worker.exitcode in (0, -signal.SIGKILL)
-    found = done(run)
-    assert sorted(found) == [f"run-step-{step:06d}" for step in range(STEPS)]
-    assert all(facts["state"] == "evaluated" for facts in found.values())
-    assert [facts["step"] for facts in found.values()] == list(range(STEPS))
+    actual = done(run)
+    assert sorted(actual) == [f"run-step-{step:06d}" for step in range(STEPS)]
+    assert all(facts["state"] == "evaluated" for facts in actual.values())
+    assert [facts["step"] for facts in actual.values()] == list(range(STEPS))
     scored = log.read_text().splitlines()
-    assert set(scored) == set(found)
+    assert set(scored) == set(actual)
     assert len(scored) <= STEPS + CRASHES  # again only what a crash cut off after scoring, before publishing
     for step in (0, STEPS - 1):  # each got its own model's result
         alone = Job(_model(world, step), Settings(data=str(world / "data")), tmp_path / "alone")
@@ -268,20 +268,20 @@ def test_a_checkpoint_that_stays_cut_short_has_failed(world: Path, tmp_path: Pat
     """Its writer is gone. It is said once, `--until-finished` can end, and what is written again counts."""
     run = tmp_path / "run"
     weights = trainer_checkpoint(world, run, 5, age=3600) / "model.safetensors"
-    kept = weights.read_bytes()
-    weights.write_bytes(kept[:-1])
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
     rest(weights.parent, 3600)
-    seen = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json"
-    said: list[str] = []
+    batches = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json"
+    messages: list[str] = []
     for _ in range(4):  # a scheduler's passes; quick ones prove nothing
-        watch = watcher(world, run, said)
+        watch = watcher(world, run, messages)
         assert watch.once() == 0 and list(watch.waiting) == ["run-checkpoint-5"] and not watch.failed
-    seen.write_text(json.dumps(json.loads(seen.read_text()) | {"since": time.time() - 3000}))
+    batches.write_text(json.dumps(json.loads(batches.read_text()) | {"since": time.time() - 3000}))
     for _ in range(2):
-        watch = watcher(world, run, said)
+        watch = watcher(world, run, messages)
         assert watch.once() == 0 and not watch.waiting and list(watch.failed) == ["run-checkpoint-5"]
-    assert len([line for line in said if "for 50 minutes" in line]) == 1
-    weights.write_bytes(kept)
+    assert len([line for line in messages if "for 50 minutes" in line]) == 1
+    weights.write_bytes(content)
     rest(weights.parent, 60)
     assert watcher(world, run).once() == 1
 
@@ -404,8 +404,8 @@ def test_the_command_for_schedulers(world: Path, tmp_path: Path) -> None:
         assert "Accuracy over training" in (run / "eval" / "report.html").read_text()
 
 
-def exports(place: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+def exports(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def test_every_checkpoint_is_exported_once(
@@ -434,16 +434,18 @@ def test_every_checkpoint_is_exported_once(
     with monkeypatch.context() as patch:
         patch.setattr(watch_module, "run_all", lambda model, *a: run_all_but(3, model, *a))
         assert command(*arguments)[0] == 0
-    found = exports(tmp_path / "lm") | exports(tmp_path / "hf")
+    actual = exports(tmp_path / "lm") | exports(tmp_path / "hf")
     names = [f"run-step-00000{step}" for step in (3, 4)]
     assert sorted(p.name for p in (tmp_path / "lm").iterdir()) == names
-    assert sum("/samples_sst2_" in path for path in found) == sum("/results_" in path for path in found) == 2
+    assert (
+        sum("/samples_sst2_" in path for path in actual) == sum("/results_" in path for path in actual) == 2
+    )
     for name in names:
-        card = found[f"{name}/README.md"].decode()
+        card = actual[f"{name}/README.md"].decode()
         assert card.startswith("---\nlicense: mit\nmodel-index:\n") and card.endswith("---\n# mine\n")
     marks = exports(run / "eval" / "watch" / "exported")
     assert command(*arguments)[0] == 0 and marks == exports(run / "eval" / "watch" / "exported")
-    assert found == exports(tmp_path / "lm") | exports(tmp_path / "hf")
+    assert actual == exports(tmp_path / "lm") | exports(tmp_path / "hf")
     assert listed == checkpoint_files(run)
 
 
@@ -487,15 +489,15 @@ def test_wandb_waits_for_the_end_of_the_run(
     (run / "config.yaml").write_text("train: {wandb: emo-test}\n")
     (run / "wandb-id").write_text("0123456789abcdef")
     settings, tasks = Settings(data=str(world / "data")), select_tasks("sst2")
-    said: list[str] = []
-    watch = Watch(run, tasks, settings, run / "eval", "auto", said.append, [Export("wandb", run)])
-    with held(Lease(run, LOCK, LOCK_SECONDS)) as mine:
-        assert mine and watch.once() == 1 and not watch.finished() and not watch.unexported
+    messages: list[str] = []
+    watch = Watch(run, tasks, settings, run / "eval", "auto", messages.append, [Export("wandb", run)])
+    with held(Lease(run, LOCK, LOCK_SECONDS)) as ours_first:
+        assert ours_first and watch.once() == 1 and not watch.finished() and not watch.unexported
         assert watch.summary().endswith(f"wandb={run} waits for the end of the run")
         assert watch.once() == 0 and not watch.finished() and not list(run.glob("wandb/*.wandb"))
     assert watch.once() == 0 and watch.finished()
     assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
-    assert watch.once() == 0 and len([line for line in said if "1 point of 1 model " in line]) == 1
+    assert watch.once() == 0 and len([line for line in messages if "1 point of 1 model " in line]) == 1
 
 
 @pytest.mark.parametrize("export", ["hf", "wandb=here", "csv=here", "lm-eval={run}/eval"])
