@@ -24,7 +24,7 @@ from eval import store
 from eval.generation.decoding import Decoding
 from eval.generation.prefixes import Prefixes
 from eval.generation.sampling import BATCH, Request, Sampler
-from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids, text_after
+from eval.generation.tokens import context_of, end_ids, identity_of, prompt_ids, split_ids, text_after
 from eval.model import EvaluatedModel
 from eval.results import MODELS, SAMPLES
 
@@ -95,7 +95,16 @@ class Generation:
         label = f"{self.model.name} {plan.name}"
         with tqdm(total=total, desc=label, unit="text", disable=None) as bar:
             for seed in plan.seeds:
-                entry = store.Entry(self.out / store.STORE, self._identity(seed))
+                identity = {
+                    "generation": VERSION,
+                    **identity_of(self.model, plan.decoding, plan.batch),
+                    "prompts": store.digest(self.prompts),
+                    "prefixes": plan.prefixes.digest,
+                    "tokens": plan.tokens,
+                    "samples": plan.samples,
+                    "seed": seed,
+                }
+                entry = store.Entry(self.out / store.STORE, identity)
                 count = len(self.prompts) * plan.samples
                 records += store.complete(entry, count, CHUNK, partial(self._sample, seed, bar), bar.update)
         if publish:
@@ -131,26 +140,6 @@ class Generation:
                 "samples": [{name: record[name] for name in names} for record in records[:SHOWN]],
             }
             store.replace(self.out / MODELS / self.model.name / SAMPLES, store.dump(view))
-
-    def _identity(self, seed: int) -> dict[str, Any]:
-        plan = self.plan
-        # In half precision the batch may decide close calls, see `sampling`.
-        batch = None if self.model.model.dtype.itemsize >= 4 else plan.batch
-        return {
-            "generation": VERSION,
-            "weights": self.model.digest,
-            "generation_config": self.model.generation_digest,
-            "dtype": str(self.model.model.dtype),
-            "tokenizer": self.model.tokenizer_digest,
-            "prompts": store.digest(self.prompts),
-            "prefixes": plan.prefixes.digest,
-            "ends": sorted(self.sampler.ends),
-            "decoding": asdict(plan.decoding),
-            "tokens": plan.tokens,
-            "samples": plan.samples,
-            "seed": seed,
-            "batch": batch,
-        }
 
     def _sample(self, seed: int, bar: Any, numbers: range) -> list[Record]:
         """Records of some continuations; number n is sample n % samples of prefix n // samples."""

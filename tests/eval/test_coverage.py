@@ -17,8 +17,8 @@ import pytest
 from eval import stats
 from eval.generation import quality
 from eval.generation.likelihood import Likelihood
+from eval.judging.pairs import Judged
 from eval.judging.results import paired, summary
-from tests.helpers.judging import judged_scores
 
 DRAWS = 300
 Generator = np.random.Generator
@@ -33,6 +33,17 @@ def coverage(draw: Draw, draws: int = DRAWS, seed: int = 0) -> float:
         interval, truth = draw(rng)
         hits += interval.low - 1e-9 <= truth <= interval.high + 1e-9
     return hits / draws
+
+
+def judged_scores(scores: Sequence[float]) -> Judged:
+    """Pairs of one question each, with these scores for B."""
+    outcomes = {0.0: "a", 0.5: "tie", 1.0: "b"}
+    rows = [
+        {"id": str(i), "question": str(i), "a": "x", "b": "y", "verdicts": [outcomes[score]], "cut": None,
+         "outcome": outcomes[score], "score": score, "human": [], "replies": [], "unasked": None}
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+    return Judged("auto-j", "me", "a", "b", 1, rows)
 
 
 def check(draws: Sequence[Draw], units: int, least: float = 0.9) -> None:
