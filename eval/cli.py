@@ -12,8 +12,9 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.commands import first_word, offer_completion, parse_arguments, program
 from common.errors import FailureError, UserError, one_line
@@ -22,15 +23,11 @@ from common.outcome import outcome
 from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation
-from eval.icl.batching import BUDGET
-from eval.icl.settings import INFERENCERS, Settings
+from eval.icl.settings import BUDGET, INFERENCERS, Settings
 from eval.icl.tasks import select_tasks
 from eval.judging import commands as judging
 from eval.model import DTYPES, EvaluatedModel
 from eval.quiet import quiet_libraries
-
-if TYPE_CHECKING:
-    pass
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
@@ -113,7 +110,7 @@ def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--fail-on-regression",
         metavar="NAME",
-        help="exit with 3 when worse than this model of the same --out",
+        help="exit with 3 when worse than this model of --out",
     )
     add("--max-drop", type=float, help="points that the mean may fall at most")
 
@@ -199,21 +196,6 @@ def _watch(args: argparse.Namespace) -> int:
     return ExitCode.FAILURE if watch.troubled or watch.failed or watch.unexported else ExitCode.DONE
 
 
-def _generation(args: argparse.Namespace) -> int:
-    say(f"{args.command}: loading libraries")
-    return generation.run(args, say)
-
-
-def _export(args: argparse.Namespace) -> int:
-    return exporting.run(args, say)
-
-
-def _judging(args: argparse.Namespace) -> int:
-    if judging.loads_a_model(args):
-        say(f"{args.command}: loading libraries")
-    return judging.run(args, say)
-
-
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
     from eval.report.gather import gather
@@ -276,8 +258,11 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_libraries()
     commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
-    commands |= {"generate": _generation, "quality": _generation, "answer": _judging, "judge": _judging}
-    commands["export"] = _export
+    for name, command in {
+        "generate": generation.run, "quality": generation.run,
+        "answer": judging.run, "judge": judging.run, "export": exporting.run,
+    }.items():  # fmt: skip
+        commands[name] = partial(command, say=say)
 
     def work() -> int:
         try:

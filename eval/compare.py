@@ -90,18 +90,13 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
         values = first.get(name), second.get(name)
         if values[0] == values[1]:
             continue
-        reason = (
-            f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {_both(values)}"
-        )
-        versions = tuple(r["conditions"]["noted"].get("prompt_version") for r in (a, b))
+        both = " and ".join("not set" if value is None else str(value) for value in values)
+        reason = f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {both}"
+        versions = [r["conditions"]["noted"].get("prompt_version") for r in (a, b)]
         if name == "prompt" and versions[0] != versions[1]:
-            reason += f" ({_both(versions)})"
+            reason += f" ({versions[0]} and {versions[1]})"
         reasons.append(reason)
     return ", ".join(reasons)
-
-
-def _both(values: tuple[Any, Any]) -> str:
-    return " and ".join("not set" if value is None else str(value) for value in values)
 
 
 def _direction(difference: float, interval: stats.Interval, p: float) -> int:
@@ -193,51 +188,40 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
 
 
 def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
-    """Both models' accuracies, task by task, for the terminal. UserError when they cannot be compared."""
+    """Return both models' accuracies for the terminal. UserError when they cannot be compared."""
     comparison = compare_alike(a, b, only)
     names = [on_one_line(m.name) for m in (a, b)]
     lines = [
         ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
     ]
+
+    def add(title: str, n: str, accuracies: list[float], entry: dict[str, Any], *others: str) -> None:
+        figures = [*(f"{100 * value:.1f}" for value in accuracies), f"{100 * entry['difference']:+.1f}"]
+        lines.append([title, n, *figures, _interval(entry["interval"]), *others])
+
     for task, c in comparison.tasks.items():
         results = [m.results[task] for m in (a, b)]
-        lines.append(
-            [
-                on_one_line(results[0]["title"]),
-                str(results[0]["n"]),
-                *(f"{100 * r['accuracy']:.1f}" for r in results),
-                f"{100 * c['difference']:+.1f}",
-                _interval(c["interval"]),
-                *(str(c[side]) for side in ("only_a", "only_b")),
-                f"{c['p_mcnemar']:.3g}",
-                f"{c['p_holm']:.3g}{' *' if c['direction'] else ''}",
-            ]
-        )
-    assert comparison.mean is not None
+        p_holm = f"{c['p_holm']:.3g}{' *' if c['direction'] else ''}"
+        add(
+            on_one_line(results[0]["title"]), str(results[0]["n"]), [r["accuracy"] for r in results], c,
+            str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", p_holm,
+        )  # fmt: skip
+    mean = comparison.mean
+    assert mean is not None
     means = [sum(m.results[t]["accuracy"] for t in comparison.tasks) / len(comparison.tasks) for m in (a, b)]
-    last = [
-        "mean",
-        "",
-        *(f"{100 * mean:.1f}" for mean in means),
-        f"{100 * comparison.mean['difference']:+.1f}",
-    ]
-    p = f"{comparison.mean['p']:.3g}{' *' if comparison.mean['direction'] else ''}"
-    lines.append([*last, _interval(comparison.mean["interval"]), "", "", p, ""])
-    return _aligned(lines) + (
-        f"\n* differs: p < {ALPHA} and an interval without zero "
+    add("mean", "", means, mean, "", "", f"{mean['p']:.3g}{' *' if mean['direction'] else ''}", "")
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = []  # the first column to the left, the others to the right
+    for line in lines:
+        others = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        text.append("  ".join([line[0].ljust(widths[0]), *others]).rstrip())
+    rule = "-" * max(map(len, text))
+    text = [text[0], rule, *text[1:-1], rule, text[-1]]
+    text.append(
+        f"* differs: p < {ALPHA} and an interval without zero "
         "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
     )
-
-
-def _aligned(lines: list[list[str]]) -> str:
-    """Columns of equal width, the first to the left; the first line is the head, the last the foot."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = []
-    for line in lines:
-        first, *others = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        text.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
-    rule = "-" * max(map(len, text))
-    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+    return "\n".join(text)
 
 
 def _interval(interval: dict[str, float]) -> str:

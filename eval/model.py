@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError, one_line
 from common.files import Signature, signature
 from common.untrusted import read_json
-from common.weights import ADAPTER, GENERATION, Loaded, check_directory, load_causal_lm, opened_files
+from common.weights import ADAPTER, GENERATION, check_directory, load_causal_lm, opened_files
 from common.weights import CONFIG as CONFIG_JSON
 from data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from data_prep.tokenizer import FILES as TOKENIZER_FILES
 from eval import store
 from eval.icl.scores import NotFiniteError
-from pipeline.run_dir import CONFIG, EXPORT, EXPORT_INFO, HF, checkpoints, read_export_info, step_of
+from pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class EvaluatedModel:
                 f"--name {name!r} must begin with a letter or digit and hold only letters, digits, spaces "
                 "and . _ - + @ ~"
             )
-        self.path = _local_directory(path)
+        self.path = hub_snapshot(path)
         self.given = path
         self.name = name or default_name(Path(path))
         if not (self.path / CONFIG_JSON).is_file():
@@ -57,7 +57,11 @@ class EvaluatedModel:
             raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
         check_directory(self.path)
         opened_files(self.path)  # refuses a directory without weights
-        self.dtype = _stored_dtype(self.path) if dtype == "auto" else dtype
+        self.dtype = dtype
+        if dtype == "auto":  # stays, where transformers has to look at the weights
+            config = read_json(self.path / CONFIG_JSON)
+            stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+            self.dtype = stored if stored in DTYPES else "auto"
 
     @cached_property
     def digest(self) -> str:
@@ -67,14 +71,11 @@ class EvaluatedModel:
     @cached_property
     def generation_digest(self) -> str:
         """Identity of the generation settings, which decide sampled text only."""
-        return store.digest_files(self.path, self._generation_files())
+        return self._files_digest(generation=True)
 
-    def _files_digest(self) -> str:
-        files = opened_files(self.path)
-        return store.digest_files(self.path, [path for path in files if path.name != GENERATION])
-
-    def _generation_files(self) -> list[Path]:
-        return [path for path in opened_files(self.path) if path.name == GENERATION]
+    def _files_digest(self, generation: bool = False) -> str:
+        files = [path for path in opened_files(self.path) if (path.name == GENERATION) == generation]
+        return store.digest_files(self.path, files)
 
     @property
     def has_adapter(self) -> bool:
@@ -96,26 +97,26 @@ class EvaluatedModel:
     def tokenizer_digest(self) -> str:
         """Identity of the tokenizer by content: `tokenizer_content`, remembered for these very files."""
 
+        def state() -> tuple[str, list[Signature]]:
+            files = self._tokenizer_files()
+            return store.digest_files(self.path, files), [signature(path) for path in files]
+
         def compute() -> str:
             content = tokenizer_content(self.tokenizer)
-            if self._tokenizer_files() != before:
+            if state() != before:
                 raise self._changed("tokenizer")
             return content
 
-        before = self._tokenizer_files()
+        before = state()
         return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, before[0]]), compute)
 
-    def _tokenizer_files(self) -> tuple[str, list[Signature]]:
-        files = self._of_tokenizer()
-        return store.digest_files(self.path, files), [signature(path) for path in files]
-
-    def _of_tokenizer(self) -> list[Path]:
+    def _tokenizer_files(self) -> list[Path]:
         names = [*TOKENIZER_FILES, CHAT_TEMPLATE]
         return [self.path / name for name in names if (self.path / name).is_file()]
 
     def files(self) -> list[Path]:
         """Return all files of the model that the identities above cover."""
-        return [*opened_files(self.path), *self._of_tokenizer()]
+        return [*opened_files(self.path), *self._tokenizer_files()]
 
     def _changed(self, change: str) -> UserError:
         return UserError(
@@ -136,7 +137,7 @@ class EvaluatedModel:
         """
         for _ in range(LOADS):
             expected = self.digest, self.generation_digest
-            before = self._signatures()
+            before = [signature(path) for path in opened_files(self.path)]
             try:
                 loaded = load_causal_lm(self.path, dtype=self.dtype)
             except UserError:
@@ -147,30 +148,54 @@ class EvaluatedModel:
                 reason = one_line(error, 200)
                 raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
             self.require_unchanged(expected)
-            if self._signatures() == before:  # else they were touched, and may have been others in between
+            if [signature(path) for path in opened_files(self.path)] == before:  # untouched
                 break
         else:
             raise self._changed("files")
-        self._require_all_weights(loaded)
+        for kind in ("missing", "unexpected", "mismatched"):  # random weights, or those of another model
+            if names := getattr(loaded, kind):
+                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                raise UserError(
+                    f"{self.given} does not hold the weights of its causal language model: "
+                    f"{names[0]}{others} {kind}"
+                )
+        if loaded.fault is not None:
+            raise UserError(f"{self.given} {loaded.fault}")
         model = loaded.model
-        self._require_finite(model)
-        self._require_own_tokenizer(model)
+        for name, weights in model.named_parameters():
+            if not bool(weights.isfinite().all()):
+                raise UserError(f"{self.given}: {name} contains NaN or infinite weights")
+        # Every piece needs an embedding, except special tokens that were added but never occur in text.
+        embeddings = model.get_input_embeddings().weight.shape[0]
+        special = set(self.tokenizer.all_special_tokens)
+        if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
+            raise UserError(
+                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
+                f"{embeddings} embeddings; it belongs to another model"
+            )
         model = model.to(device()).eval()
-        self._require_causal(model)
+        from eval.icl.probe import is_causal
+
+        try:
+            causal = is_causal(model)
+        except NotFiniteError as error:
+            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
+        if not causal:
+            raise UserError(
+                f"{self.given}: {type(model).__name__} is not a causal language model: "
+                "later tokens change the scores of earlier ones"
+            )
         return model
 
     def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
         """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
         expected = expected or (self.digest, self.generation_digest)
         try:
-            current = self._files_digest(), store.digest_files(self.path, self._generation_files())
+            current = self._files_digest(), self._files_digest(generation=True)
         except (OSError, UserError):
             raise self._changed("files") from None
         if current != expected:
             raise self._changed("files")
-
-    def _signatures(self) -> list[Signature]:
-        return [signature(path) for path in opened_files(self.path)]
 
     @cached_property
     def scorer(self) -> Any:
@@ -194,48 +219,6 @@ class EvaluatedModel:
     def context_length(self) -> int | None:
         """Longest prompt the model was made for, or None when it does not say."""
         return context_length(self.model)
-
-    def _require_all_weights(self, loaded: Loaded) -> None:
-        """Weights that are missing would be random, and those left over belong to another model."""
-        for kind in ("missing", "unexpected", "mismatched"):
-            names = getattr(loaded, kind)
-            if names:
-                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                raise UserError(
-                    f"{self.given} does not hold the weights of its causal language model: "
-                    f"{names[0]}{others} {kind}"
-                )
-        if loaded.fault is not None:
-            raise UserError(f"{self.given} {loaded.fault}")
-
-    def _require_finite(self, model: Any) -> None:
-        for name, weights in model.named_parameters():
-            if not bool(weights.isfinite().all()):
-                raise UserError(f"{self.given}: {name} contains NaN or infinite weights")
-
-    def _require_own_tokenizer(self, model: Any) -> None:
-        """Every piece needs an embedding, except special tokens that were added but never occur in text."""
-        embeddings = model.get_input_embeddings().weight.shape[0]
-        special = set(self.tokenizer.all_special_tokens)
-        beyond = [p for p, i in self.tokenizer.get_vocab().items() if i >= embeddings and p not in special]
-        if beyond:
-            raise UserError(
-                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
-                f"{embeddings} embeddings; it belongs to another model"
-            )
-
-    def _require_causal(self, model: Any) -> None:
-        from eval.icl.probe import is_causal
-
-        try:
-            causal = is_causal(model)
-        except NotFiniteError as error:
-            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
-        if not causal:
-            raise UserError(
-                f"{self.given}: {type(model).__name__} is not a causal language model: "
-                "later tokens change the scores of earlier ones"
-            )
 
 
 def context_length(model: Any) -> int | None:
@@ -273,13 +256,6 @@ def clean_name(text: str) -> str:
     """A usable model name that looks like `text`."""
     name = re.sub(r"[^\w.+@~ -]", "-", text)[:200]
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
-
-
-def _stored_dtype(path: Path) -> str:
-    """Return the dtype that a model's configuration names; `auto` where transformers looks at the weights."""
-    config = read_json(path / CONFIG_JSON)
-    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return name if name in DTYPES else "auto"
 
 
 def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
@@ -321,12 +297,6 @@ def tokenizer_content(tokenizer: Any) -> str:
     return store.digest([vocabulary, sorted(tokenizer.all_special_ids), special, tokenizer(texts).input_ids])
 
 
-def _local_directory(path: str) -> Path:
-    if not Path(path).is_dir() and (reason := _of_unfinished_run(Path(path))):
-        raise UserError(f"model directory {path} does not exist{reason}")
-    return hub_snapshot(path)
-
-
 def hub_snapshot(name: str) -> Path:
     """Return the directory of a model that is given by its path or by its id on the hub."""
     if Path(name).is_dir():
@@ -341,13 +311,3 @@ def hub_snapshot(name: str) -> Path:
         raise UserError(
             f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
-
-
-def _of_unfinished_run(path: Path) -> str:
-    """Why there is no such export, as the end of a sentence; empty where it would be of no run."""
-    run = path.parent
-    if path.name != EXPORT or not (run / CONFIG).is_file():
-        return ""
-    saved = checkpoints(run)
-    last = f"last checkpoint: step {step_of(saved[-1])}" if saved else "no checkpoint either"
-    return f": the run in {run} has no export yet ({last}); run its training command again to finish it"

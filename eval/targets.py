@@ -66,7 +66,14 @@ class Target:
             if not (files / CONFIG).is_file():
                 raise NotWholeError(f"{CONFIG} is missing")
         else:
-            _require_listed(self.checkpoint, files)
+            listed = listed_files(self.checkpoint) or {}
+            exported = {n.removeprefix(f"{HF}/"): f for n, f in listed.items() if n.startswith(f"{HF}/")}
+            fault = f"{COMPLETE} is unreadable or lists no file of {HF}/"
+            reason = mismatch(files, exported) if exported else fault
+            if reason is not None and not is_complete(self.checkpoint):
+                raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
+            if reason is not None:
+                raise DamagedError(reason)
 
 
 def targets(run_dir: Path) -> list[Target]:
@@ -87,30 +94,12 @@ def _step(path: Path) -> str:
     return path.name.removeprefix(FOREIGN)
 
 
-def _require_listed(checkpoint: Path, files: Path) -> None:
-    """The exported files have the sizes and hashes that COMPLETE lists."""
-    listed = listed_files(checkpoint)
-    own_files = {
-        n.removeprefix(f"{HF}/"): facts for n, facts in (listed or {}).items() if n.startswith(f"{HF}/")
-    }
-    reason = (
-        mismatch(files, own_files) if own_files else f"{COMPLETE} is unreadable or lists no file of {HF}/"
-    )
-    if reason is None:
-        return
-    if not is_complete(checkpoint):
-        raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
-    raise DamagedError(reason)
-
-
 def _require_trainers(files: Path, settled: bool) -> None:
-    for name in (TRAINER_STATE, CONFIG):
+    weights = _weight_files(files)
+    for name in (TRAINER_STATE, CONFIG, *weights):
         if not (files / name).is_file():
             raise NotWholeError(f"{name} is missing")
-    for name in _weight_files(files):
-        if not (files / name).is_file():
-            raise NotWholeError(f"{name} is missing")
-        if not _as_long_as_it_says(files / name):
+        if name in weights and not _as_long_as_it_says(files / name):
             raise NotWholeError(f"{name} is cut short")
     if not settled:
         raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")

@@ -101,32 +101,34 @@ class Watch:
         return (self.run_dir / EXPORT).is_dir() and all(settled) and not self.deferred
 
     def summary(self) -> str:
-        """The last pass in one line."""
+        """Return the last pass in one line."""
         parts = [f"{len(self.evaluated)} evaluated", f"{len(self.waiting)} not ready or held elsewhere"]
-        if self.failed:
-            parts.append(f"{len(self.failed)} failed ({', '.join(self.failed)})")
-        if self.troubled:
-            parts.append(f"{len(self.troubled)} to be tried again ({', '.join(self.troubled)})")
-        if self.unexported:
-            parts.append(f"{len(self.unexported)} not exported ({', '.join(self.unexported)})")
+        for word, names in (
+            ("failed", self.failed), ("to be tried again", self.troubled), ("not exported", self.unexported),
+        ):  # fmt: skip
+            if names:
+                parts.append(f"{len(names)} {word} ({', '.join(names)})")
         parts += [f"{name} waits for the end of the run" for name in sorted(self.deferred)]
         return f"{self.run_dir}: {', '.join(parts)}"
 
     def verdicts(self, baseline: str, max_drop: float | None) -> list[Verdict]:
         """Return verdicts on all evaluated checkpoints of the run, whoever evaluated them, and when."""
         models = read_models([self.out])
-        first, evaluated = pick(models, baseline), []
-        for path in sorted((self.state / "done").glob("*.json")):
-            mark = store.read_json(path)
-            if isinstance(mark, dict) and mark.get("state") == "evaluated" and path.stem != baseline:
-                evaluated.append(path.stem)
-        by_name = {model.name: model for model in models}
+        first, by_name = pick(models, baseline), {model.name: model for model in models}
         return [
             regression(first, by_name[name], max_drop)
             if name in by_name
             else Verdict([], f"{name}: its results cannot be read", [f"all results ({name})"])
-            for name in evaluated
+            for name, _ in self._evaluated()
+            if name != baseline
         ]
+
+    def _evaluated(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (name, mark) of all that were evaluated, pruned since or not."""
+        for path in sorted((self.state / "done").glob("*.json")):
+            mark = _read(path)
+            if mark.get("state") == "evaluated":
+                yield path.stem, mark
 
     def _export_all(self) -> None:
         for export in self.exports:
@@ -141,7 +143,11 @@ class Watch:
         others = (item for item in self.unexported.items() if not item[0].startswith(f"{export} "))
         self.unexported = dict(others)
         self.deferred.discard(str(export))
-        due = dict(self._unexported(export))
+        due = {}  # name -> version of the results
+        for name, mark in self._evaluated():
+            version = store.digest([mark.get("files"), mark.get("asked")])
+            if _read(self.state / "exported" / f"{name}.json").get(str(export)) != version:
+                due[name] = version
         if not due:
             return
         models: dict[str, Model] = {}
@@ -156,29 +162,15 @@ class Watch:
             key = f"{export} {name}"
             if name in models and name not in failed:
                 path = self.state / "exported" / f"{name}.json"
-                noted = store.read_json(path)
-                noted = noted if isinstance(noted, dict) else {}
-                store.replace(path, store.dump(noted | {str(export): version}))
+                store.replace(path, store.dump(_read(path) | {str(export): version}))
             elif isinstance(failed.get(name), BusyError):
                 self.deferred.add(str(export))
             else:
                 error = failed.get(name, UserError(f"its results are not in {self.out}"))
-                reason = one_line(error)
-                if not isinstance(error, UserError | OSError):
-                    reason = f"{type(error).__name__}: {reason}"
-                self.unexported[key] = reason
+                reason = self.unexported[key] = _reason(error, UserError, OSError)
                 if self._told.get(key) != reason:
                     self.say(f"{name}: not exported as {export}: {reason}; to be tried again")
                 self._told[key] = reason
-
-    def _unexported(self, export: Export) -> Iterator[tuple[str, str]]:
-        """Name and version of the results that an export lacks: of all that were evaluated, pruned or not."""
-        for path in sorted((self.state / "done").glob("*.json")):
-            mark, exported = store.read_json(path), store.read_json(self.state / "exported" / path.name)
-            if isinstance(mark, dict) and mark.get("state") == "evaluated":
-                version = store.digest([mark.get("files"), mark.get("asked")])
-                if not isinstance(exported, dict) or exported.get(str(export)) != version:
-                    yield path.stem, version
 
     def _asked(self) -> str:
         """Digest of what decides a result besides the model: tasks, settings, data, version of the scorer."""
@@ -195,36 +187,24 @@ class Watch:
 
     def _settled(self, target: Target, request: str) -> bool:
         """Return whether a mark says that these files were evaluated as asked, or cannot be."""
-        mark = store.read_json(self._mark(target))
-        if not isinstance(mark, dict) or mark.get("files") != target.fingerprint():
-            return False
-        state = mark["asked"].get(request) if isinstance(mark.get("asked"), dict) else None
-        if state is None:
-            return False
-        if state != "evaluated":
-            self.failed[target.name] = str(state)
-        return True
+        mark = _read(self._mark(target))
+        state = mark["asked"].get(request) if mark.get("files") == target.fingerprint() else None
+        if state is not None and state != "evaluated":
+            self.failed[target.name] = state
+        return state is not None
 
     def _set(self, target: Target, files: str, request: str, state: str, **facts: Any) -> None:
         """Write a target's mark; marks for the same files asked in other ways are kept."""
         path = self._mark(target)
-        previous = store.read_json(path)
-        earlier: dict[str, str] = {}
-        if (
-            isinstance(previous, dict)
-            and previous.get("files") == files
-            and isinstance(previous.get("asked"), dict)
-        ):
-            earlier = previous["asked"]
-        word = state if state in ("evaluated", "gone") else "failed"
+        previous = _read(path)
+        earlier = previous["asked"] if previous.get("files") == files else {}
         mark = {
             "name": target.name,
-            "state": word,
+            "state": state if state in ("evaluated", "gone") else "failed",
             "files": files,
             "asked": earlier | {request: state},
-            **facts,
         }
-        store.replace(path, store.dump(mark))
+        store.replace(path, store.dump(mark | facts))
 
     def _attempt(self, target: Target, request: str) -> int:
         """Evaluate a target whose lease is ours; 1 when it was. What keeps it from it is noted by name."""
@@ -236,23 +216,41 @@ class Watch:
                 stale = seconds if passes >= STALE_PASSES and seconds >= STALE_SECONDS else None
                 settled = seconds >= targets.SETTLE_SECONDS or _rests(target.path, self.state)
                 target.require_whole(pinned, settled)
-                self._evaluate(target, pinned, files, request)
+                model = EvaluatedModel(str(pinned), target.name, self.dtype)
+                model.given = str(target.path)
+                results = run_all(model, self.tasks, self.settings, self.out, self.say)
+                mean = sum(result["accuracy"] for result in results) / len(results)
+                self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
+            self.evaluated.append(target.name)
+            self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
             return 1
         except NotWholeError as error:
             if stale is not None and target.path.is_dir():
                 reason = f"{error}, and nothing has changed for {stale / 60:.0f} minutes"
                 self._fail(target, files, request, reason)
+            elif target.path.is_dir():
+                self.waiting[target.name] = str(error)
+                if self._told.get(target.name) != str(error):
+                    self.say(f"{target.name}: not ready: {error}")
+                self._told[target.name] = str(error)
             else:
-                self._not_whole(target, files, request, str(error))
+                self._set(target, files, request, "gone")
+                self.say(f"{target.name}: removed before it could be evaluated")
         except Exception as error:
-            reason = one_line(error)
-            if not isinstance(error, DamagedError | UserError):
-                reason = f"{type(error).__name__}: {reason}"
-            if _may_pass(error):
+            reason = _reason(error, DamagedError, UserError)
+            # A full disk, a lost mount, a device in use: the same evaluation may succeed later.
+            passing = isinstance(error, OSError | FailureError) or type(error).__name__ in PASSING
+            if passing or "CUDA error" in str(error):
                 self.troubled[target.name] = reason
                 self.say(f"{target.name}: {reason}; to be tried again")
             else:
-                self._blame_settings()
+                # Raises when data or retriever are at fault, so that no checkpoint is marked for them.
+                settings = self.settings
+                for task in self.tasks:
+                    load_data(task, settings.data, settings.limit, settings.shots)
+                if settings.retriever not in RETRIEVERS or settings.retriever in DENSE:
+                    dense = settings.retriever in DENSE
+                    encoder_path(settings.encoder if dense else settings.retriever)
                 self._fail(target, files, request, reason)
         return 0
 
@@ -265,47 +263,25 @@ class Watch:
             f"or when {self._mark(target)} is removed"
         )
 
-    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> None:
-        model = EvaluatedModel(str(pinned), target.name, self.dtype)
-        model.given = str(target.path)
-        results = run_all(model, self.tasks, self.settings, self.out, self.say)
-        mean = sum(r["accuracy"] for r in results) / len(results)
-        self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
-        self.evaluated.append(target.name)
-        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
-
-    def _not_whole(self, target: Target, files: str, request: str, reason: str) -> None:
-        if target.path.is_dir():
-            self.waiting[target.name] = reason
-            if self._told.get(target.name) != reason:
-                self.say(f"{target.name}: not ready: {reason}")
-            self._told[target.name] = reason
-        else:
-            self._set(target, files, request, "gone")
-            self.say(f"{target.name}: removed before it could be evaluated")
-
-    def _blame_settings(self) -> None:
-        """Raises UserError when data or retriever are at fault, so that no checkpoint is marked for them."""
-        settings = self.settings
-        for task in self.tasks:
-            load_data(task, settings.data, settings.limit, settings.shots)
-        if settings.retriever not in RETRIEVERS:
-            encoder_path(settings.retriever)
-        elif settings.retriever in DENSE:
-            encoder_path(settings.encoder)
-
     def _seen(self, target: Target, files: str) -> tuple[int, float]:
         """In how many passes, this one included, a target has looked like this, and for how many seconds."""
         path = self.state / "seen" / f"{target.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        now = now_there(path.parent)
-        stored = store.read_json(path)
-        passes, since = 0, now
-        if isinstance(stored, dict) and stored.get("files") == files:
-            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-                passes, since = int(stored["passes"]), float(stored["since"])
+        now, before = now_there(path.parent), _read(path)
+        passes, since = (before["passes"], before["since"]) if before.get("files") == files else (0, now)
         store.replace(path, store.dump({"files": files, "since": since, "passes": passes + 1}))
         return passes + 1, now - since
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the table in a file of the watch's state; empty when it is absent or torn."""
+    value = store.read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def _reason(error: Exception, *expected: type[Exception]) -> str:
+    """Return an error in one line, with its type unless that is `expected`."""
+    return one_line(error) if isinstance(error, expected) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def _rests(path: Path, state: Path) -> bool:
@@ -318,15 +294,6 @@ def _rests(path: Path, state: Path) -> bool:
         newest = max((p.stat().st_mtime for p in path.iterdir()), default=None)
         return newest is not None and newest <= now_there(state) - targets.SETTLE_SECONDS
     return False
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether the same evaluation may succeed later: a full disk, a lost mount, a device in use."""
-    return (
-        isinstance(error, OSError | FailureError)
-        or type(error).__name__ in PASSING
-        or "CUDA error" in str(error)
-    )
 
 
 def _data_facts(source: str, task: Task) -> list[list[Any]]:

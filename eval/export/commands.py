@@ -11,7 +11,7 @@ from typing import Any
 from common.commands import first_word
 from common.errors import UserError, nearest
 from common.exit_codes import ExitCode
-from eval.export.source import Source
+from eval.export.figures import Source
 from eval.results import MODELS, Model, pick, read_models
 from eval.store import STORE
 
@@ -38,11 +38,7 @@ def add_arguments(subparsers: Any) -> None:
     add("--out", required=True, type=Path, help="a directory; hf: the model's; wandb: the training run's")
     add("--name", help="only the model that results call so (all)")
     add("--data", help="lm-eval: where the rows are, as for run; without it there are no samples")
-    add(
-        "--tasks",
-        default="",
-        help="lm-eval: task files of your own, comma-separated",
-    )
+    add("--tasks", default="", help="lm-eval: task files of your own, comma-separated")
 
 
 @dataclass(frozen=True)
@@ -65,24 +61,25 @@ class Export:
         return f"{self.format}={self.out}"
 
     def all(self, models: Sequence[Model], say: Say) -> None:
-        """Export all models, as the command does. UserError at the first model that cannot be exported."""
-        if self.format == WANDB:
-            from eval.export.tracking import send
-
-            for error in send(models, self.out, say).values():
-                raise error
-            return
+        """Export all models, as the command does. Raises the error of the first that cannot be exported."""
         if self.format == HUB and len(models) > 1:
             names = ", ".join(model.name for model in models)
             raise UserError(f"--format hf is about one model; choose it with --name: {names}")
-        for model in models:
-            self._one(model, self.out, None, say)
+        for error in self.each(models, {}, say, {model.name: self.out for model in models}).values():
+            raise error
 
-    def each(self, models: Sequence[Model], cards: Mapping[str, str], say: Say) -> dict[str, Exception]:
-        """Export as a watcher does: models of one run, whatever happens to the others; what failed, by name.
+    def each(
+        self,
+        models: Sequence[Model],
+        cards: Mapping[str, str],
+        say: Say,
+        directories: Mapping[str, Path] | None = None,
+    ) -> dict[str, Exception]:
+        """Export models of one run, whatever happens to the others; returns what failed, by name.
 
-        The hub's files get a directory per model. cards: model cards to add to, by name.
+        cards: model cards to add to, by name. directories: of the hub's files, by name; OUT/NAME if absent.
         """
+        failed: dict[str, Exception] = {}
         if self.format == WANDB:
             from eval.export.tracking import send
 
@@ -90,24 +87,21 @@ class Export:
                 return dict(send(models, self.out, say))
             except Exception as error:
                 return {model.name: error for model in models}
-        failed: dict[str, Exception] = {}
         for model in models:
             try:
-                self._one(model, self.out / model.name, cards.get(model.name), say)
+                if self.format == HUB:
+                    from eval.export.hub import write_hub
+
+                    directory = (directories or {}).get(model.name, self.out / model.name)
+                    write_hub(model, directory, say, cards.get(model.name))
+                    say(f"{model.name}: model card and evaluation results in {directory}")
+                else:
+                    from eval.export.harness import write_harness
+
+                    say(f"{model.name}: {write_harness(model, self.out, self.source)}")
             except Exception as error:
                 failed[model.name] = error
         return failed
-
-    def _one(self, model: Model, directory: Path, card: str | None, say: Say) -> None:
-        if self.format == HUB:
-            from eval.export.hub import write_hub
-
-            write_hub(model, directory, say, card)
-            say(f"{model.name}: model card and evaluation results in {directory}")
-        else:
-            from eval.export.harness import write_harness
-
-            say(f"{model.name}: {write_harness(model, self.out, self.source)}")
 
 
 def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
@@ -143,4 +137,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _export(name: str, out: Path, data: str | None, tasks: str) -> Export:
-    return Export(name, out, None if data is None or name != HARNESS else Source.given(data, tasks))
+    if data is None or name != HARNESS:
+        return Export(name, out)
+    names = [task.strip() for task in tasks.split(",") if task.strip()]
+    return Export(name, out, Source(data, {Path(task).stem: task for task in names}))

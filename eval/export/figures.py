@@ -11,25 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from common.errors import UserError
 from eval import store
-from eval.icl.scores import NotFiniteError, winner
-from eval.results import COUNTABLE, Count, Model
-from eval.results import Record as StoredRecord
+from eval.results import Model
 
 Record = dict[str, Any]
 
 
-class ScoredRecord(StoredRecord):
-    """A row of a task as evaluations write it."""
+@dataclass(frozen=True)
+class Source:
+    """The data and task files that rows of results can be read from again.
 
-    id: Count  # place in the full split
-    scores: dict[str, list[float]]  # by score, in the order of the labels
-    demonstrations: list[Annotated[int, Field(ge=0, le=COUNTABLE)]]
+    data: as `run` has it. tasks: names or files of tasks, by the task's name; others are built in.
+    """
+
+    data: str
+    tasks: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Figures:
     """The result of a task. A task with groups is scored by their unweighted mean."""
 
     task: str
-    result: dict[str, Any]  # eval.results.Result
-    records: list[Record]  # ScoredRecord, in row order
+    result: dict[str, Any]
+    records: list[Record]  # in row order
     accuracy: Accuracy
     groups: dict[str, Accuracy]  # empty where the task has none
     finished: float  # seconds since the epoch
@@ -77,23 +76,20 @@ def unweighted_mean(groups: Sequence[Accuracy]) -> Accuracy:
 
 
 def figures(model: Model, task: str) -> Figures:
-    """The result of a task from its rows. UserError when these are damaged, or give another result."""
+    """Return the result of a task from its rows. UserError when these are damaged, or give another result."""
     result, records = model.results[task], model.records(task)
     again = "evaluate it again, which computes it anew"
     where = f"{model.name}, {task}"
-    if not all(map(ScoredRecord.fits, records)):
-        raise UserError(f"{where}: its records have no scores; {again}")
-    if [record["row"] for record in records] != list(range(len(records))):
-        raise UserError(f"{where}: its records are not of its rows; {again}")
-    if not all(_decided(record, result) for record in records):
-        raise UserError(f"{where}: a record's prediction is not what its scores choose; {again}")
+    right = [record["prediction"] == record["gold"] for record in records]
     groups: dict[str, Accuracy] = {}
     if result["groups"]:
-        names = sorted({record["group"] for record in records})
-        groups = {name: accuracy([_right(r) for r in records if r["group"] == name]) for name in names}
+        of_group: dict[str, list[bool]] = {}
+        for record, correct in zip(records, right, strict=True):
+            of_group.setdefault(record["group"], []).append(correct)
+        groups = {name: accuracy(of_group[name]) for name in sorted(of_group)}
         mean = unweighted_mean(list(groups.values()))
     else:
-        mean = accuracy([_right(record) for record in records])
+        mean = accuracy(right)
     if not math.isclose(mean.value, result["accuracy"], abs_tol=1e-9):
         raise UserError(f"{where}: its records do not give the accuracy of its result; {again}")
     try:
@@ -110,18 +106,3 @@ def all_figures(model: Model) -> list[Figures]:
     if not model.results:
         raise UserError(f"{model.name} has no finished result; evaluate it, or leave it out with --name")
     return [figures(model, task) for task in sorted(model.results)]
-
-
-def _right(record: Record) -> bool:
-    return bool(record["prediction"] == record["gold"])
-
-
-def _decided(record: Record, result: dict[str, Any]) -> bool:
-    """Return whether the labels are the task's, and the one that the scores choose is the prediction."""
-    labels, scores = result["labels"], record["scores"].get(result["score"], [])
-    if record["gold"] not in labels or len(scores) != len(labels):
-        return False
-    try:
-        return bool(record["prediction"] == labels[winner(scores)])
-    except NotFiniteError:
-        return False

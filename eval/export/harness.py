@@ -10,16 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import write_atomically, write_text
-from eval.export.figures import Accuracy, Figures, all_figures
-from eval.export.prompts import Prompted, prompted
-from eval.export.source import Source
+from common.files import write_text
+from eval import store
+from eval.export.figures import Accuracy, Figures, Source, all_figures
+from eval.icl.prompts import PromptBuilder
+from eval.icl.retrieve import stored_retriever
+from eval.icl.task_data import load_data
+from eval.icl.tasks import GROUP, LABEL, load_task
 from eval.results import Model
 
 SOURCE = "emo-pipeline"  # what stands for the name of a model class there: whose figures these are
@@ -34,11 +39,9 @@ def write_harness(model: Model, out: Path, source: Source | None) -> Path:
     """
     figures_of_tasks = all_figures(model)
     value = _results(model, figures_of_tasks)
-    texts = (
-        {figures.task: prompted(source, figures) for figures in figures_of_tasks}
-        if source is not None
-        else {}
-    )
+    texts = {}
+    if source is not None:
+        texts = {figures.task: prompted(source, figures) for figures in figures_of_tasks}
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
     directory = out / value["model_name_sanitized"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +52,8 @@ def write_harness(model: Model, out: Path, source: Source | None) -> Path:
             by_task.setdefault(name, []).append(sample)
         for group, name in _names(figures).items():
             samples = by_task[name]
-            _write_lines(directory / f"samples_{name}_{stamp}.jsonl", samples)
+            lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+            write_text(directory / f"samples_{name}_{stamp}.jsonl", lines)
             hashes = "".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in samples)
             value.setdefault("task_hashes", {})[name] = _hash(hashes)
             counts = {"original": full[group], "effective": len(samples)}
@@ -86,7 +90,31 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     if not value["groups"]:
         del value["groups"]
     date = max(figures.finished for figures in figures_of_tasks)
-    return value | {"config": _run_config(model, figures_of_tasks), "date": date, **_model_facts(model)}
+    # How the model was evaluated and, under `metadata`, trained; null where nothing was set.
+    trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
+    config = {
+        "model": SOURCE,
+        "model_args": {"pretrained": model.name, "dtype": model.description["dtype"]},
+        "model_dtype": model.description["dtype"],
+        "model_sha": model.description["weights"],
+        **dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs")),
+        "batch_sizes": [],
+        "bootstrap_iters": 0,
+        **dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")),
+        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
+    }
+    return value | {
+        "config": config,
+        "date": date,
+        "model_source": SOURCE,
+        "model_name": model.name,
+        "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
+        "system_instruction": None,
+        "system_instruction_sha": None,
+        "fewshot_as_multiturn": False,
+        "chat_template": None,
+        "chat_template_sha": None,
+    }
 
 
 def _entry(name: str, alias: str, accuracy: Accuracy) -> dict[str, Any]:
@@ -115,37 +143,6 @@ def _config(figures: Figures, name: str) -> dict[str, Any]:
         "num_fewshot": result["shots"],
         "metric_list": [metric],
         "metadata": {"version": result["version"], "score": result["score"], "conditions": conditions},
-    }
-
-
-def _run_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
-    """Return how the model was evaluated and, under `metadata`, trained; null where nothing was set."""
-    trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
-    settings = dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs"))
-    seeds = dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed"))
-    return {
-        "model": SOURCE,
-        "model_args": {"pretrained": model.name, "dtype": model.description["dtype"]},
-        "model_dtype": model.description["dtype"],
-        "model_sha": model.description["weights"],
-        **settings,
-        "batch_sizes": [],
-        "bootstrap_iters": 0,
-        **seeds,
-        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
-    }
-
-
-def _model_facts(model: Model) -> dict[str, Any]:
-    return {
-        "model_source": SOURCE,
-        "model_name": model.name,
-        "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
-        "system_instruction": None,
-        "system_instruction_sha": None,
-        "fewshot_as_multiturn": False,
-        "chat_template": None,
-        "chat_template_sha": None,
     }
 
 
@@ -182,10 +179,58 @@ def _samples(figures: Figures, texts: Iterable[Prompted]) -> Iterator[tuple[str,
         )
 
 
-def _write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    lines = (json.dumps(value) + "\n" for value in values)
-    write_atomically(path, lambda file: file.writelines(line.encode() for line in lines))
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A test row: its inputs and, per label, what was shown before the label and what was scored after it."""
+
+    doc: dict[str, Any]
+    context: str  # demonstrations and query, up to the label
+    continuations: list[str]  # in the order of the labels
+
+
+def prompted(source: Source, figures: Figures) -> tuple[Counter[str], Iterator[Prompted]]:
+    """Return the rows of the full split by group, and those of a result in order, with their prompts.
+
+    Prompts are not stored with results; they follow from the rows, the task and the demonstrations that were
+    noted. What was cut from a query that is longer than the model's context is not.
+    UserError when these are not the rows, the pool or the prompts that the result was made with.
+    """
+    task = load_task(source.tasks.get(figures.task, figures.task), figures.result["version"])
+    shots, count = figures.result["shots"], figures.result["n"]
+    data = load_data(task, source.data, shots=shots)
+    full = Counter(data.rows["test"][GROUP])
+    if count < full.total():
+        data = load_data(task, source.data, limit=count, shots=shots)
+    compared = figures.result["conditions"]["compared"]
+    checks = {
+        "test_rows": (data.digests["test"][:16], f"the test rows in {source.data}", "--data"),
+        "pool_rows": (data.digests["train"][:16], f"the rows of demonstrations in {source.data}", "--data"),
+        "prompt": (store.digest(task.identity())[:16], "its prompts", "--tasks"),
+    }
+    for name, (current, subject, option) in checks.items():
+        if current != compared[name]:
+            raise UserError(
+                f"task {task.name}: {subject} are not those of its evaluation; give the {option} that it had"
+            )
+    indices = [record["demonstrations"] for record in figures.records]
+    retriever = stored_retriever(task, data.rows, indices)
+    builder = PromptBuilder(retriever, None, task.labels, task.demonstration_template, task.template)
+
+    def render() -> Iterator[Prompted]:
+        for record, row in zip(figures.records, data.rows["test"], strict=True):
+            query = (record["row"], builder.ice(record["demonstrations"]))
+            context = retriever.generate_label_prompt(
+                *query,
+                task.labels[0],
+                ice_template=builder.ice_template,
+                prompt_template=task.context_template,
+            )
+            prompts = [builder.prompt(*query, label) for label in task.labels]
+            doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}
+            yield Prompted(doc, context, [prompt[len(context) :] for prompt in prompts])
+
+    return full, render()

@@ -49,17 +49,31 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     weights = model.description["weights"]
     if (directory / "config.json").is_file() and EvaluatedModel(str(directory)).digest != weights:
         raise UserError(f"{directory} holds other weights than {model.name} was evaluated with")
-    before = _read(directory / CARD)
-    after = with_index(
-        before or card or f"# {publishable(model.name)}\n", model.name, _index(model, all_of_model)
-    )
+    before = None
+    try:
+        before = read_bytes(directory / CARD, CARD_BYTES).decode()
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        raise UserError(f"{directory / CARD} is no model card: {one_line(error, 120)}") from None
+    results = index_of(model, all_of_model)
+    after = with_index(before or card or f"# {publishable(model.name)}\n", model.name, results)
     if publishable(after) != after:
         say(f"{directory / CARD} names an absolute path or a secret; look at it before you publish it")
     for figures in all_of_model:
-        entry = _entry(figures, model.rows[figures.task])
-        if entry is None:
+        rows = model.rows[figures.task]
+        dataset = _repository(rows)
+        if dataset is None:
             say(f"{figures.task}: no data set of the hub, therefore no entry in {ENTRIES}")
             continue
+        entry = EvalResultEntry(
+            dataset_id=dataset,
+            task_id=rows["hub"]["name"] or "default",
+            value=figures.accuracy.value,
+            dataset_revision=rows["hub"]["revision"] if rows["from_hub"] else None,
+            date=datetime.fromtimestamp(figures.finished, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            notes=_notes(figures, rows),
+        )
         (directory / ENTRIES).mkdir(parents=True, exist_ok=True)
         path = directory / ENTRIES / f"emo-pipeline-{figures.task}.yaml"
         write_text(path, _yaml(eval_result_entries_to_yaml([entry])))
@@ -76,16 +90,38 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
     match = _FRONT.search(card)
     head, front, foot = match.groups() if match else ("---\n", "", "---\n")
     body = card[match.end() :] if match else card
-    values = _front_matter(front)
+    try:
+        values = yaml.safe_load(front) or {}
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"{CARD}: its front matter is not YAML ({one_line(error, 120)}); repair it") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{CARD}: its front matter is not a table of keys; repair it")
     index = values.get(INDEX) or [{"name": name, "results": []}]
-    if not isinstance(index, list) or not all(_is_indexed(model) for model in index):
+    try:
+        indexed = all(
+            isinstance(model["name"], str) and all(isinstance(result, dict) for result in model["results"])
+            for model in index
+        )
+    except (TypeError, KeyError):
+        indexed = False
+    if not indexed or not isinstance(index, list):
         raise UserError(f"{CARD}: its {INDEX} is no list of models with results; repair or remove it")
     ours = next((model for model in index if model["name"] == name), index[0])
-    others = [result for result in ours["results"] if not _is_ours(result)]
+    others = [
+        result
+        for result in ours["results"]
+        if not (isinstance(result.get("task"), dict) and result["task"].get("name") == OURS)
+    ]
     index = [model | {"results": others + results} if model is ours else model for model in index]
     newline = "\r\n" if "\r\n" in head else "\n"
     block = _yaml({INDEX: index}).replace("\n", newline)
-    around = _without_block(front)
+    lines, inside = [], False  # of the front matter without those of the model-index
+    for line in front.splitlines(keepends=True):
+        if re.match(r"[^\s#-]", line):
+            inside = re.match(rf"['\"]?{INDEX}['\"]?\s*:", line) is not None
+        if not inside or line.startswith("#"):
+            lines.append(line)
+    around = "".join(lines)
     if around and not around.endswith("\n"):
         around += newline
     expected = {key: value for key, value in values.items() if key != INDEX} | {INDEX: index}
@@ -98,61 +134,17 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
     return f"{head}{around}{block}{foot}{body}"
 
 
-def _without_block(front: str) -> str:
-    """The lines of a front matter without those of the model-index."""
-    lines, inside = [], False
-    for line in front.splitlines(keepends=True):
-        if re.match(r"[^\s#-]", line):
-            inside = re.match(rf"['\"]?{INDEX}['\"]?\s*:", line) is not None
-        if not inside or line.startswith("#"):
-            lines.append(line)
-    return "".join(lines)
-
-
-def _front_matter(text: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{CARD}: its front matter is not YAML ({one_line(error, 120)}); repair it") from None
-    if not isinstance(values, dict | None):
-        raise UserError(f"{CARD}: its front matter is not a table of keys; repair it")
-    return values or {}
-
-
-def _is_indexed(model: Any) -> bool:
-    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-        return False
-    results = model.get("results")
-    return isinstance(results, list) and all(isinstance(result, dict) for result in results)
-
-
-def _is_ours(result: dict[str, Any]) -> bool:
-    task = result.get("task")
-    return isinstance(task, dict) and task.get("name") == OURS
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return read_bytes(path, CARD_BYTES).decode()
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} is no model card: {one_line(error, 120)}") from None
-
-
-def _index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
-    """The results of a model-index, by huggingface_hub's own EvalResult."""
-    per_task = (_results(figures, model.rows[figures.task]) for figures in all_of_model)
-    # One at a time: it joins what is about the same data set.
-    return [
-        result
-        for results in per_task
-        for result in eval_results_to_model_index(model.name, results)[0]["results"]
-    ]
+def index_of(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
+    """Return the results of a model-index, by huggingface_hub's EvalResult."""
+    index = []
+    for figures in all_of_model:  # one at a time: it joins what is about the same data set
+        results = _results(figures, model.rows[figures.task])
+        index += eval_results_to_model_index(model.name, results)[0]["results"]
+    return index
 
 
 def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
-    """Accuracy and macro F1 of a task."""
+    """Return accuracy and macro F1 of a task."""
     result, hub = figures.result, rows["hub"] or {}
     groups = f", unweighted mean of {len(figures.groups)} groups" if figures.groups else ""
     fields = {
@@ -168,38 +160,15 @@ def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
     facts = {"n": figures.accuracy.n, "setting": _notes(figures, rows)}
     if figures.accuracy.stderr is not None:
         facts["stderr"] = figures.accuracy.stderr
-    return [
-        EvalResult(
-            **fields,
-            metric_type="accuracy",
-            metric_name=f"accuracy{groups}",
-            metric_value=figures.accuracy.value,
-            metric_args=facts,
-        ),
-        EvalResult(
-            **fields,
-            metric_type="f1",
-            metric_name="macro F1 over the labels",
-            metric_value=result["macro_f1"],
-            metric_args={"average": "macro", "n": figures.accuracy.n},
-        ),
-    ]
-
-
-def _entry(figures: Figures, rows: dict[str, Any]) -> EvalResultEntry | None:
-    """The entry of a benchmark's leaderboard; None for a task that is about no data set of the hub."""
-    dataset = _repository(rows)
-    if dataset is None:
-        return None
-    finished = datetime.fromtimestamp(figures.finished, UTC)
-    return EvalResultEntry(
-        dataset_id=dataset,
-        task_id=rows["hub"]["name"] or "default",
-        value=figures.accuracy.value,
-        dataset_revision=rows["hub"]["revision"] if rows["from_hub"] else None,
-        date=finished.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        notes=_notes(figures, rows),
+    average = {"average": "macro", "n": figures.accuracy.n}
+    metrics = (
+        ("accuracy", f"accuracy{groups}", figures.accuracy.value, facts),
+        ("f1", "macro F1 over the labels", result["macro_f1"], average),
     )
+    return [
+        EvalResult(**fields, metric_type=kind, metric_name=name, metric_value=value, metric_args=args)
+        for kind, name, value, args in metrics
+    ]
 
 
 def _notes(figures: Figures, rows: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from common.files import write_text
 from common.lease import Lease, held
 from common.recipe import read_written
 from common.text import counted
-from common.untrusted import is_plain_name, read_json
+from common.untrusted import is_plain_name
 from eval import store
 from eval.export.figures import all_figures
 from eval.results import Model
@@ -49,7 +49,8 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     project, run_id = _counterpart(run_dir)
     points, faults = {}, {}
     for model in models:
-        if not _is_of(model, run_dir):
+        run = model.facts.get("run")  # the directory may have been moved since
+        if not isinstance(run, str) or Path(run).name != run_dir.resolve().name:
             say(f"{model.name}: not of the run {run_dir}, therefore not sent")
             continue
         try:
@@ -67,8 +68,13 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     with held(store.lease(run_dir, SENDING)) as acquired:
         if not acquired:
             raise BusyError(f"another export sends results of {run_dir} to W&B; wait until it has ended")
-        noted = _noted(run_dir)
-        _clear(run_dir, noted.get("sending"), say)
+        noted = store.read_json(run_dir / SENT)
+        noted = noted if isinstance(noted, dict) and "sent" in noted else {"sent": {}}
+        begun = noted.get("sending")  # what a killed export left unsent would be sent beside what follows
+        if is_plain_name(begun) and str(begun).startswith(OFFLINE):
+            shutil.rmtree(run_dir / "wandb" / str(begun), ignore_errors=True)
+        elif begun:
+            say("an export was killed while it was sending: W&B may show some of its points twice")
         # The last checkpoint and the run's export are one point: the same results after the same tokens.
         due = {store.digest(point): (name, point) for name, point in points.items()}
         due = {digest: entry for digest, entry in due.items() if digest not in noted["sent"]}
@@ -98,12 +104,6 @@ def _counterpart(run_dir: Path) -> tuple[str, str]:
     return project, run_id
 
 
-def _is_of(model: Model, run_dir: Path) -> bool:
-    """Return whether the trainer made the model in this run; run directories may have been moved since."""
-    run = model.facts.get("run")
-    return isinstance(run, str) and Path(run).name == run_dir.resolve().name
-
-
 def _point(model: Model) -> dict[str, Any]:
     """Return the values that are logged of a model."""
     all_of_model = all_figures(model)
@@ -116,24 +116,6 @@ def _point(model: Model) -> dict[str, Any]:
         point[f"eval/{figures.task}/macro_f1"] = figures.result["macro_f1"]
     point["eval/mean_accuracy"] = sum(figures.accuracy.value for figures in all_of_model) / len(all_of_model)
     return {name: value for name, value in point.items() if value is not None}
-
-
-def _noted(run_dir: Path) -> dict[str, Any]:
-    try:
-        noted = read_json(run_dir / SENT)
-    except (FileNotFoundError, ValueError):
-        noted = None
-    return noted if isinstance(noted, dict) and isinstance(noted.get("sent"), dict) else {"sent": {}}
-
-
-def _clear(run_dir: Path, begun: object, say: Say) -> None:
-    """Remove what an export that was killed left unsent, so that it is not sent beside what follows."""
-    if not is_plain_name(begun):
-        return
-    if str(begun).startswith(OFFLINE):
-        shutil.rmtree(run_dir / "wandb" / str(begun), ignore_errors=True)
-    else:
-        say("an export was killed while it was sending: W&B may show some of its points twice")
 
 
 def _log(

@@ -9,12 +9,11 @@ The score depends on the number of texts, so the ceiling is beside a score of th
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def featurizer(name: str, dtype: str = "auto") -> Features:
         or name.startswith("sentence-transformers/")
         or (Path(name) / "modules.json").is_file()
     ):
-        from eval.icl.retrieve import Encoder
+        from eval.icl.encoder import Encoder
 
         return Encoder(name)
     from eval.model import EvaluatedModel
@@ -98,19 +97,13 @@ def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
     """MAUVE of two sets of features [n, d], with the paper's settings: from 0 to 1, 1 for equal ones."""
     import mauve as package
 
-    with _quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return float(package.compute_mauve(p_features=human, q_features=sampled, **SETTINGS).mauve)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """faiss warns on the process's own stderr that clusters are small, which is how MAUVE wants them."""
     sys.stderr.flush()
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)
-        yield
+        os.dup2(nothing, 2)  # faiss warns there that clusters are small, which is how MAUVE wants them
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return float(package.compute_mauve(p_features=human, q_features=sampled, **SETTINGS).mauve)
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)

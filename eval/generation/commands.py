@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.exit_codes import ExitCode
 from common.text import counted
-from eval.generation.prefixes import CORPORA, Prefixes, from_corpus, from_file, given, read_texts
+from eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -21,15 +21,7 @@ MAUVE_HELP = (
 
 def add_arguments(subparsers: Any) -> None:
     """The commands `generate` and `quality` with their arguments."""
-    _generate_arguments(
-        subparsers.add_parser("generate", help="sample text, by default from the whole distribution")
-    )
-    _quality_arguments(
-        subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
-    )
-
-
-def _generate_arguments(command: argparse.ArgumentParser) -> None:
+    command = subparsers.add_parser("generate", help="sample text, by default from the whole distribution")
     add = command.add_argument
     add("--model", required=True, help="model directory (an export) or hub id")
     add("--name", help="how results call it (its directory)")
@@ -39,17 +31,10 @@ def _generate_arguments(command: argparse.ArgumentParser) -> None:
     where.add_argument("--prefix", action="append", help="text to continue; repeatable; default: begin one")
     where.add_argument("--prefixes", type=Path, metavar="FILE", help="JSON lines with `text`, or plain lines")
     where.add_argument("--corpus", help=f"prefixes of the paper's length: {', '.join(CORPORA)}")
-    add(
-        "--prefix-words",
-        type=int,
-        default=0,
-        help="with --prefixes: words of each text that are its prefix (all)",
-    )
-    add(
-        "--data",
-        default="hub",
-        help="with --corpus: directory of FOLDER/SPLIT.jsonl or .txt[.zst], or hub (hub)",
-    )
+    text = "with --prefixes: words of each text that are its prefix (all)"
+    add("--prefix-words", type=int, default=0, help=text)
+    text = "with --corpus: directory of FOLDER/SPLIT.jsonl or .txt[.zst], or hub (hub)"
+    add("--data", default="hub", help=text)
     add("--split", default="test", help="with --corpus: train, validation or test (test)")
     add("--limit", type=int, help="evenly spaced prefixes (all)")
     add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy: 1)")
@@ -61,49 +46,44 @@ def _generate_arguments(command: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
 
-
-def _quality_arguments(command: argparse.ArgumentParser) -> None:
+    command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
     add = command.add_argument
     add("texts", nargs="+", type=Path, help="directories that generate wrote: OUT/models/NAME/generated/*")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/eval"),
-        help="results directory, for the oracle's texts (runs/eval)",
-    )
+    text = "results directory, for the oracle's texts (runs/eval)"
+    add("--out", type=Path, default=Path("runs/eval"), help=text)
     add("--oracle", help="model whose perplexity of the samples is measured, and of its own beside it")
     add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
     add("--mauve", metavar="FEATURIZER", help=MAUVE_HELP)
-    add(
-        "--test", type=Path, metavar="FILE", help="texts for PPL_test and cross-entropy (those of the corpus)"
-    )
+    text = "texts for PPL_test and cross-entropy (those of the corpus)"
+    add("--test", type=Path, metavar="FILE", help=text)
     add("--protocol", default="paper", help="paper, or released: as the authors' scripts compare texts")
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Run `generate` or `quality`; returns the exit code."""
+    say(f"{args.command}: loading libraries")
     return (_generate if args.command == "generate" else _quality)(args, say)
-
-
-def _prefixes(args: argparse.Namespace) -> Prefixes:
-    if args.prefix_words < 0:
-        raise UserError(f"--prefix-words {args.prefix_words} must not be negative")
-    if args.prefix_words and not args.prefixes:
-        raise UserError("--prefix-words goes with --prefixes FILE")
-    if args.prefixes:
-        return from_file(args.prefixes, args.prefix_words, args.limit)
-    if args.corpus:
-        return from_corpus(args.corpus, args.data, args.split, args.limit)
-    return given(args.prefix)
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     from eval.generation.decoding import Decoding
 
     decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
-    seeds = _numbers("--seeds", args.seeds)
-    prefixes = _prefixes(args)
+    try:
+        seeds = tuple(int(part) for part in args.seeds.split(","))
+    except ValueError:
+        raise UserError(f"--seeds {args.seeds!r} must be whole numbers with commas between them") from None
+    if args.prefix_words < 0:
+        raise UserError(f"--prefix-words {args.prefix_words} must not be negative")
+    if args.prefix_words and not args.prefixes:
+        raise UserError("--prefix-words goes with --prefixes FILE")
+    if args.prefixes:
+        prefixes = from_file(args.prefixes, args.prefix_words, args.limit)
+    elif args.corpus:
+        prefixes = from_corpus(args.corpus, args.data, args.split, args.limit)
+    else:
+        prefixes = given(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.tokens is None else args.tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
     from eval.generation.records import ABOUT, Generation, Plan
@@ -143,10 +123,3 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     measured = [measure(texts, request, args.out, say) for texts in sampled]
     say("\n".join(write(measured, args.texts)))
     return ExitCode.DONE
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"{option} {text!r} must be whole numbers with commas between them") from None

@@ -5,7 +5,7 @@ Nats, summed in float64. A model that gives anything but numbers is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from eval.generation.tokens import context_of, split_ids
-from eval.icl.batching import DENSE_CPU, DENSE_GPU, Limits
-from eval.icl.layout import Item
+from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
 from eval.icl.prefix_scorer import PrefixScorer
 from eval.icl.scores import NotFiniteError
 from eval.model import EvaluatedModel
@@ -45,8 +44,13 @@ class Likelihood(NamedTuple):
 
 
 def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
-    """-log p of every continuation after its prompt, both token ids; a long prompt is fed once."""
-    _require_room(model, max((len(p) + len(c) for p, c in pairs), default=0))
+    """Return -log p of every continuation after its prompt, both token ids; a long prompt is fed once."""
+    limit, longest = context_of(model), max((len(p) + len(c) for p, c in pairs), default=0)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
+            "generate shorter ones (--tokens), or take another model"
+        )
     try:
         nll = continuation_nll(model.scorer, pairs)
     except NotFiniteError as error:
@@ -61,42 +65,19 @@ def continuation_nll(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(tuple(prompt), []).append(i)
-    parts = [
-        members[i : i + step]
-        for prompt, members in groups.items()
-        for step in [_sharing(len(prompt), [len(pairs[i][1]) for i in members])]
-        for i in range(0, len(members), step)
-    ]
-    items = [
-        Item(
-            np.array(pairs[part[0]][0], dtype=np.int64), [np.array(pairs[i][1], dtype=np.int64) for i in part]
-        )
-        for part in parts
-    ]
+    parts = []
+    for prompt, members in groups.items():
+        # So many continuations share a row with their prompt; long rows cost more than they save.
+        step = int(min(TAILS, max(1, len(prompt) // max(1, *(len(pairs[i][1]) for i in members)))))
+        parts += [members[i : i + step] for i in range(0, len(members), step)]
+    items = []
+    for part in parts:
+        tails = [np.array(pairs[i][1], dtype=np.int64) for i in part]
+        items.append(Item(np.array(pairs[part[0]][0], dtype=np.int64), tails))
     nll = np.zeros(len(pairs))
     for part, score in zip(parts, scorer.score(items), strict=True):
         nll[part] = score.tails
     return nll
-
-
-def _sharing(prompt: int, lengths: Sequence[int]) -> int:
-    """Return how many continuations share a row with their prompt; long rows cost more than they save."""
-    return int(min(TAILS, max(1, prompt // max(1, *lengths))))
-
-
-def _padded(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[np.ndarray, Tensor]:
-    """Ids [B, T], padded on the right, and which of [B, T - 1] places predict something from `starts` on."""
-    width = max(map(len, rows))
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    scored = torch.zeros(len(rows), width - 1, dtype=torch.bool)
-    for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        ids[r, : len(row)], scored[r, start : len(row) - 1] = row, True
-    return ids, scored
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    """Rows whose temporaries stay in a processor's cache."""
-    return max(1, CACHED // (4 * logits.shape[-1])) if logits.device.type == "cpu" else len(logits)
 
 
 def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
@@ -147,51 +128,37 @@ def side_by_side(
     """
     if any(len(row) < 2 for row in rows):
         raise ValueError("a row with fewer than two tokens predicts nothing")
+    device = next(p_model.parameters()).device
+    on_cpu = device.type == "cpu"
+    vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in (p_model, q_model))
+    room = (LOGITS_CPU if on_cpu else LOGITS_GPU) // (4 * vocabulary)
+    limits = Limits(room, DENSE_CPU if on_cpu else DENSE_GPU)
     totals: dict[str, np.ndarray] = {}
-    for part in _batches(rows, p_model, q_model):
-        ids, valid = _padded([rows[i] for i in part], [0] * len(part))
-        p, q = (_logits(model, ids[:, :-1]) for model in (p_model, q_model))
+    for part in limits.batches({i: len(row) for i, row in enumerate(rows)}):
+        # Padding is on the right, where a causal model does not see it: no mask is needed.
+        width = max(len(rows[i]) for i in part) - 1
+        ids, valid = (
+            np.zeros((len(part), width), dtype=np.int64),
+            torch.zeros(len(part), width, dtype=torch.bool),
+        )
+        for r, i in enumerate(part):
+            count = len(rows[i]) - 1
+            ids[r, :count], valid[r, :count] = rows[i][:-1], True
+        batch = torch.from_numpy(ids).to(device)
+        p, q = (m(input_ids=batch, use_cache=False).logits.flatten(0, 1) for m in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
-        positions = valid.flatten().nonzero()[:, 0].to(p.device).split(_rows_at_once(p))
+        step = max(1, CACHED // (4 * p.shape[-1])) if on_cpu else len(p)
         chunks = [
-            measure(p[chunk_positions, :shared].float(), q[chunk_positions, :shared].float())
-            for chunk_positions in positions
+            measure(p[positions, :shared].float(), q[positions, :shared].float())
+            for positions in valid.flatten().nonzero()[:, 0].to(device).split(step)
         ]
-        measures = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
-        for name, values in measures.items():
+        for name in chunks[0]:
+            values = torch.cat([chunk[name] for chunk in chunks]).cpu().numpy()
             total = totals.setdefault(name, np.zeros(len(rows)))
-            total += np.bincount(owner, weights=values.cpu().numpy(), minlength=len(rows))
+            total += np.bincount(owner, weights=values, minlength=len(rows))
     counts = np.array([len(row) - 1 for row in rows])
     means = {name: total / counts for name, total in totals.items()}
     if not all(np.isfinite(values).all() for values in means.values()):
         raise UserError("a model gives probabilities that are not numbers (NaN or infinite weights?)")
     return means
-
-
-def _logits(model: Any, ids: np.ndarray) -> Tensor:
-    """[positions, V] of a batch.
-
-    Padding is on the right, where a causal model does not see it: no mask is needed.
-    """
-    device = next(model.parameters()).device
-    logits: Tensor = model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
-    return logits.flatten(0, 1)
-
-
-def _batches(rows: Sequence[Sequence[int]], *models: Any) -> Iterator[list[int]]:
-    """Rows of similar length together, longest first, as many as the room for logits allows."""
-    gpu = next(models[0].parameters()).device.type != "cpu"
-    vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in models)
-    room = (LOGITS_GPU if gpu else LOGITS_CPU) // (4 * vocabulary)
-    limits = Limits(room, DENSE_GPU if gpu else DENSE_CPU)
-    return limits.batches({i: len(row) for i, row in enumerate(rows)})
-
-
-def _require_room(model: EvaluatedModel, longest: int) -> None:
-    limit = context_of(model)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
-            "generate shorter ones (--tokens), or take another model"
-        )

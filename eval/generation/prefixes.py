@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,49 +89,49 @@ def corpus_texts(name: str, data: str, split: str) -> tuple[list[str], str]:
         raise UserError(f"--corpus {name!r} is not known; {nearest(name, CORPORA)}")
     corpus = CORPORA[name]
     if data == "hub":
-        texts, where = _hub_texts(name, corpus, split)
+        from datasets import load_dataset
+
+        if corpus.hub is None:
+            needed = f"{corpus.folders[0]}/{split}.jsonl"
+            raise UserError(f"corpus {name} is not on the hub; give --data DIRECTORY with {needed}")
+        where = f"{corpus.hub[0]} {split}"
+        try:
+            texts = [text.strip() for text in load_dataset(*corpus.hub, split=split)["text"]]
+        except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
+            cause = one_line(error, 200)
+            raise UserError(f"cannot load {where} from the hub ({cause}); give --data DIRECTORY") from None
+    elif not Path(data).is_dir():
+        raise UserError(f"--data {data} is not a directory")
     else:
-        path = _find(Path(data), name, corpus, split)
+        candidates = (
+            directory / f"{split}{ending}"
+            for folder in corpus.folders
+            for directory in (Path(data) / folder, *sorted(Path(data).glob(f"*/{folder}")))
+            for ending in (".jsonl", ".txt", ".jsonl.zst", ".txt.zst")
+        )
+        path = next(filter(Path.is_file, candidates), None)
+        if path is None:
+            folders = " or ".join(corpus.folders)
+            raise UserError(f"corpus {name}: no {folders} with {split}.jsonl or .txt (or .zst) under {data}")
         texts, where = list(read_texts(path)), str(path)
     return [t for t in texts if t and not HEADING.fullmatch(t)], where
 
 
-def _find(data: Path, name: str, corpus: Corpus, split: str) -> Path:
-    if not data.is_dir():
-        raise UserError(f"--data {data} is not a directory")
-    for folder in corpus.folders:
-        for directory in (data / folder, *sorted(data.glob(f"*/{folder}"))):
-            for ending in (".jsonl", ".txt", ".jsonl.zst", ".txt.zst"):
-                path = directory / f"{split}{ending}"
-                if path.is_file():
-                    return path
-    folders = " or ".join(corpus.folders)
-    raise UserError(f"corpus {name}: no {folders} with {split}.jsonl or {split}.txt (or .zst) under {data}")
-
-
-def _hub_texts(name: str, corpus: Corpus, split: str) -> tuple[list[str], str]:
-    from datasets import load_dataset
-
-    if corpus.hub is None:
-        raise UserError(
-            f"corpus {name} is not on the hub; give --data DIRECTORY with {corpus.folders[0]}/{split}.jsonl"
-        )
-    where = f"{corpus.hub[0]} {split}"
-    try:
-        rows = load_dataset(*corpus.hub, split=split)["text"]
-    except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
-        cause = one_line(error, 200)
-        raise UserError(f"cannot load {where} from the hub ({cause}); give --data DIRECTORY") from None
-    return [text.strip() for text in rows], where
-
-
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:
-    """The texts of a file (maybe .zst), stripped: `field` of JSON lines (.jsonl, .json), else its lines."""
+    """Yield the stripped texts of a file (maybe .zst): `field` of JSON lines (.jsonl, .json), or lines."""
     for number, line in enumerate(content(path).split("\n"), start=1):
         if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
             yield line.strip()
         elif line.strip():
-            yield _field(line, field, f"{path} line {number}").strip()
+            try:
+                row: Any = parse_json(line)
+            except ValueError as error:
+                reason = getattr(error, "msg", one_line(error, 120))
+                raise UserError(f"{path} line {number} is not JSON: {reason}") from None
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                hint = nearest(field, row) if isinstance(row, dict) else "it is not an object"
+                raise UserError(f"{path} line {number}: no text in {field!r}; {hint}")
+            yield row[field].strip()
 
 
 def content(path: Path) -> str:
@@ -139,17 +139,6 @@ def content(path: Path) -> str:
     if not path.is_file():
         raise UserError(f"{path} is not a file")
     return read_text(path)
-
-
-def _field(line: str, field: str, where: str) -> str:
-    try:
-        row: Any = parse_json(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {getattr(error, 'msg', one_line(error, 120))}") from None
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        hint = nearest(field, row) if isinstance(row, dict) else "it is not an object"
-        raise UserError(f"{where}: no text in {field!r}; {hint}")
-    return row[field]
 
 
 def split_words(text: str, words: int) -> tuple[str, str]:
@@ -182,5 +171,4 @@ def _limited(prefixes: Prefixes, limit: int | None, where: str) -> Prefixes:
         return prefixes
     chosen = [i * n // limit for i in range(limit)]
     references = None if prefixes.references is None else [prefixes.references[i] for i in chosen]
-    texts = [prefixes.texts[i] for i in chosen]
-    return Prefixes(prefixes.name, texts, references, prefixes.tokens, prefixes.words, prefixes.short)
+    return replace(prefixes, texts=[prefixes.texts[i] for i in chosen], references=references)

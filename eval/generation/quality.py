@@ -14,6 +14,7 @@ on the same ones; measures of whole sets of texts (MAUVE, distinct n-grams) have
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,52 @@ import numpy as np
 
 from common.errors import UserError, nearest
 from eval import store
-from eval.generation import closeness, likelihood, text_metrics
+from eval.generation import closeness, likelihood
 from eval.generation.decoding import Decoding
 from eval.generation.likelihood import Likelihood
 from eval.generation.prefixes import Prefixes
 from eval.generation.records import Generation, Plan, Record, read_records
 from eval.generation.tokens import context_of, split_ids
 from eval.model import EvaluatedModel
-from eval.stats import Estimate, ratio, student
+from eval.stats import Estimate, Interval, ratio, student
 
+ROUGE = ("rouge1", "rougeL")
 PROTOCOLS = ("paper", "released")
 QUALITY = "quality.json"
 FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
 VERSION = 2
 
 Say = Callable[[str], None]
+
+
+def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
+    """The n-grams of a text's words, in order, repeated ones repeatedly."""
+    words = text.split()
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def distinct(texts: Sequence[str], n: int) -> float:
+    """Different n-grams of all texts together by the number of n-grams; 0 when there are none.
+
+    It falls with the amount of text: compare equal numbers of texts of equal length only.
+    """
+    counts = Counter(gram for text in texts for gram in ngrams(text, n))
+    return len(counts) / counts.total() if counts else 0.0
+
+
+def repetition(text: str, n: int) -> float | None:
+    """Return the share of a text's n-grams that it has had before; None where it has no n-gram."""
+    grams = ngrams(text, n)
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return F-measures of ROUGE-1 and ROUGE-L of every pair, as rouge-score computes them; from 0 to 1."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(ROUGE))
+    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    return {name: [float(score[name].fmeasure) for score in scores] for name in ROUGE}
 
 
 @dataclass(frozen=True)
@@ -117,22 +149,19 @@ def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
         for seed in dict.fromkeys(seeds)
     ]
-    interval = student(means)
-    low, high = (interval.low, interval.high) if interval else (None, None)
-    return {"mean": float(np.mean(means)), "low": low, "high": high, "n": len(means), "unit": "seeds"}
+    return _described(float(np.mean(means)), student(means), len(means), "seeds")
 
 
 def shown(estimate: Estimate, unit: str, transform: Callable[[float], float] = float) -> dict[str, Any]:
     """Return an estimate with its interval over prefixes or texts. transform: what of it is meant."""
-    interval = estimate.interval()
+    return _described(estimate.value, estimate.interval(), len(estimate.parts), unit, transform)
+
+
+def _described(
+    value: float, interval: Interval | None, n: int, unit: str, transform: Callable[[float], float] = float
+) -> dict[str, Any]:
     low, high = (transform(interval.low), transform(interval.high)) if interval else (None, None)
-    return {
-        "mean": transform(estimate.value),
-        "low": low,
-        "high": high,
-        "n": len(estimate.parts),
-        "unit": unit,
-    }
+    return {"mean": transform(value), "low": low, "high": high, "n": n, "unit": unit}
 
 
 @dataclass(frozen=True)
@@ -152,21 +181,21 @@ def measure(sampled: Sampled, request: Wanted, out: Path, say: Say) -> Measured:
         )
     if request.mauve:
         closeness.require_texts(len(sampled.humans), len(sampled.humans))
-    estimates = _of_texts(sampled)
-    result: dict[str, Any] = {"version": VERSION, "protocol": request.protocol, "of": sampled.about}
-    result |= _texts(sampled, estimates)
+    texts, estimates = _texts(sampled)
+    result: dict[str, Any] = {"version": VERSION, "protocol": request.protocol, "of": sampled.about} | texts
     if request.mauve:
-        result["mauve"] = _mauve(sampled, request)
+        result["mauve"] = _mauve(sampled, request.mauve, request)
     if sampled.has_humans:
-        scores = text_metrics.rouge(*_pairs(sampled, sampled.records, request.protocol))
-        rouge = {name: ratio(values, None, sampled.clusters) for name, values in scores.items()}
-        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in rouge.items()}
-        estimates |= rouge
+        overlaps = rouge(*_pairs(sampled, sampled.records, request.protocol))
+        shares = {name: ratio(values, None, sampled.clusters) for name, values in overlaps.items()}
+        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in shares.items()}
+        estimates |= shares
     if request.oracle:
-        result |= _oracle(sampled, request, out, say, estimates)
-    human = request.test or (
-        [r["prefix"] + r["reference"] for r in sampled.humans] if sampled.has_humans else None
-    )
+        of_oracle, estimates["nats_per_token"] = _oracle(sampled, request.oracle, request.dtype, out, say)
+        result |= of_oracle
+    human = request.test
+    if human is None and sampled.has_humans:
+        human = [record["prefix"] + record["reference"] for record in sampled.humans]
     if human:
         result |= _recall(sampled, request, human)
     elif request.reference:
@@ -197,7 +226,7 @@ def write(measured: Sequence[Measured], directories: Sequence[Path]) -> list[str
 
     The others are compared with the first.
     """
-    lines = table([current.result for current in measured])
+    lines = _table("texts of", [(_title(current.result), _cells(current.result)) for current in measured])
     rows = []
     for number, (current, directory) in enumerate(zip(measured, directories, strict=True)):
         result = current.result
@@ -212,37 +241,33 @@ def write(measured: Sequence[Measured], directories: Sequence[Path]) -> list[str
     return lines + (_table("less the first, paired by prefix", rows) if rows else [])
 
 
-def _of_texts(sampled: Sampled) -> dict[str, Estimate]:
-    """Return the measures that every text has a value of."""
+def _texts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Estimate]]:
+    """Return (variety, repetition and length; of the human texts too; the estimates among them by name)."""
     records, clusters = sampled.records, sampled.clusters
     estimates = {
         name: ratio([float(r[name]) for r in records], None, clusters) for name in ("tokens", "ended")
     }
     estimates["words"] = ratio([len(r["text"].split()) for r in records], None, clusters)
     for n in (2, 3, 4):
-        shares = [text_metrics.repetition(r["text"], n) for r in records]
+        shares = [repetition(r["text"], n) for r in records]
         weights = [float(share is not None) for share in shares]
         if any(weights):
             estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
-    return estimates
-
-
-def _texts(sampled: Sampled, estimates: dict[str, Estimate]) -> dict[str, Any]:
-    """Return variety, repetition and length; of the human texts variety and repetition too."""
-    draws = [(seed, [r["text"] for r in records]) for seed, records in sampled.draws()]
+    draws = [(seed, [r["text"] for r in part]) for seed, part in sampled.draws()]
     text = {
-        f"distinct_{n}": by_seed([s for s, _ in draws], [text_metrics.distinct(t, n) for _, t in draws])
-        for n in (1, 2, 3)
+        f"distinct_{n}": by_seed([s for s, _ in draws], [distinct(t, n) for _, t in draws]) for n in (1, 2, 3)
     }
     result: dict[str, Any] = {"text": text | {k: shown(e, sampled.unit) for k, e in estimates.items()}}
     if sampled.has_humans:
         humans = [r["human"] for r in sampled.humans]
-        result["human_text"] = {f"distinct_{n}": text_metrics.distinct(humans, n) for n in (1, 2, 3)}
+        of_people = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
         for n in (2, 3, 4):
-            shares = [share for text in humans if (share := text_metrics.repetition(text, n)) is not None]
-            result["human_text"][f"repetition_{n}"] = float(np.mean(shares)) if shares else 0.0
-        result["human_text"]["words"] = float(np.mean([len(text.split()) for text in humans]))
-    return result
+            shares = [repetition(human, n) for human in humans]
+            counted = [share for share in shares if share is not None]
+            of_people[f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
+        of_people["words"] = float(np.mean([len(human.split()) for human in humans]))
+        result["human_text"] = of_people
+    return result, estimates
 
 
 def _pairs(sampled: Sampled, records: list[Record], protocol: str) -> tuple[list[str], list[str]]:
@@ -251,28 +276,22 @@ def _pairs(sampled: Sampled, records: list[Record], protocol: str) -> tuple[list
     return [text for text, _ in both], [human for _, human in both]
 
 
-def _mauve(sampled: Sampled, request: Wanted) -> dict[str, Any]:
-    assert request.mauve is not None
-    features = closeness.featurizer(request.mauve, request.dtype)
-    draws = sampled.draws()
-    seeds = [seed for seed, _ in draws]
+def _mauve(sampled: Sampled, featurizer: str, request: Wanted) -> dict[str, Any]:
+    features, draws = closeness.featurizer(featurizer, request.dtype), sampled.draws()
     human = features(_pairs(sampled, draws[0][1], request.protocol)[1])
-    closeness_scores = closeness.beside_ceiling(
-        human, [features(_pairs(sampled, records, request.protocol)[0]) for _, records in draws]
+    texts = [features(_pairs(sampled, records, request.protocol)[0]) for _, records in draws]
+    result = closeness.beside_ceiling(human, texts)
+    seeds = [seed for seed, _ in draws]
+    return (
+        result
+        | {name: by_seed(seeds, result[name]) for name in ("score", "half")}
+        | {"featurizer": featurizer}
     )
-    return closeness_scores | {
-        "score": by_seed(seeds, closeness_scores["score"]),
-        "half": by_seed(seeds, closeness_scores["half"]),
-        "featurizer": request.mauve,
-    }
 
 
-def _oracle(
-    sampled: Sampled, request: Wanted, out: Path, say: Say, estimates: dict[str, Estimate]
-) -> dict[str, Any]:
-    """Return PPL_oracle of the samples, and of as many of the oracle's own after the same prefixes."""
-    assert request.oracle is not None
-    oracle = EvaluatedModel(request.oracle, dtype=request.dtype)
+def _oracle(sampled: Sampled, path: str, dtype: str, out: Path, say: Say) -> tuple[dict[str, Any], Estimate]:
+    """Return PPL_oracle of the samples and of as many of the oracle's own after the same prefixes."""
+    oracle = EvaluatedModel(path, dtype=dtype)
     about = sampled.about
     prefixes = Prefixes(about["corpus"], [r["prefix"] for r in sampled.humans], None)
     plan = Plan(prefixes, Decoding(), about["tokens"], about["samples"], tuple(about["seeds"]))
@@ -282,12 +301,12 @@ def _oracle(
         continuations_under(oracle, records, tokenizer).estimate(sampled.clusters)
         for records, tokenizer in ((sampled.records, about["tokenizer"]), (floor, oracle.tokenizer_digest))
     )
-    estimates["nats_per_token"] = of_samples
-    return {
-        "oracle": {"path": request.oracle, "weights": oracle.digest},
+    result = {
+        "oracle": {"path": path, "weights": oracle.digest},
         "ppl_oracle": _perplexity(of_samples, sampled.unit),
         "ppl_oracle_floor": _perplexity(of_floor, sampled.unit),
     }
+    return result, of_samples
 
 
 def _perplexity(nats: Estimate, unit: str) -> dict[str, Any]:
@@ -334,16 +353,15 @@ def _recall(sampled: Sampled, request: Wanted, human: list[str]) -> dict[str, An
         }
     }
     if request.reference:
-        result["cross_entropy"] = _cross_entropy(model, request, human)
+        result["cross_entropy"] = _cross_entropy(model, request.reference, request.dtype, human)
     return result
 
 
-def _cross_entropy(model: EvaluatedModel, request: Wanted, human: list[str]) -> dict[str, Any]:
-    assert request.reference is not None
-    reference = EvaluatedModel(request.reference, dtype=request.dtype)
+def _cross_entropy(model: EvaluatedModel, path: str, dtype: str, human: list[str]) -> dict[str, Any]:
+    reference = EvaluatedModel(path, dtype=dtype)
     if reference.tokenizer_digest != model.tokenizer_digest:
         raise UserError(
-            f"--reference {request.reference} has another tokenizer than {model.given}; their next-token "
+            f"--reference {path} has another tokenizer than {model.given}; their next-token "
             "distributions cannot be compared"
         )
     limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
@@ -358,7 +376,7 @@ def _cross_entropy(model: EvaluatedModel, request: Wanted, human: list[str]) -> 
         "forward": intervals["forward"]["mean"],
         "reverse": intervals["reverse"]["mean"],
         "intervals": intervals,
-        "reference": {"path": request.reference, "weights": reference.digest},
+        "reference": {"path": path, "weights": reference.digest},
         "texts": len(rows),
     }
 
@@ -372,11 +390,6 @@ def _not_a_number(value: Any, name: str = "") -> str | None:
     else:
         return name if isinstance(value, float) and not math.isfinite(value) else None
     return next((bad for bad in names if bad), None)
-
-
-def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table: one row per set of texts, one column per measure that any of them has."""
-    return _table("texts of", [(_title(result), _cells(result)) for result in results])
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from tqdm import tqdm
 
 from common.errors import UserError, one_line
@@ -25,9 +24,9 @@ from eval import store
 from eval.generation.decoding import Decoding
 from eval.generation.prefixes import Prefixes
 from eval.generation.sampling import BATCH, Request, Sampler
-from eval.generation.tokens import context_of, end_ids, prompt_ids, split_ids, text_after
+from eval.generation.tokens import context_of, end_ids, identity_of, prompt_ids, split_ids, text_after
 from eval.model import EvaluatedModel
-from eval.results import SAMPLES, Count, Stored
+from eval.results import MODELS, SAMPLES
 
 CHUNK = 256  # texts; what a killed process loses at most
 SHOWN = 16  # texts kept for the report
@@ -71,7 +70,14 @@ class Generation:
         self.out = out
         self.computed = 0
         self.prompts = [prompt_ids(model, text) for text in plan.prefixes.texts]
-        self._require_room()
+        context = context_of(model)
+        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        count = len(self.prompts[longest])
+        if context is not None and count + plan.tokens > context:
+            raise UserError(
+                f"prefix {longest} has {count} tokens and --tokens is {plan.tokens}, together more than "
+                f"the context of {model.given}, {context} tokens; shorten one of them"
+            )
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -80,7 +86,7 @@ class Generation:
     @property
     def directory(self) -> Path:
         """Return where the records of this model, corpus and decoding are."""
-        return self.out / "models" / self.model.name / "generated" / self.plan.name
+        return self.out / MODELS / self.model.name / "generated" / self.plan.name
 
     def run(self, publish: bool = True) -> list[Record]:
         """All records, sampled or found; with `publish` in their file too."""
@@ -89,55 +95,53 @@ class Generation:
         label = f"{self.model.name} {plan.name}"
         with tqdm(total=total, desc=label, unit="text", disable=None) as bar:
             for seed in plan.seeds:
-                records += self._of_seed(seed, bar)
+                identity = {
+                    "generation": VERSION,
+                    **identity_of(self.model, plan.decoding, plan.batch),
+                    "prompts": store.digest(self.prompts),
+                    "prefixes": plan.prefixes.digest,
+                    "tokens": plan.tokens,
+                    "samples": plan.samples,
+                    "seed": seed,
+                }
+                entry = store.Entry(self.out / store.STORE, identity)
+                count = len(self.prompts) * plan.samples
+                records += store.complete(entry, count, CHUNK, partial(self._sample, seed, bar), bar.update)
         if publish:
             self._write(records)
         return records
 
     def _write(self, records: list[Record]) -> None:
-        text = "".join(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in records)
-        store.replace(self.directory / RECORDS, text)
-        store.replace(self.directory / ABOUT, store.dump(self._about(records)))
-        if self.plan.decoding.unbiased:
-            self._show(records)
-
-    def _require_room(self) -> None:
-        context = context_of(self.model)
-        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        count = len(self.prompts[longest])
-        if context is not None and count + self.plan.tokens > context:
-            raise UserError(
-                f"prefix {longest} has {count} tokens and --tokens is {self.plan.tokens}, together more than "
-                f"the context of {self.model.given}, {context} tokens; shorten one of them"
-            )
-
-    def _identity(self, seed: int) -> dict[str, Any]:
         plan = self.plan
-        # In half precision the batch may decide close calls, see `sampling`.
-        batch = None if self.model.model.dtype.itemsize >= 4 else plan.batch
-        return {
-            "generation": VERSION,
+        text = "".join(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in records)
+        about = {
+            "model": self.model.name,
+            "path": self.model.given,
             "weights": self.model.digest,
-            "generation_config": self.model.generation_digest,
             "dtype": str(self.model.model.dtype),
             "tokenizer": self.model.tokenizer_digest,
-            "prompts": store.digest(self.prompts),
-            "prefixes": plan.prefixes.digest,
-            "ends": sorted(self.sampler.ends),
-            "decoding": asdict(plan.decoding),
+            "corpus": plan.prefixes.name,
+            "prefix_words": plan.prefixes.words,
+            "prefixes": len(self.prompts),
+            "decoding": asdict(plan.decoding) | {"name": plan.decoding.name},
             "tokens": plan.tokens,
             "samples": plan.samples,
-            "seed": seed,
-            "batch": batch,
+            "seeds": list(plan.seeds),
+            "records": len(records),
         }
+        store.replace(self.directory / RECORDS, text)
+        store.replace(self.directory / ABOUT, store.dump(about))
+        if plan.decoding.unbiased:
+            names = ("prefix", "text", "ended", "tokens")
+            view = {
+                "weights": self.model.digest,
+                "seed": plan.seeds[0],
+                "max_tokens": plan.tokens,
+                "samples": [{name: record[name] for name in names} for record in records[:SHOWN]],
+            }
+            store.replace(self.out / MODELS / self.model.name / SAMPLES, store.dump(view))
 
-    def _of_seed(self, seed: int, bar: Any) -> list[Record]:
-        """Records of a seed: the missing chunks that nobody else is at, until all are there."""
-        entry = store.Entry(self.out / store.STORE, self._identity(seed))
-        count = len(self.prompts) * self.plan.samples
-        return store.complete(entry, count, CHUNK, lambda rows: self._sample(seed, rows, bar), bar.update)
-
-    def _sample(self, seed: int, numbers: range, bar: Any) -> list[Record]:
+    def _sample(self, seed: int, bar: Any, numbers: range) -> list[Record]:
         """Records of some continuations; number n is sample n % samples of prefix n // samples."""
         plan = self.plan
         draws = [divmod(n, plan.samples) for n in numbers]
@@ -171,80 +175,17 @@ class Generation:
         start, ids = split_ids(self.model.tokenizer, text, reference)
         return text_after(self.model.tokenizer, start, ids[: self.plan.tokens])
 
-    def _about(self, records: list[Record]) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "model": self.model.name,
-            "path": self.model.given,
-            "weights": self.model.digest,
-            "dtype": str(self.model.model.dtype),
-            "tokenizer": self.model.tokenizer_digest,
-            "corpus": plan.prefixes.name,
-            "prefix_words": plan.prefixes.words,
-            "prefixes": len(self.prompts),
-            "decoding": asdict(plan.decoding) | {"name": plan.decoding.name},
-            "tokens": plan.tokens,
-            "samples": plan.samples,
-            "seeds": list(plan.seeds),
-            "records": len(records),
-        }
-
-    def _show(self, records: list[Record]) -> None:
-        examples = [{key: r[key] for key in ("prefix", "text", "ended", "tokens")} for r in records[:SHOWN]]
-        view = {
-            "weights": self.model.digest,
-            "seed": self.plan.seeds[0],
-            "max_tokens": self.plan.tokens,
-            "samples": examples,
-        }
-        store.replace(self.out / "models" / self.model.name / SAMPLES, store.dump(view))
-
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
-    """(about, records) of a directory that `Generation` wrote."""
+    """Return (about, records) of a directory that `Generation` wrote."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}; make it with: python -m eval generate")
     try:
         about = read_json(directory / ABOUT)
         records = [parse_json(line) for line in read_text(directory / RECORDS).split("\n") if line]
-    except (OSError, ValueError) as error:
+        written = about["records"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{directory} is damaged ({one_line(error, 120)}); generate again") from None
-    whole = About.fits(about) and records and all(map(Written.fits, records))
-    if not whole or len({frozenset(record.keys() & {"reference", "human"}) for record in records}) > 1:
-        raise UserError(f"{directory} is damaged: it does not hold what generate writes; generate again")
-    if len(records) != about["records"]:
-        raise UserError(
-            f"{directory}: {len(records)} records where {about['records']} were written; generate again"
-        )
+    if not records or len(records) != written:
+        raise UserError(f"{directory}: {len(records)} records where {written} were written; generate again")
     return about, records
-
-
-class About(Stored):
-    """about.json, as far as the measures read it."""
-
-    model: str
-    path: str
-    weights: str
-    tokenizer: str
-    corpus: str
-    prefix_words: Count
-    tokens: Count
-    samples: Count
-    seeds: Annotated[list[Count], Field(min_length=1)]
-    decoding: dict[str, Any]
-    records: Count
-
-
-class Written(Stored):
-    """A line of records.jsonl."""
-
-    seed: Count
-    prefix_number: Count
-    sample: Count
-    prefix: str
-    text: str
-    ids: list[Count]
-    ended: bool
-    tokens: Count
-    reference: str = ""
-    human: str = ""

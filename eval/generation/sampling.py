@@ -1,31 +1,47 @@
-"""Continuations of token sequences, in batches: rows leave when they end, and new ones take their place.
+"""Continuations of token sequences by transformers' `generate`, with random numbers and rounding of our own.
 
-What a continuation says depends on the weights, its prompt, its seed and the decoding, and on nothing else:
-not on the batch size, not on its neighbours, not on the order of the work. See `choice` for how; it holds
-where the arithmetic is float32. In half precision the logits of different batch shapes differ by too much to
-decide every close call anew, so there a text may change with the batch.
+A text depends on the weights, its prompt, its seed and the decoding, and on nothing else: not on the batch
+size, its neighbours or the order of the work. Every (row, step) has its own random numbers. A token is found
+by walking down a binary tree over the vocabulary: at every node a uniform number decides between the halves
+by their probabilities (float64 sums of float32 weights). That is sampling from the distribution, like one
+search in the cumulated distribution, but with log2(V) comparisons instead of V boundaries: the chance that a
+comparison is closer than rounding error can decide does not grow with the vocabulary.
+
+Logits of the same row differ in their last digits with the shape of the batch. Where that could change the
+token, it is decided anew from a forward of the row alone. This holds where the arithmetic is float32. In half
+precision the logits of different batch shapes differ by too much to decide every close call anew, so there a
+text may change with the batch.
 """
 
 from __future__ import annotations
 
-import inspect
+import hashlib
+import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from common.errors import UserError
-from eval.generation import choice
 from eval.generation.decoding import Decoding
-from eval.generation.kv_cache import RowCache
 
 BATCH = 64
-IDLE = 8  # rows are replaced when one of so many has ended: copying the cache costs about a step
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
+# Larger than the difference between two batch shapes, relative to the largest logit; see `tolerance`.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-13}
 
 
 @dataclass(frozen=True)
@@ -46,27 +62,6 @@ class Continuation:
 
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
-
-
-@dataclass
-class _Rows:
-    """The running batch: one entry per row in every field."""
-
-    requests: list[int]  # places in the list of requests
-    lengths: Tensor  # tokens in the cache
-    pending: Tensor  # int64 [B]: chosen, not yet fed
-    random: Tensor  # float64 [B, tokens, depth]
-    alive: list[bool]
-
-    def keep(self, rows: list[int]) -> _Rows:
-        index = torch.tensor(rows, dtype=torch.int64, device=self.lengths.device)
-        requests, alive = [self.requests[i] for i in rows], [self.alive[i] for i in rows]
-        return _Rows(requests, self.lengths[index], self.pending[index], self.random[index], alive)
-
-    def joined(self, other: _Rows) -> _Rows:
-        lengths = torch.cat([self.lengths, other.lengths])
-        pending, random = torch.cat([self.pending, other.pending]), torch.cat([self.random, other.random])
-        return _Rows(self.requests + other.requests, lengths, pending, random, self.alive + other.alive)
 
 
 class Sampler:
@@ -91,12 +86,8 @@ class Sampler:
         self.batch = batch
         self.checked = 0.0
         self.redone = 0
-        self._device = next(model.parameters()).device
-        self._dtype = next(model.parameters()).dtype
-        self._exact = self._dtype in (torch.float32, torch.float64)
-        accepted = inspect.signature(model.forward).parameters
-        self._positions = "position_ids" in accepted
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.steps = 0  # with a cache
+        self.device, self.dtype = model.device, model.dtype
 
     @torch.inference_mode()
     def run(
@@ -105,159 +96,237 @@ class Sampler:
         tokens: int,
         progress: Callable[[int], Any] = lambda count: None,
     ) -> list[Continuation]:
-        """One continuation of at most `tokens` tokens per request, in their order.
+        """Return one continuation of at most `tokens` tokens per request, in their order.
 
         progress: called with the number of texts that have just been finished. Raises UserError for weights
         that give no numbers, and for models whose cache does not reproduce their plain forward.
         """
         if tokens < 1:
             raise UserError(f"--tokens {tokens} must be at least 1")
-        self._requests, self._tokens, self._progress = requests, tokens, progress
-        self._texts = [Continuation() for _ in requests]
-        waiting = list(range(len(requests)))[::-1]
-        cache, rows = RowCache(), None
-        step = 0
-        while True:
-            cache, rows = self._refill(cache, rows, waiting)
-            if rows is None:
-                return self._texts
-            if not any(rows.alive):
-                continue
-            logits = self._step(cache, rows)
-            step += 1
-            if step & (step - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
-                self._compare(rows, logits, step)
-            self._decide(rows, logits)
-            self._finish(rows)
+        texts: dict[int, Continuation] = {}
+        # Prompts of like length need little padding.
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
+        settings = self.model.generation_config
+        self.model.generation_config = GenerationConfig()  # none of the checkpoint's penalties and limits
+        try:
+            for start in range(0, len(order), self.batch):
+                part = order[start : start + self.batch]
+                texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
+                progress(len(part))
+        except FloatingPointError:
+            raise UserError(
+                f"{self.model.name_or_path or type(self.model).__name__}: the model's logits are not numbers "
+                "(NaN or infinite weights?); nothing was written",
+                code="not-numbers",
+            ) from None
+        finally:
+            self.model.generation_config = settings
+        return [texts[i] for i in range(len(requests))]
 
-    def _refill(
-        self, cache: RowCache, rows: _Rows | None, waiting: list[int]
-    ) -> tuple[RowCache, _Rows | None]:
-        """Drop rows that ended and start waiting requests, when enough rows are idle."""
-        running = [] if rows is None else [i for i, alive in enumerate(rows.alive) if alive]
-        idle = (0 if rows is None else len(rows.alive)) - len(running)
-        free = min(self.batch - len(running), len(waiting)) if waiting else idle
-        if running and max(free, idle) * IDLE < len(running):
-            return cache, rows
-        if running and rows is not None:
-            rows = rows.keep(running)
-            cache.rearrange(torch.tensor(running, device=self._device), int(rows.lengths.max()))
-        else:
-            cache, rows = RowCache(), None
-        while waiting and (rows is None or len(rows.alive) < self.batch):
-            count = self.batch - (0 if rows is None else len(rows.alive))
-            taken = [waiting.pop() for _ in range(min(count, len(waiting)))]
-            cache, rows = self._start(taken, cache, rows)
-        return cache, rows
-
-    def _start(self, taken: list[int], cache: RowCache, rows: _Rows | None) -> tuple[RowCache, _Rows | None]:
-        """Feed prompts, choose their first tokens, and put them beside the running rows."""
-        prompts = list(dict.fromkeys(tuple(self._requests[i].prompt) for i in taken))
-        row_of_prompt = {prompt: n for n, prompt in enumerate(prompts)}
-        which = torch.tensor(
-            [row_of_prompt[tuple(self._requests[i].prompt)] for i in taken], device=self._device
+    def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
+        limits = [min(request.limit or tokens, tokens) for request in requests]
+        lengths = [len(request.prompt) for request in requests]
+        width = max(lengths)
+        ids = torch.tensor(
+            [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests], device=self.device
         )
-        lengths = torch.tensor([len(p) for p in prompts], device=self._device)
-        width = int(lengths.max())
-        ids = torch.tensor([[p[0]] * (width - len(p)) + list(p) for p in prompts], device=self._device)
-        new = RowCache()
-        logits = self._forward(ids, lengths, new)[which]
-        depth = choice.levels(logits.shape[-1])
-        random = torch.stack([choice.uniforms(self._requests[i].seed, self._tokens, depth) for i in taken])
-        pending = torch.zeros(len(taken), dtype=torch.int64, device=self._device)
-        started = _Rows(taken, lengths[which], pending, random.to(self._device), [True] * len(taken))
-        self._decide(started, logits)
-        self._finish(started)
-        common = max(width, cache.width if rows is not None else 0)
-        new.rearrange(which, common)
-        if rows is None:
-            return new, started
-        if cache.width < common:
-            cache.rearrange(None, common)
-        cache.append(new)
-        return cache, rows.joined(started)
+        padding = torch.tensor([width - length for length in lengths], device=self.device)
+        settings = GenerationConfig(
+            do_sample=False,  # `_Choice` leaves one token
+            max_new_tokens=max(limits),
+            eos_token_id=sorted(self.ends) or None,
+            pad_token_id=min(self.ends, default=0),
+        )
+        out = self.model.generate(
+            ids,
+            attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([_Choice(self, requests, lengths, max(limits))]),
+            stopping_criteria=StoppingCriteriaList(
+                [_Limits(torch.tensor(limits, device=self.device) + width)]
+            ),
+        )
+        texts = []
+        for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
+            end = next((i for i, token in enumerate(row[:limit]) if token in self.ends), None)
+            texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
+        return texts
 
-    def _forward(self, ids: Tensor, lengths: Tensor, cache: RowCache) -> Tensor:
-        """Logits after the last column of ids [B, T], float32 [B, V]; rows have `lengths` tokens with it."""
-        width = cache.width + ids.shape[1]
-        before = (width - lengths)[:, None]  # masked slots of each row
-        slots = torch.arange(width, device=self._device)
-        arguments: dict[str, Any] = {}
-        if bool((before != 0).any()):
-            arguments["attention_mask"] = (slots >= before).long()
-        if self._positions:
-            arguments["position_ids"] = (slots[-ids.shape[1] :] - before).clamp_min(0)
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments, **self._last)
-        return out.logits[:, -1].float()
+    def alone(self, ids: Tensor) -> Tensor:
+        """Return the logits [1, V] after ids [n], from a forward without cache, padding and neighbours."""
+        return self.model(input_ids=ids[None], use_cache=False).logits[:, -1].float()
 
-    def _step(self, cache: RowCache, rows: _Rows) -> Tensor:
-        """Feed the pending tokens; logits of the next ones."""
-        rows.lengths += 1
-        return self._forward(rows.pending[:, None], rows.lengths, cache)
 
-    def _alone(self, request: int) -> Tensor:
-        """Logits [1, V] after a text as it is now, from a forward without cache, padding and neighbours."""
-        ids = [*self._requests[request].prompt, *self._texts[request].tokens]
-        out = self.model(input_ids=torch.tensor([ids], device=self._device), use_cache=False, **self._last)
-        return out.logits[:, -1].float()
+class _Limits(StoppingCriteria):
+    """Ends every row at its own width."""
+
+    def __init__(self, widths: Tensor) -> None:
+        self.widths = widths
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] >= self.widths
+
+
+class _Choice(LogitsProcessor):
+    """Chooses the tokens of one batch; all others get no probability."""
+
+    def __init__(
+        self, sampler: Sampler, requests: Sequence[Request], lengths: Sequence[int], tokens: int
+    ) -> None:
+        self.sampler, self.requests, self.lengths, self.tokens = sampler, requests, lengths, tokens
+        self.width = max(lengths)
+        self.ends = torch.tensor(sorted(sampler.ends), device=sampler.device)
+        self.random: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self.width
+        if self.random is None:
+            depth = levels(scores.shape[-1])
+            draws = [uniforms(request.seed, self.tokens, depth) for request in self.requests]
+            self.random = torch.stack(draws).to(scores.device)
+        sampler, random = self.sampler, self.random[:, step]
+        if step:
+            sampler.steps += 1
+            if sampler.steps & (sampler.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
+                self._compare(input_ids, scores)
+        tokens, close = choose(scores, sampler.decoding, random, self._rounding(scores))
+        for row in close.nonzero()[:, 0].tolist():
+            if self._runs(input_ids, row):
+                alone = sampler.alone(self._ids(input_ids, row))
+                again, _ = choose(alone, sampler.decoding, random[row : row + 1], self._rounding(alone))
+                tokens[row] = again[0]
+                sampler.redone += 1
+        return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def _ids(self, input_ids: Tensor, row: int) -> Tensor:
+        """Return the prompt and the tokens so far of a row."""
+        return input_ids[row, self.width - self.lengths[row] :]
+
+    def _runs(self, input_ids: Tensor, row: int) -> bool:
+        written = input_ids[row, self.width :]
+        limit = self.requests[row].limit or self.tokens
+        return len(written) < limit and not bool(torch.isin(written, self.ends).any())
 
     def _rounding(self, logits: Tensor) -> Tensor:
-        if not self._exact:
+        dtype = self.sampler.dtype
+        if dtype not in (torch.float32, torch.float64):
             return torch.full_like(logits[:, 0], -1.0)
-        tolerance = choice.tolerance(logits, self._dtype)
-        return tolerance * max(1.0, SAFETY * self.checked / choice.ROUNDING[self._dtype])
+        return tolerance(logits, dtype) * max(1.0, SAFETY * self.sampler.checked / ROUNDING[dtype])
 
-    def _compare(self, rows: _Rows, logits: Tensor, step: int) -> None:
+    def _compare(self, input_ids: Tensor, logits: Tensor) -> None:
         """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""
-        running = [i for i, alive in enumerate(rows.alive) if alive]
-        if not running:
-            return
-        row = min(running, key=lambda i: int(rows.lengths[i])) if step == 1 else running[step % len(running)]
-        plain = self._alone(rows.requests[row])
+        sampler = self.sampler
+        running = [row for row in range(len(logits)) if self._runs(input_ids, row)]
+        row = (
+            min(running, key=self.lengths.__getitem__)
+            if sampler.steps == 1
+            else running[sampler.steps % len(running)]
+        )
+        plain = sampler.alone(self._ids(input_ids, row))
         finite = plain.isfinite() & logits[row : row + 1].isfinite()
         if not bool(finite.any()):
             return  # `choose` refuses it
         scale = plain[finite].abs().max().clamp_min(1.0)
         difference = float((plain - logits[row : row + 1])[finite].abs().max() / scale)
-        if difference > DIFFERENT * (1 if self._exact else 10):
-            hint = "; try --batch 1" if self.batch > 1 else ""
+        if difference > DIFFERENT * (1 if sampler.dtype.itemsize >= 4 else 10):
+            hint = "; try --batch 1" if sampler.batch > 1 else ""
             raise UserError(
-                f"{type(self.model).__name__}: with cached keys and values its logits differ by "
-                f"{difference:.2g} of their size from those of a plain forward, so it cannot be sampled{hint}"
+                f"{type(sampler.model).__name__}: with a cache its logits differ by {difference:.2g} of "
+                f"their size from those of a plain forward, so it cannot be sampled{hint}",
+                code="cache",
             )
-        self.checked = max(self.checked, difference)
+        sampler.checked = max(sampler.checked, difference)
 
-    def _decide(self, rows: _Rows, logits: Tensor) -> None:
-        """Choose a token for every row; close decisions of running rows are made anew."""
-        positions = torch.tensor([len(self._texts[r].tokens) for r in rows.requests], device=self._device)
-        positions.clamp_max_(self._tokens - 1)  # rows that ended are carried along until they are replaced
-        random = rows.random[torch.arange(len(positions), device=self._device), positions]
-        try:
-            tokens, close = choice.choose(logits, self.decoding, random, self._rounding(logits))
-            for row in close.nonzero()[:, 0].tolist():
-                if rows.alive[row]:
-                    alone = self._alone(rows.requests[row])
-                    again = choice.choose(alone, self.decoding, random[row : row + 1], self._rounding(alone))
-                    tokens[row] = again[0][0]
-                    self.redone += 1
-        except FloatingPointError:
-            raise UserError(
-                f"{self.model.name_or_path or type(self.model).__name__}: the model's logits are not numbers "
-                "(NaN or infinite weights?); nothing was written"
-            ) from None
-        rows.pending = tokens
 
-    def _finish(self, rows: _Rows) -> None:
-        """Note the chosen tokens, and which texts ended with them."""
-        ended = 0
-        for row, token in enumerate(rows.pending.tolist()):
-            if not rows.alive[row]:
-                continue
-            text = self._texts[rows.requests[row]]
-            text.tokens.append(token)
-            text.ended = token in self.ends
-            limit = self._requests[rows.requests[row]].limit or self._tokens
-            rows.alive[row] = not text.ended and len(text.tokens) < min(limit, self._tokens)
-            ended += not rows.alive[row]
-        if ended:
-            self._progress(ended)
+def levels(vocabulary: int) -> int:
+    """Uniform numbers that one token takes: the depth of the tree."""
+    return max(1, math.ceil(math.log2(vocabulary)))
+
+
+def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
+    """float64 [tokens, depth] in [0, 1): the random numbers of one continuation.
+
+    seed: any JSON value. A counter-based generator is keyed with its digest, so that continuations are
+    independent, and a longer one begins like a shorter one.
+    """
+    key = hashlib.sha256(json.dumps(seed).encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+    return torch.from_numpy(generator.random((tokens, depth)))
+
+
+def tolerance(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far logits [B, V] of one row may differ between batch shapes: float32 [B]."""
+    largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1)
+    return ROUNDING[dtype] * largest.clamp_min(1.0)
+
+
+def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and whether each was a close decision: int64 [B], bool [B].
+
+    logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], see `tolerance`. A row with a NaN,
+    or without any finite logit, raises FloatingPointError.
+    """
+    if decoding.greedy:
+        best = logits.topk(min(2, logits.shape[-1]), dim=-1)
+        _require_numbers(best.values[:, 0])
+        gap = best.values[:, 0] - best.values[:, -1]
+        return best.indices[:, 0], gap <= 2 * rounding
+    rounding = rounding / decoding.temperature
+    weights = (logits - logits.amax(dim=-1, keepdim=True)) / decoding.temperature
+    weights, close = _truncated(weights, decoding, rounding)
+    tokens, near = _descend(weights.exp_(), random, rounding)
+    return tokens, close | near
+
+
+def _require_numbers(values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise FloatingPointError("logits that are not numbers")
+
+
+def _truncated(scores: Tensor, decoding: Decoding, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (log weights) with -inf for tokens that top-k and top-p leave out, and close rows."""
+    close = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    vocabulary = scores.shape[-1]
+    if 0 < decoding.top_k < vocabulary:
+        _require_numbers(scores.amax(dim=-1))
+        best = scores.topk(decoding.top_k + 1, dim=-1)
+        close |= best.values[:, -2] - best.values[:, -1] <= 2 * rounding
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
+        scores = scores.masked_fill(~mask, -math.inf)
+    if decoding.top_p < 1:
+        _require_numbers(scores.amax(dim=-1))
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        total = ordered.double().softmax(dim=-1).cumsum(dim=-1)
+        count = (
+            (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)
+        )  # last that is kept
+        border = (total - decoding.top_p).abs().amin(dim=-1) <= rounding
+        after = (count + 1).clamp_max(vocabulary - 1)
+        gap = (ordered.gather(1, count) - ordered.gather(1, after))[:, 0]
+        close |= border | ((gap <= 2 * rounding) & (after > count)[:, 0])
+        mask = torch.arange(vocabulary, device=scores.device) <= count
+        scores = scores.masked_fill(~torch.zeros_like(mask).scatter_(1, order, mask), -math.inf)
+    return scores, close
+
+
+def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Walk down the tree over weights [B, V]: tokens [B], close rows [B]."""
+    rows, vocabulary = weights.shape
+    sums = torch.zeros(rows, vocabulary + 1, dtype=torch.float64, device=weights.device)
+    torch.cumsum(weights, dim=-1, dtype=torch.float64, out=sums[:, 1:])
+    _require_numbers(sums[:, -1])
+    left = torch.zeros(rows, 1, dtype=torch.int64, device=weights.device)
+    below, above = sums[:, :1], sums[:, -1:]  # what lies left of the node, and of its right end
+    margin = torch.full_like(below, math.inf)
+    half = 1 << levels(vocabulary)
+    for level in range(levels(vocabulary)):
+        half >>= 1
+        middle = left + half
+        split = sums.gather(1, middle.clamp_max(vocabulary))
+        # u < L / (L + R) without the quotient
+        cut = random[:, level : level + 1] * (above - below) - (split - below)
+        margin = torch.minimum(margin, cut.abs() / (above - below))
+        right = cut >= 0
+        left = torch.where(right, middle, left)
+        below, above = torch.where(right, split, below), torch.where(right, above, split)
+    return left[:, 0], margin[:, 0] <= rounding

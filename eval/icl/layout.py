@@ -1,4 +1,4 @@
-"""How prompts that share a beginning are laid out, each distinct token once.
+"""How prompts that share a beginning are laid out, each distinct token once, and batches of like length.
 
 An Item is a token prefix with k alternative tails (the rest of the prompt under each label). It becomes one
 row  [prefix][tail_1]..[tail_k]  in which every tail attends to the prefix and to itself only and takes the
@@ -9,13 +9,18 @@ positions that follow the prefix; the last token of a tail is a target only and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eval.icl.settings import BUDGET
+
+DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
+PADDING = 0.08  # share of a batch
+MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
 MIN_CONTEXT = 32  # a shorter common beginning is not worth a separate pass
 MIN_GROUP = 4  # nor is one for fewer items
 
@@ -90,6 +95,35 @@ def groups(items: Sequence[Item]) -> list[list[int]]:
     shared = [members for members in by_group.values() if len(members) >= MIN_GROUP]
     remainder = sorted(alone + small)
     return shared + ([remainder] if remainder else [])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of a batch. tokens: padding and cached context included."""
+
+    tokens: int = BUDGET
+    dense: int = DENSE_CPU
+
+    def batches(self, lengths: Mapping[int, int], context: int = 0) -> Iterator[list[int]]:
+        """Keys of `lengths` in batches, longest first; every row also attends to `context` cached tokens.
+
+        A row that exceeds the limits by itself is a batch of its own.
+        """
+        batch: list[int] = []
+        used = 0
+        for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+            longest = lengths[batch[0]] if batch else lengths[key]
+            count = len(batch) + 1
+            too_much = count * (longest + context) > self.tokens
+            too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
+            padded = used > self.dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
+            if batch and (too_much or padded):
+                yield batch
+                batch, used = [], 0
+            batch.append(key)
+            used += lengths[key]
+        if batch:
+            yield batch
 
 
 class TreeBatch:

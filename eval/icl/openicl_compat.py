@@ -217,28 +217,18 @@ class _LocalAccuracy:
         return {"accuracy": equal / len(references)}
 
 
-def _local_metric(name: str) -> _LocalAccuracy:
-    if name != "accuracy":
-        raise ValueError(f"no local metric {name!r}")
-    return _LocalAccuracy()
-
-
 def _word_tokenize(text: str) -> list[str]:
     from nltk.tokenize import word_tokenize
 
     return word_tokenize(text, preserve_line=True)
 
 
-def _dpp_array(kernel: np.ndarray, count: int) -> np.ndarray:
-    return np.array(_dpp_search(kernel, count))
-
-
 _dpp_search = icl_dpp_retriever.fast_map_dpp
-icl_dpp_retriever.fast_map_dpp = _dpp_array
+icl_dpp_retriever.fast_map_dpp = lambda kernel, count: np.array(_dpp_search(kernel, count))
 DatasetEncoder.init_dataset = _encode_all
 collators.ListWrapper.to = lambda self, *args, **kwargs: self.data
 icl_topk_retriever.AutoTokenizer = _LoadedOr(icl_topk_retriever.AutoTokenizer)
 icl_mdl_retriever.AutoModelForCausalLM = _LoadedOr(icl_mdl_retriever.AutoModelForCausalLM)
 icl_bm25_retriever.word_tokenize = _word_tokenize
-icl_acc_evaluator.evaluate = types.SimpleNamespace(load=_local_metric)
+icl_acc_evaluator.evaluate = types.SimpleNamespace(load=lambda name: _LocalAccuracy())
 ChannelInferencer._ChannelInferencer__get_ppl = PPLInferencer._PPLInferencer__get_ppl

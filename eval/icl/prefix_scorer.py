@@ -25,10 +25,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common.errors import UserError
 from eval.icl import probe
-from eval.icl.batching import BUDGET, DENSE_CPU, DENSE_GPU, Limits
 from eval.icl.head import Head
-from eval.icl.layout import Item, ItemScore, TreeBatch, groups, shared_context
+from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, ItemScore, Limits, TreeBatch, groups, shared_context
 from eval.icl.scores import NotFiniteError
+from eval.icl.settings import BUDGET
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,12 @@ class PrefixScorer:
         """
         if not items:
             return []
-        self._require_known_tokens(items)
+        largest = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
+        if largest >= self._vocabulary:
+            raise UserError(
+                f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings: "
+                "its tokenizer does not belong to it"
+            )
         self._compare(items)
         self._ignored = ignored
         self.work.items += len(items)
@@ -157,14 +162,6 @@ class PrefixScorer:
     def _fall_back_to(self, way: str) -> str:
         self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
         return way
-
-    def _require_known_tokens(self, items: Sequence[Item]) -> None:
-        most = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
-        if most >= self._vocabulary:
-            raise UserError(
-                f"a prompt has the token id {most}, but the model has {self._vocabulary} embeddings: "
-                "its tokenizer does not belong to it"
-            )
 
     # --- scoring ------------------------------------------------------------------------------------------
 

@@ -28,8 +28,10 @@ def expected(items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> list[
     """Return what the first and the last tail of every item must score; `alone` scores one whole prompt."""
     scores = []
     for item in items:
-        tails = sorted({0, len(item.tails) - 1}) if item.tails else []
-        scores.append({k: alone(_with_tail(item, k)) for k in tails} or {-1: alone(item)})
+        by_tail = {}
+        for k in {0, len(item.tails) - 1} if item.tails else ():
+            by_tail[k] = alone(Item(item.prefix, [item.tails[k]], None, [item.unscored(k)]))
+        scores.append(by_tail or {-1: alone(item)})
     return scores
 
 
@@ -54,10 +56,6 @@ def agree(
                 if not abs(value - other) <= ROUNDING[dtype] * (tokens + abs(other)):
                     return False
     return True
-
-
-def _with_tail(item: Item, k: int) -> Item:
-    return Item(item.prefix, [item.tails[k]], None, [item.unscored(k)])
 
 
 def made_up_items(vocabulary: int) -> list[Item]:

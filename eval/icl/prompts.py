@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,7 @@ class PromptBuilder:
 
     def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
         """Samples of test rows `rows`, whose demonstrations are `indices`."""
-        samples = [
-            self._render(row, demonstrations) for row, demonstrations in zip(rows, indices, strict=True)
-        ]
+        samples = [self._render(row, shots) for row, shots in zip(rows, indices, strict=True)]
         tokenise(self.tokenizer, samples)
         long = {n: sample for n, sample in enumerate(samples) if self._too_long(sample)}
         counts = self._most_that_fit(long, indices)
@@ -108,14 +107,15 @@ class PromptBuilder:
         parts = [self._demonstrations[index] for index in indices]
         return self.retriever.ice_separator.join(parts) + self.retriever.ice_eos_token
 
+    def prompt(self, row: int, ice: str, label: Any) -> str:
+        """Return the prompt of a test row under a label, after demonstrations `ice`."""
+        return self.retriever.generate_label_prompt(
+            row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
+        )
+
     def _render(self, row: int, indices: list[int], labels: list[Any] | None = None) -> Sample:
         ice = self.ice(indices)
-        prompts = [
-            self.retriever.generate_label_prompt(
-                row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
-            )
-            for label in labels or self.labels
-        ]
+        prompts = [self.prompt(row, ice, label) for label in labels or self.labels]
         return Sample(row, list(indices), [ice] * len(prompts), prompts)
 
     def _too_long(self, sample: Sample) -> bool:
@@ -151,35 +151,27 @@ class OpenICLPromptBuilder(PromptBuilder):
 
     def build(self, rows: Sequence[int], indices: list[list[int]]) -> list[Sample]:
         """Samples in which every label may have other demonstrations."""
+
+        def length(prompt: str) -> int:
+            return len(self.tokenizer(prompt, verbose=False)["input_ids"])
+
         left = [list(demonstrations) for demonstrations in indices]
-        ices = [self._generate_ice(demonstrations) for demonstrations in left]
-        samples = [
-            Sample(row, demonstrations, [], []) for row, demonstrations in zip(rows, left, strict=True)
-        ]
+        generate_ice = partial(self.retriever.generate_ice, ice_template=self.ice_template)
+        ices = [generate_ice(demonstrations) for demonstrations in left]
+        samples = [Sample(row, shots, [], []) for row, shots in zip(rows, left, strict=True)]
         for label in self.labels:
             for n, sample in enumerate(samples):
-                prompt = self._label_prompt(sample.row, ices[n], label)
-                while left[n] and self.limit is not None and self._length(prompt) > self.limit:
+                prompt = self.prompt(sample.row, ices[n], label)
+                while left[n] and self.limit is not None and length(prompt) > self.limit:
                     left[n].pop()
-                    ices[n] = self._generate_ice(left[n])
-                    prompt = self._label_prompt(sample.row, ices[n], label)
+                    ices[n] = generate_ice(left[n])
+                    prompt = self.prompt(sample.row, ices[n], label)
                 sample.prompts.append(prompt)
                 sample.ice.append(ices[n])
         tokenise(self.tokenizer, samples, truncate=True)
         for sample, demonstrations in zip(samples, indices, strict=True):
             sample.dropped = len(demonstrations) - len(sample.demonstrations)
         return samples
-
-    def _generate_ice(self, indices: list[int]) -> str:
-        return self.retriever.generate_ice(indices, ice_template=self.ice_template)
-
-    def _label_prompt(self, row: int, ice: str, label: Any) -> str:
-        return self.retriever.generate_label_prompt(
-            row, ice, label, ice_template=self.ice_template, prompt_template=self.prompt_template
-        )
-
-    def _length(self, prompt: str) -> int:
-        return len(self.tokenizer(prompt, verbose=False)["input_ids"])
 
 
 def tokenise(tokenizer: Any, samples: list[Sample], truncate: bool = False) -> None:

@@ -1,18 +1,35 @@
-"""Dense retrieval of demonstrations: an OpenICL retriever over an exact index with cached embeddings.
+"""Retrievers of demonstrations: a dense one over an exact index with cached embeddings, and OpenICL's own.
 
-Search is exact; equal scores (repeated texts are common) are ordered by row, so that the result never depends
-on batch sizes, thread counts or the machine.
+The dense search is exact; equal scores (repeated texts are common) are ordered by row, so that the result
+never depends on batch sizes, thread counts or the machine. OpenICL's retrievers run as OpenICL wrote them.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
+import torch
+from datasets import DatasetDict
 
 from common.errors import UserError
-from eval.icl.encoder import Encoder
-from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever
+from eval.icl.encoder import Encoder, checked_encoder
+from eval.icl.openicl_compat import (
+    BaseRetriever,
+    BM25Retriever,
+    DatasetReader,
+    DPPRetriever,
+    MDLRetriever,
+    RandomRetriever,
+    TopkRetriever,
+    VotekRetriever,
+    quiet,
+)
+from eval.icl.settings import CANDIDATES, SEED
+from eval.icl.task_data import TaskData, reader
+from eval.icl.tasks import Task
+from eval.model import EvaluatedModel
 
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end
@@ -122,3 +139,56 @@ class StoredRetriever(BaseRetriever):
 
     def retrieve(self) -> list[list[int]]:
         return [list(row) for row in self.indices]
+
+
+def stored_retriever(task: Task, rows: DatasetDict, indices: list[list[int]]) -> StoredRetriever:
+    """Return a retriever that gives the test rows of a task the demonstrations `indices`."""
+    return StoredRetriever(reader(task, rows), indices, ice_num=max(map(len, indices)))
+
+
+def openicl_retriever(
+    name: str, task: Task, data: TaskData, count: int, encoder: str, model: EvaluatedModel
+) -> BaseRetriever:
+    """An OpenICL retriever; dense ones embed with `encoder` (minilm, a directory or a hub id)."""
+    reader = data.reader(task)
+    if name == "random":
+        return RandomRetriever(reader, ice_num=count, seed=SEED)
+    if name == "bm25":
+        return BM25Retriever(reader, ice_num=count)
+    common: dict[str, Any] = {
+        "sentence_transformers_model_name": checked_encoder(encoder),
+        "ice_num": count,
+        "tokenizer_name": model.fresh_tokenizer(),
+        "batch_size": 32,
+    }
+    if name == "topk":
+        return TopkRetriever(reader, **common)
+    if name == "votek":
+        return VotekRetriever(reader, **common)
+    candidates = min(max(CANDIDATES, count), len(data.rows["train"]))
+    if name == "dpp":
+        return DPPRetriever(reader, candidate_num=candidates, **common)
+    return MDLRetriever(
+        reader,
+        candidate_num=candidates,
+        ce_model_name=model.model,
+        ice_template=task.demonstration_template,
+        prompt_template=task.template,
+        labels=task.labels,
+        seed=SEED,
+        **common,
+    )
+
+
+def openicl_retrieve(
+    name: str, task: Task, data: TaskData, count: int, encoder: str, model: EvaluatedModel
+) -> list[list[int]]:
+    """Its demonstrations of every test row. Vote-k draws from Python's generator, which is seeded here."""
+    state = random.getstate()
+    try:
+        random.seed(SEED)
+        with quiet(), torch.inference_mode():
+            retriever = openicl_retriever(name, task, data, count, encoder, model)
+            return [[int(i) for i in row] for row in retriever.retrieve()]
+    finally:
+        random.setstate(state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import UserError
-from eval.icl.batching import BUDGET
 from eval.icl.scores import EXTRA_SCORES, SCORES
 
 INFERENCERS = ("prefix", "ppl")
@@ -13,6 +12,7 @@ RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")  # OpenICL's own
 DENSE = ("topk", "votek", "dpp", "mdl")  # those of them that embed texts
 SEED = 43  # OpenICL's default for random demonstrations
 CANDIDATES = 30  # nearest rows that dpp and mdl choose among
+BUDGET = 8192  # tokens per batch unless a caller chooses
 VERSION = 3  # of everything that decides a score, given the same prompts
 
 

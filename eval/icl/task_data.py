@@ -60,8 +60,17 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     """
     splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
     canonical: dict[str, list[dict[str, Any]]] = {}
+    raw: Iterable[dict[str, Any]]
     for role, split in splits.items():
-        raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, Path(source), split)
+        if source == "hub":
+            raw, where = hub_rows(task, split)
+        else:
+            directory = Path(source) / task.name
+            names = (f"{split}.jsonl", f"{split}.jsonl.zst")
+            path = next((directory / name for name in names if (directory / name).is_file()), None)
+            if path is None:
+                raise UserError(f"no {' or '.join(names)} in {directory}; --data names the one above it")
+            raw, where = _read_lines(path), str(path)
         canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
         if not canonical[role]:
             raise UserError(f"{where} has no rows")
@@ -76,17 +85,6 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     return TaskData(canonical, digests)
 
 
-def _file_rows(task: Task, root: Path, split: str) -> tuple[Iterator[dict[str, Any]], str]:
-    directory = root / task.name
-    for name in (f"{split}.jsonl", f"{split}.jsonl.zst"):
-        if (directory / name).is_file():
-            return _read_lines(directory / name), str(directory / name)
-    raise UserError(
-        f"no {split}.jsonl or {split}.jsonl.zst in {directory}; "
-        "--data names a directory of <task>/<split>.jsonl, or hub"
-    )
-
-
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -98,20 +96,12 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not an object")
-        if "\\ud" in line.lower() and not _is_text(row):
-            raise UserError(
-                f"{path} line {number} holds half of a surrogate pair (\\ud...), which is no text"
-            )
+        if "\\ud" in line.lower():
+            try:
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{path} line {number} holds half of a surrogate pair (\\ud...)") from None
         yield row
-
-
-def _is_text(row: dict[str, Any]) -> bool:
-    """Return whether UTF-8 can hold all of a row."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
@@ -146,10 +136,18 @@ def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[
         for old, new in spec.replace.items():
             text = text.replace(old, new)
         canonical[name] = text
-    label = next((c for c in task.spec.label.columns if c in row), None)
-    if label is None:
+    label_column = next((c for c in task.spec.label.columns if c in row), None)
+    if label_column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
-    canonical[LABEL] = _label_name(task, row[label], f"{where}: column {label}")
+    value, names = row[label_column], task.spec.label.names
+    accepted = {(type(a), a): name for name, values in names.items() for a in values}
+    label = accepted.get((type(value), value)) if isinstance(value, str | int) else None
+    if label is None:
+        hint = "; the task file checks names, not numbers"
+        if not isinstance(value, int):
+            hint = f"; known: {', '.join(str(a) for _, a in accepted)}"
+        raise UserError(f"{where}: column {label_column}: unknown label {value!r}{hint}")
+    canonical[LABEL] = label
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
 
@@ -168,15 +166,3 @@ def _text(row: dict[str, Any], column: str, where: str) -> str:
     if not isinstance(value, str | int | float):
         raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text")
     return str(value)
-
-
-def _label_name(task: Task, value: Any, where: str) -> str:
-    for label, accepted in task.spec.label.names.items():
-        if any(type(a) is type(value) and a == value for a in accepted):
-            return label
-    if isinstance(value, int):
-        raise UserError(
-            f"{where}: label {value} is a number without a name; the task file checks names, not numbers"
-        )
-    accepted_names = ", ".join(str(a) for accepted in task.spec.label.names.values() for a in accepted)
-    raise UserError(f"{where}: unknown label {value!r}; known: {accepted_names}")

@@ -35,7 +35,10 @@ def summarise(
     """
     gold = [r["gold"] for r in records]
     groups = [r["group"] for r in records] if task.spec.group else None
-    by_score = {name: _metrics(records, task, name, groups) for name in scores}
+    by_score = {}  # the metrics when the smallest value of each score decides
+    for name in scores:
+        chosen = [task.labels[winner(r["scores"][name])] for r in records]
+        by_score[name] = _accuracy([p == g for p, g in zip(chosen, gold, strict=True)], groups)
     main = by_score[score]
     correct = [r["prediction"] == r["gold"] for r in records]
     # OpenICL's evaluator counts the rows; a task with groups then averages over them.
@@ -98,14 +101,6 @@ def worst(
         }
         for r in chosen
     ]
-
-
-def _metrics(
-    records: list[dict[str, Any]], task: Task, score: str, groups: list[str] | None
-) -> dict[str, Any]:
-    """Accuracy when the smallest value of `score` decides."""
-    predicted = [task.labels[winner(r["scores"][score])] for r in records]
-    return _accuracy([p == r["gold"] for p, r in zip(predicted, records, strict=True)], groups)
 
 
 def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:

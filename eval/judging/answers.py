@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,29 +36,28 @@ HALF = re.compile("[\ud800-\udfff]")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a file, at least one. UserError when a line or the array is cut off, or holds others."""
+    """Return the objects of a file, at least one; UserError when it is cut off, or holds others."""
     text = content(path).removeprefix("\ufeff")  # the mark that some programs begin a file with
-    if text.lstrip()[:1] == "[":
-        rows = _parsed(text, str(path))
-        where = [f"{path} row {i}" for i in range(1, len(rows) + 1)]
-    else:
-        lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        where = [f"{path} line {i}" for i, _ in lines]
-        rows = [_parsed(line, position) for (_, line), position in zip(lines, where, strict=True)]
-    for row, position in zip(rows, where, strict=True):
-        if not isinstance(row, dict):
-            raise UserError(f"{position} is not an object with fields")
-    if not rows:
-        raise UserError(f"{path} has no rows")
-    return rows
-
-
-def _parsed(text: str, where: str) -> Any:
+    where = f"{path}"
     try:
-        return json.loads(text)
+        if text.lstrip()[:1] == "[":
+            rows = json.loads(text)
+        else:
+            rows = []
+            for number, line in enumerate(text.split("\n"), start=1):
+                where = f"{path} line {number}"
+                rows += [json.loads(line)] if line.strip() else []
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", type(error).__name__)
-        raise UserError(f"{where} is cut off or not JSON ({reason}); is the file half-written?") from None
+        raise UserError(
+            f"{where} is cut off or not JSON ({reason}); is the file half-written?", code="not-json"
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"{path} row {number} is not an object with fields", code="not-an-object")
+    if not rows:
+        raise UserError(f"{path} has no rows", code="no-rows")
+    return rows
 
 
 def text_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
@@ -90,8 +90,7 @@ def named(ids: Iterable[str]) -> str:
 
 def repeated(ids: Sequence[str]) -> list[str]:
     """The ids that come more than once, each once."""
-    earlier: set[str] = set()
-    return list(dict.fromkeys(name for name in ids if name in earlier or earlier.add(name)))  # type: ignore[func-returns-value]
+    return [name for name, count in Counter(ids).items() if count > 1]
 
 
 def evenly(count: int, limit: int | None) -> list[int]:
@@ -139,23 +138,19 @@ def read_questions(source: str, data: str, limit: int | None = None) -> tuple[st
     if source not in SETS and not path.is_file():
         raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
     rows = read_rows(path)
-    questions = [_question(row, name, f"{path} row {i}") for i, row in enumerate(rows, start=1)]
+    questions = []
+    for i, row in enumerate(rows, start=1):
+        instruction, dataset = text_of(row, INSTRUCTION, f"{path} row {i}"), row.get("dataset")
+        if not instruction.strip():
+            raise UserError(f"{path} row {i}: the instruction is empty")
+        dataset = dataset if isinstance(dataset, str) and dataset else name
+        questions.append(Question(id_of(row), instruction, input_of(row), dataset))
     ids = [q.id for q in questions if q.id]
     if ids and len(ids) < len(questions):
         raise UserError(f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id")
     if twice := repeated(ids):
         raise UserError(f"{path}: ids that stand for two questions: {named(twice)}")
     return name, [questions[i] for i in evenly(len(questions), limit)]
-
-
-def _question(row: Row, name: str, where: str) -> Question:
-    instruction = text_of(row, INSTRUCTION, where)
-    if not instruction.strip():
-        raise UserError(f"{where}: the instruction is empty")
-    dataset = row.get("dataset")
-    return Question(
-        id_of(row), instruction, input_of(row), dataset if isinstance(dataset, str) and dataset else name
-    )
 
 
 def id_of(row: Row) -> str:
@@ -174,7 +169,17 @@ def input_of(row: Row) -> str:
 
 def _find(name: str, data: str) -> Path:
     if data == "hub":
-        return _from_hub(name)
+        if name != "alpaca_eval":
+            raise UserError(
+                f"--questions {name} is not on the hub; give --data DIR with {SETS[name][0]}.jsonl"
+            )
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(*HUB, repo_type="dataset"))
+        except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
+            cause = one_line(error, 200)
+            raise UserError(f"cannot load {HUB[0]} from the hub ({cause}); give --data DIR") from None
     if not Path(data).is_dir():
         raise UserError(f"--data {data} is not a directory")
     for folder in (Path(data), *sorted(p for p in Path(data).iterdir() if p.is_dir())):
@@ -185,18 +190,6 @@ def _find(name: str, data: str) -> Path:
     raise UserError(f"--questions {name}: no {' or '.join(SETS[name])} ({', '.join(ENDINGS)}) under {data}")
 
 
-def _from_hub(name: str) -> Path:
-    if name != "alpaca_eval":
-        raise UserError(f"--questions {name} is not on the hub; give --data DIR with {SETS[name][0]}.jsonl")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(*HUB, repo_type="dataset"))
-    except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
-        cause = one_line(error, 200)
-        raise UserError(f"cannot load {HUB[0]} from the hub ({cause}); give --data DIR") from None
-
-
 AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
 TEMPLATE_CHOICES = (AUTO, *VERSIONS)
 
@@ -204,22 +197,18 @@ Say = Callable[[str], None]
 
 
 def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
-    """The template to use, one of TEMPLATE_CHOICES but `auto`. A mismatch with its tuning is said."""
+    """Return the template to use, one of TEMPLATE_CHOICES but `auto`. A mismatch with its tuning is said."""
     if template not in TEMPLATE_CHOICES:
         raise UserError(f"--template {template!r} is not known; known: {', '.join(TEMPLATE_CHOICES)}")
     tuned, of_model = model.facts.get("template"), chat_template(model)
     if template == OWN and of_model is None:
         raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
-    if template == AUTO:
-        return _tuned_template(model, tuned, of_model, say)
-    if tuned and VERSIONS.get(template) != tuned:
-        say(f"{model.name}: was tuned with the template {tuned}, but --template {template} was given")
-    elif not tuned and of_model is not None and template != OWN:
-        say(f"{model.name}: comes with a chat template, but --template {template} was given")
-    return template
-
-
-def _tuned_template(model: EvaluatedModel, tuned: Any, of_model: str | None, say: Say) -> str:
+    if template != AUTO:
+        if tuned and VERSIONS.get(template) != tuned:
+            say(f"{model.name}: was tuned with the template {tuned}, but --template {template} was given")
+        elif not tuned and of_model is not None and template != OWN:
+            say(f"{model.name}: comes with a chat template, but --template {template} was given")
+        return template
     if tuned:
         name = str(tuned).partition("/")[0]
         if name not in VERSIONS:
@@ -242,9 +231,8 @@ def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list
     """Token ids of a question, up to where the answer begins: those that training showed the model."""
     if template == OWN:
         return chat_ids(model, [{"role": "user", "content": question.text}])
-    (turn,) = render(
-        Conversation((Exchange(question.instruction, "", question.input),)), template
-    )  # BOS and the prompt on its own, as data_prep.encode writes them
+    # BOS and the prompt alone, as data_prep.encode writes them.
+    (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)
     return plain_ids(model, turn.text)
 
 
@@ -325,19 +313,30 @@ class Answering:
             records = store.complete(
                 entry, len(self.prompts), CHUNK, lambda rows: self._answer(rows, bar), bar.update
             )
-        rows = [self._row(q, r) for q, r in zip(self.plan.questions, records, strict=True)]
+        rows = []
+        for question, record in zip(self.plan.questions, records, strict=True):
+            row = {"dataset": question.dataset, "instruction": question.instruction}
+            row |= {"id": question.id} if question.id else {}
+            row |= {"input": question.input} if question.input else {}
+            row |= {"output": record["text"].strip(), "generator": self.model.name}
+            rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
         store.replace(self.directory / OUTPUTS, store.dump(rows))
-        store.replace(self.directory / ABOUT, store.dump(self._about(rows)))
+        about = {
+            "model": self.model.name,
+            "path": self.model.given,
+            "questions": self.plan.name,
+            "template": self.plan.template,
+            "tokens": self.plan.tokens,
+            "seed": self.plan.seed,
+        }
+        store.replace(self.directory / ABOUT, store.dump(about | self.engine.identity | counts(rows)))
         return rows
-
-    def _room(self, prompt: list[int]) -> int:
-        """Tokens that an answer may have."""
-        return self.plan.tokens if self.context is None else min(self.plan.tokens, self.context - len(prompt))
 
     def _answer(self, rows: range, bar: Any) -> list[Row]:
         from eval.generation.sampling import Request
 
-        room = {row: self._room(self.prompts[row]) for row in rows}
+        context = self.context or 1 << 30
+        room = {row: min(self.plan.tokens, context - len(self.prompts[row])) for row in rows}
         answerable = [row for row in rows if room[row] > 0]
         requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in answerable]
         replies = self.engine.reply(requests, self.plan.tokens, bar.update) if requests else []
@@ -350,25 +349,6 @@ class Answering:
             else {"row": row, **reply_of[row]._asdict(), "fits": True}
             for row in rows
         ]
-
-    def _row(self, question: Question, record: Row) -> Row:
-        row = {"dataset": question.dataset, "instruction": question.instruction}
-        row |= {"id": question.id} if question.id else {}
-        row |= {"input": question.input} if question.input else {}
-        row |= {"output": record["text"].strip(), "generator": self.model.name}
-        return row | {name: record[name] for name in ("ended", "tokens", "fits")}
-
-    def _about(self, rows: list[Row]) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "path": self.model.given,
-            "questions": self.plan.name,
-            "template": self.plan.template,
-            "tokens": self.plan.tokens,
-            "seed": self.plan.seed,
-            **self.engine.identity,
-            **counts(rows),
-        }
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
@@ -413,9 +393,8 @@ def read_answers(path: Path) -> Answers:
         where = f"{file} row {i}"
         instruction = text_of(row, ("instruction",), where)
         dataset = row.get("dataset")
-        question = Question(
-            id_of(row), instruction, input_of(row), dataset if isinstance(dataset, str) else ""
-        )
+        dataset = dataset if isinstance(dataset, str) else ""
+        question = Question(id_of(row), instruction, input_of(row), dataset)
         answers.append((question, answer_of(row, "output", where)))
         generators.append(row.get("generator"))
     names = {g for g in generators if isinstance(g, str) and g}
@@ -432,10 +411,10 @@ def read_answers(path: Path) -> Answers:
 
 def _numbered(answers: list[tuple[Question, str]]) -> list[Answer]:
     """Keys from the questions' texts; a text that comes again is another question."""
-    counts: dict[str, int] = {}
+    numbers: Counter[str] = Counter()
     rows = []
     for question, text in answers:
-        counts[question.text] = counts.get(question.text, 0) + 1
-        number = counts[question.text]
+        numbers[question.text] += 1
+        number = numbers[question.text]
         rows.append(Answer(question.text if number == 1 else f"{question.text} #{number}", question, text))
     return rows

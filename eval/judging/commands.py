@@ -13,7 +13,7 @@ from common.text import counted
 from eval.generation.decoding import Decoding
 from eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
 from eval.judging.engines import ENGINES, engine
-from eval.judging.judges import JUDGES, Judge, judge
+from eval.judging.judges import JUDGES, judge
 from eval.judging.judging import FORMATS, read_replies, write_prompts
 from eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
 
@@ -34,44 +34,36 @@ Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:
-    """The commands `answer` and `judge` with their arguments."""
+    """Add the commands `answer` and `judge` with their arguments."""
     raw = argparse.RawDescriptionHelpFormatter
-    _answer_arguments(
-        subparsers.add_parser(
-            "answer",
-            help="answer instructions, in AlpacaEval's format",
-            epilog=ANSWER_EXAMPLE,
-            formatter_class=raw,
-        )
-    )
-    _judge_arguments(
-        subparsers.add_parser(
-            "judge",
-            help="win rates of two models' answers by a judge",
-            epilog=JUDGE_EXAMPLE,
-            formatter_class=raw,
-        )
-    )
+    text = "answer instructions, in AlpacaEval's format"
+    answer = subparsers.add_parser("answer", help=text, epilog=ANSWER_EXAMPLE, formatter_class=raw)
+    _answer_arguments(answer)
+    text = "win rates of two models' answers by a judge"
+    judging = subparsers.add_parser("judge", help=text, epilog=JUDGE_EXAMPLE, formatter_class=raw)
+    _judge_arguments(judging)
+    for command in (answer, judging):
+        command.add_argument("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
+        command.add_argument("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
+        text = "texts at a time (64); vLLM chooses for itself"
+        command.add_argument("--batch", type=int, default=64, help=text)
+        text = "auto (the checkpoint's), float32, bfloat16, float16"
+        command.add_argument("--dtype", default="auto", help=text)
 
 
 def _answer_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--model", required=True, help="model directory (an export) or hub id")
     add("--name", help="how results call it (its directory)")
-    add("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
     add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
     add("--data", default="hub", help="where named questions are: a directory, or hub (hub)")
     add("--limit", type=int, help="evenly spaced questions (all)")
-    add(
-        "--template",
-        default="auto",
-        help=f"{', '.join(TEMPLATE_CHOICES)} (auto: what the model was tuned with)",
-    )
+    text = f"{', '.join(TEMPLATE_CHOICES)} (auto: what the model was tuned with)"
+    add("--template", default="auto", help=text)
     add("--tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
     add("--temperature", type=float, help="sample, dividing the logits; default: always the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
     add("--seed", type=int, default=0, help="of sampled answers (0)")
-    _engine_arguments(command)
 
 
 def _judge_arguments(command: argparse.ArgumentParser) -> None:
@@ -83,40 +75,21 @@ def _judge_arguments(command: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="evenly spaced pairs (all)")
     source = command.add_mutually_exclusive_group()
     source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
-    source.add_argument(
-        "--export", type=Path, metavar="FILE", help="write the prompts of both orders and end"
-    )
-    source.add_argument("--replies", type=Path, metavar="FILE", help="read replies to exported prompts")
-    source.add_argument(
-        "--from",
-        dest="existing",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="verdicts that exist: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)",
-    )
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    source.add_argument("--export", help="write the prompts of both orders and end", **file)
+    source.add_argument("--replies", help="read replies to exported prompts", **file)
+    text = "verdicts that exist: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)"
+    source.add_argument("--from", dest="existing", nargs="+", help=text, **file)
     add("--format", default="jsonl", help=f"of --export: {', '.join(FORMATS)} (jsonl)")
     add("--ask-for", metavar="MODEL", help="the model that --format openai asks for (the judge's own)")
     add("--tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="what the judgement is called (B-vs-A-QUESTIONS-JUDGE)")
-    add("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
-    _engine_arguments(command)
-
-
-def _engine_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
-    add("--batch", type=int, default=64, help="texts at a time (64); vLLM chooses for itself")
-    add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
-
-
-def loads_a_model(args: argparse.Namespace) -> bool:
-    """Return whether a model on this machine is asked; verdicts, prompts and replies in files need none."""
-    return args.command == "answer" or not (args.existing or args.export or args.replies)
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
     """Run `answer` or `judge`; returns the exit code."""
+    if args.command == "answer" or not (args.existing or args.export or args.replies):  # a model is asked
+        say(f"{args.command}: loading libraries")
     return (_answer if args.command == "answer" else _judge)(args, say)
 
 
@@ -178,7 +151,23 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             say(f"{args.replies}: {failed} requests failed; their replies count as unreadable")
         by = args.ask_for or chosen.remote or chosen.model or chosen.name
         return _report([of_replies(chosen, by, pairs, replies, {"from": [args.replies.name]})], args, say)
-    return _report([_by_model(chosen, pairs, args)], args, say)
+    from eval.judging.judging import Judging
+    from eval.model import EvaluatedModel
+
+    path = args.model or chosen.model
+    if path is None:
+        raise UserError(
+            f"--judge {chosen.name}: its model is behind a service; give --model of another one, or --export "
+            "the prompts and read the --replies"
+        )
+    model = EvaluatedModel(path, dtype=args.dtype)
+    answering = engine(args.engine, model, chosen.decoding, args.batch)
+    judging = Judging(chosen, pairs, answering, args.out, args.tokens)
+    replies = judging.run()
+    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
+    if any(row["replies"] for row in replies):
+        facts |= judging.engine.identity
+    return _report([of_replies(chosen, model.name, pairs, replies, facts)], args, say)
 
 
 def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
@@ -195,27 +184,6 @@ def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
     return pairs.limited(args.limit)
 
 
-def _by_model(chosen: Judge, pairs: Pairs, args: argparse.Namespace) -> Judged:
-    from eval.judging.judging import Judging
-    from eval.model import EvaluatedModel
-
-    path = args.model or chosen.model
-    if path is None:
-        raise UserError(
-            f"--judge {chosen.name}: its model is behind a service; give --model of another one, or --export "
-            "the prompts and read the --replies"
-        )
-    model = EvaluatedModel(path, dtype=args.dtype)
-    judging = Judging(
-        chosen, pairs, engine(args.engine, model, chosen.decoding, args.batch), args.out, args.tokens
-    )
-    replies = judging.run()
-    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
-    if any(row["replies"] for row in replies):
-        facts |= judging.engine.identity
-    return of_replies(chosen, model.name, pairs, replies, facts)
-
-
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
     from eval.judging.results import JUDGEMENTS, default_title, lines, write
     from eval.model import clean_name
@@ -223,10 +191,8 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
 
     titles = [default_title(judgement) for judgement in judgements]
     if args.name:
-        titles = [
-            clean_name(args.name if len(judgements) == 1 else f"{args.name}-{i}")
-            for i in range(len(judgements))
-        ]
+        several = len(judgements) > 1
+        titles = [clean_name(f"{args.name}-{i}" if several else args.name) for i in range(len(judgements))]
     if twice := repeated(titles):
         raise UserError(
             f"judgements of the same name: {named(twice)}; give their files one by one, with --name"

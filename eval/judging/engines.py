@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.weights import shown
 from eval import store
 from eval.generation.decoding import Decoding
-from eval.generation.tokens import end_ids, text_after
+from eval.generation.tokens import end_ids, identity_of, text_after
 
 if TYPE_CHECKING:
     from eval.generation.sampling import Request
@@ -51,18 +51,9 @@ class Transformers:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what it writes."""
-        alone = isinstance(self.decoding, Beams) or self.model.model.dtype.itemsize >= 4
-        return {
-            "engine": self.name,
-            "weights": self.model.digest,
-            "tokenizer": self.model.tokenizer_digest,
-            "generation_config": self.model.generation_digest,
-            "dtype": str(self.model.model.dtype),
-            "ends": sorted(end_ids(self.model)),
-            "decoding": asdict(self.decoding),
-            "batch": None if alone else self.batch,  # in half precision it may decide close calls
-        }
+        """Return all that decides what it writes."""
+        batch = None if isinstance(self.decoding, Beams) else self.batch
+        return {"engine": self.name, **identity_of(self.model, self.decoding, batch)}
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
         """A text of at most `tokens` tokens per request, in their order."""

@@ -30,7 +30,7 @@ from eval.judging.answers import (
     read_rows,
     repeated,
     whole_characters,
-)
+)  # fmt: skip
 from eval.judging.engines import Beams, Transformers, Vllm
 from eval.judging.judges import Judge, messages
 from eval.judging.pairs import IDENTICAL, NO_ROOM, Pair, Pairs
@@ -88,9 +88,8 @@ class Judging:
             judged_rows = store.complete(
                 entry, len(pairs), CHUNK, lambda rows: self._ask(rows, bar), lambda n: bar.update(2 * n)
             )
-        if not any(row["replies"] for row in judged_rows) and any(
-            row["unasked"] == NO_ROOM for row in judged_rows
-        ):
+        unasked = {row["unasked"] for row in judged_rows}
+        if None not in unasked and NO_ROOM in unasked:
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --tokens lower, or take a judge with a longer context"
@@ -145,12 +144,10 @@ class Judging:
         return self.context is None or max(map(len, ids)) + self.tokens <= self.context
 
     def _both(self, pair: Pair, characters: int | None) -> list[list[int]]:
-        return [self._ids(shown(self.judge, pair, swapped, characters)) for swapped in (False, True)]
-
-    def _ids(self, prompt: str) -> list[int]:
+        prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
         if self.chat:
-            return chat_ids(self.model, messages(prompt))
-        return plain_ids(self.model, prompt)
+            return [chat_ids(self.model, messages(prompt)) for prompt in prompts]
+        return [plain_ids(self.model, prompt) for prompt in prompts]
 
 
 FORMATS = ("jsonl", "openai")
@@ -173,7 +170,11 @@ def write_prompts(
         prompt = shown(judge, pairs.rows[row], swapped)
         line: Row = {"id": name, "prompt": prompt}
         if form == "openai":
-            line = _request(judge, name, prompt, model, tokens)
+            body: Row = {"model": model or judge.remote or judge.model}
+            body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
+            body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
+            kind = "chat/completions" if judge.chat else "completions"
+            line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
         lines.append(json.dumps(line, ensure_ascii=False))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, "".join(f"{line}\n" for line in lines))
@@ -188,14 +189,6 @@ def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
             yield f"{digest}-{row}-{ORDERS[swapped]}", row, swapped
 
 
-def _request(judge: Judge, name: str, prompt: str, model: str | None, tokens: int | None) -> Row:
-    body: Row = {"model": model or judge.remote or judge.model}
-    kind = "chat/completions" if judge.chat else "completions"
-    body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
-    body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
-    return {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
-
-
 def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     """The replies to `write_prompts`, for `judged.of_replies`.
 
@@ -203,47 +196,50 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
     expected = {name: (row, swapped) for name, row, swapped in _asked(judge, pairs)}
-    rows = (
-        read_rows(file) if expected else []
-    )  # nothing was asked where the answers of every pair are the same
-    positions = [f"{file} row {i}" for i in range(1, len(rows) + 1)]
-    ids = [_id(row, where) for row, where in zip(rows, positions, strict=True)]
+    rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
+    ids: list[str] = []
+    for i, row in enumerate(rows, start=1):
+        name = row.get("custom_id", row.get("id"))
+        if not isinstance(name, str):
+            raise UserError(f"{file} row {i}: no id; {FORMS}", code="no-id")
+        ids.append(name)
     if twice := repeated(ids):
-        raise UserError(f"{file}: replies that come more than once: {named(twice)}")
+        raise UserError(f"{file}: replies that come more than once: {named(twice)}", code="twice")
     if foreign := [row_id for row_id in ids if row_id not in expected]:
         raise UserError(
             f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
-            "answers and options that the prompts were exported with"
+            "answers and options that the prompts were exported with",
+            code="foreign",
         )
-    replies = dict(zip(ids, map(_reply, rows, positions), strict=True))
+    replies = {
+        name: _reply(row, f"{file} row {i}") for i, (name, row) in enumerate(zip(ids, rows, strict=True), 1)
+    }
     if absent := [name for name in expected if name not in replies]:
-        raise UserError(f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}")
+        raise UserError(
+            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
+        )
     answered: list[Row] = [
         {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
         for i, pair in enumerate(pairs.rows)
     ]
-    for name, (row, _) in expected.items():  # in order: A's answer first, then B's
-        answered[row]["replies"].append(replies[name])
+    for name, (number, _) in expected.items():  # in order: A's answer first, then B's
+        answered[number]["replies"].append(replies[name])
     return answered
-
-
-def _id(row: Row, where: str) -> str:
-    name = row.get("custom_id", row.get("id"))
-    if not isinstance(name, str):
-        raise UserError(f"{where}: no id; {FORMS}")
-    return name
 
 
 def _reply(row: Row, where: str) -> Row:
     """The reply in a row of either form; its text is "" where the judge said nothing (null)."""
     if "reply" in row:
         if not isinstance(row["reply"], str | None):
-            raise UserError(f"{where}: reply is {str(row['reply'])[:40]!r}, and no text")
+            raise UserError(f"{where}: reply is {str(row['reply'])[:40]!r}, and no text", code="no-text")
         return {"text": whole_characters(row["reply"] or "")}
     if "response" not in row and "error" not in row:
-        raise UserError(f"{where}: no reply; {FORMS}")
-    choice = _choice(row)
-    if choice is None:
+        raise UserError(f"{where}: no reply; {FORMS}", code="no-reply")
+    try:
+        choice: Any = row["response"]["body"]["choices"][0]
+    except (KeyError, IndexError, TypeError):
+        choice = None
+    if not isinstance(choice, dict) or row.get("error"):
         return {"text": "", "failed": True}
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
@@ -251,12 +247,3 @@ def _reply(row: Row, where: str) -> Row:
         "text": whole_characters(text) if isinstance(text, str) else "",
         "ended": choice.get("finish_reason") != "length",
     }
-
-
-def _choice(row: Row) -> dict[str, Any] | None:
-    """The first choice in a line of a batch's output; None where its request failed."""
-    try:
-        choice: Any = row["response"]["body"]["choices"][0]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return choice if isinstance(choice, dict) and not row.get("error") else None

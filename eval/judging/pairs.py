@@ -15,7 +15,6 @@ from typing import Any
 from common.errors import UserError
 from eval import store
 from eval.judging.answers import (
-    Answers,
     Question,
     Row,
     answer_of,
@@ -27,7 +26,7 @@ from eval.judging.answers import (
     read_rows,
     repeated,
     text_of,
-)
+)  # fmt: skip
 from eval.judging.judges import Judge, Side, outcome, score, side
 
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
@@ -85,8 +84,19 @@ def of_answers(a: Path, b: Path) -> Pairs:
     if not (first.by_id and second.by_id):
         first, second = first.by_text(), second.by_text()
     others = {answer.key: answer for answer in second.rows}
-    keys = [answer.key for answer in first.rows]
-    _require_same(keys, list(others), first, second)
+    keys = {answer.key: None for answer in first.rows}
+    differences = [
+        f"{len(only)} only in {answers.path}: {named(only)}"
+        for only, answers in (
+            ([key for key in keys if key not in others], first),
+            ([key for key in others if key not in keys], second),
+        )
+        if only
+    ]
+    if differences:
+        kind = "ids" if first.by_id else "questions"
+        differing = "; ".join(differences)
+        raise UserError(f"the files answer different questions; {kind} {differing}", code="unmatched")
     rows = []
     for answer in first.rows:
         other = others[answer.key]
@@ -105,54 +115,33 @@ def of_answers(a: Path, b: Path) -> Pairs:
     if again:
         notes.append(f"{again} questions come more than once; intervals treat each of them as one")
     sets = {pair.question.dataset for pair in rows}
-    return Pairs(*_names(first, second), rows, notes, sets.pop() if len(sets) == 1 else "")
-
-
-def _require_same(keys_of_first: list[str], others: list[str], first: Answers, second: Answers) -> None:
-    absent, extra = set(keys_of_first) - set(others), set(others) - set(keys_of_first)
-    parts = [
-        f"{len(only)} only in {answers.path}: {named(key for key in keys if key in only)}"
-        for only, keys, answers in ((absent, keys_of_first, first), (extra, others, second))
-        if only
-    ]
-    if parts:
-        kind = "ids" if first.by_id else "questions"
-        raise UserError(f"the files answer different questions; {kind} {'; '.join(parts)}")
-
-
-def _names(first: Answers, second: Answers) -> tuple[str, str]:
-    """Return the names of the models; files of one model are told apart by their paths."""
-    if first.generator != second.generator:
-        return first.generator, second.generator
-    parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in (first, second)]
-    ends = [p[0] for p in parts] if parts[0][0] != parts[1][0] else [p[1] for p in parts]
-    if ends[0] == ends[1]:
-        ends = ["a", "b"]
-    return f"{first.generator} {ends[0]}", f"{second.generator} {ends[1]}"
+    names = (first.generator, second.generator)
+    if names[0] == names[1]:  # files of one model are told apart by their paths
+        parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in (first, second)]
+        ends = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
+        names = (f"{names[0]} {ends[0]}", f"{names[1]} {ends[1]}")
+    return Pairs(*names, rows, notes, sets.pop() if len(sets) == 1 else "")
 
 
 def labelled(path: Path) -> Pairs:
-    """The pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
-    rows = read_rows(path)
-    read = _of_pandalm if PANDALM_ANNOTATORS[0] in rows[0] else _of_auto_j
-    pairs = [read(row, i, f"{path} row {i}") for i, row in enumerate(rows, start=1)]
+    """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
+    rows, pairs = read_rows(path), []
+    of_pandalm = PANDALM_ANNOTATORS[0] in rows[0]
+    for i, row in enumerate(rows, start=1):
+        where = f"{path} row {i}"
+        if of_pandalm:
+            labels = tuple(_label(row, name, PANDALM_LABELS, where) for name in PANDALM_ANNOTATORS)
+            question = Question(id_of(row), text_of(row, ("instruction",), where), input_of(row), "pandalm")
+            fields = ("response1", "response2")
+        else:
+            labels = (_label(row, "label", AUTO_J_LABELS, where),)
+            question = Question("", text_of(row, ("prompt",), where), "", "auto-j")
+            fields = ("response 1", "response 2")
+        first, second = (answer_of(row, name, where) for name in fields)
+        pairs.append(Pair(question.id or str(i), question, first, second, labels))
     if twice := repeated([pair.key for pair in pairs]):
         raise UserError(f"{path}: ids that come more than once: {named(twice)}")
     return Pairs("response 1", "response 2", pairs)
-
-
-def _of_pandalm(row: Row, number: int, where: str) -> Pair:
-    labels = tuple(_label(row, name, PANDALM_LABELS, where) for name in PANDALM_ANNOTATORS)
-    question = Question(id_of(row), text_of(row, ("instruction",), where), input_of(row), "pandalm")
-    first, second = (answer_of(row, name, where) for name in ("response1", "response2"))
-    return Pair(question.id or str(number), question, first, second, labels)
-
-
-def _of_auto_j(row: Row, number: int, where: str) -> Pair:
-    label = _label(row, "label", AUTO_J_LABELS, where)
-    question = Question("", text_of(row, ("prompt",), where), "", "auto-j")
-    first, second = (answer_of(row, name, where) for name in ("response 1", "response 2"))
-    return Pair(str(number), question, first, second, (label,))
 
 
 def _label(row: Row, name: str, labels: dict[Any, Side], where: str) -> Side:
@@ -245,35 +234,32 @@ def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> lis
 
 
 def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> list[Judged]:
-    """AlpacaEval's annotations: a comparison for each two generators and annotator, in whichever files."""
+    """Return a comparison for each two generators and annotator, in whichever files their annotations are."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
-    origins: dict[tuple[str, str, str], list[str]] = {}
-    for file, i, row in (
-        (file, i, row)
-        for file, rows in zip(files, tables, strict=True)
-        for i, row in enumerate(rows, start=1)
-    ):
-        where = f"{file} row {i}"
-        parties = (
-            text_of(row, ("generator_1",), where),
-            text_of(row, ("generator_2",), where),
-            str(row.get("annotator") or judge),
-        )
-        question = Question(id_of(row), text_of(row, ("instruction",), where), input_of(row))
-        a, b = (answer_of(row, name, where) for name in ("output_1", "output_2"))
-        value = _preference(row.get("preference"))
-        sides: list[Side | None] = [None if value is None else _side(value)]
-        pair = Pair(question.id or question.text, question, a, b)
-        groups.setdefault(parties, []).append(row_of(pair, sides, value))
-        origins.setdefault(parties, []).append(file.name)
-    for (a, b, _), rows_of_parties in groups.items():
-        if twice := repeated([row["id"] for row in rows_of_parties]):
+    origins: dict[tuple[str, str, str], dict[str, None]] = {}
+    for file, rows in zip(files, tables, strict=True):
+        for i, row in enumerate(rows, start=1):
+            where = f"{file} row {i}"
+            of_a, of_b = (text_of(row, (f"generator_{side}",), where) for side in (1, 2))
+            parties = (of_a, of_b, str(row.get("annotator") or judge))
+            question = Question(id_of(row), text_of(row, ("instruction",), where), input_of(row))
+            a, b = (answer_of(row, f"output_{side}", where) for side in (1, 2))
+            value = _preference(row.get("preference"))
+            verdict: Side | None = None
+            if value is not None:
+                verdict = "tie" if value == 0.5 else "b" if value > 0.5 else "a"
+            pair = Pair(question.id or question.text, question, a, b)
+            groups.setdefault(parties, []).append(row_of(pair, [verdict], value))
+            origins.setdefault(parties, {})[file.name] = None
+    judgements = []
+    for (a, b, by), judged in groups.items():
+        if twice := repeated([row["id"] for row in judged]):
             names = ", ".join(map(str, files))
-            raise UserError(f"{names}: {b} against {a} was judged more than once on {named(twice)}")
-    return [
-        Judged(judge, by, a, b, 1, rows_of_parties, {"from": list(dict.fromkeys(origins[a, b, by]))})
-        for (a, b, by), rows_of_parties in groups.items()
-    ]
+            raise UserError(
+                f"{names}: {b} against {a} was judged more than once on {named(twice)}", code="twice"
+            )
+        judgements.append(Judged(judge, by, a, b, 1, judged, {"from": list(origins[a, b, by])}))
+    return judgements
 
 
 def _preference(value: Any) -> float | None:
@@ -283,10 +269,6 @@ def _preference(value: Any) -> float | None:
     if value == 0:
         return 0.5
     return float(value) - 1 if 1 <= value <= 2 else None  # which no NaN is
-
-
-def _side(value: float) -> Side:
-    return "tie" if value == 0.5 else "b" if value > 0.5 else "a"
 
 
 def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -> Judged:
@@ -302,14 +284,10 @@ def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -
         raise UserError(f"{file} has no verdict on {len(lacking)} of {len(keys)} pairs: {named(lacking)}")
     if extra := [key for key in ids if key not in keys]:
         raise UserError(f"{file} has verdicts on {len(extra)} pairs that the labels lack: {named(extra)}")
-    judged = [row_of(pair, [_verdict(by_id[pair.key].get(name))]) for pair in pairs.rows]
+    sides: dict[str, Side] = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
+    verdicts = [str(by_id[pair.key].get(name)).strip().lower() for pair in pairs.rows]
+    judged = [row_of(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)]
     return Judged(judge, name, pairs.a, pairs.b, 1, judged, {"from": [file.name]})
-
-
-def _verdict(value: Any) -> Side | None:
-    text = str(value).strip().lower()
-    labels = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
-    return labels.get(text)
 
 
 def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge: str) -> Judged:
@@ -325,14 +303,9 @@ def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge:
             )
     exchange: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
     judged = []
-    for i, pair in enumerate(pairs.rows):
-        sides = [AUTO_J_LABELS.get(_number(rows[i])) for rows in tables]
-        judged.append(row_of(pair, [sides[0], *(exchange[name] for name in sides[1:])]))
-    return Judged(judge, files[0].name.split(".")[0], pairs.a, pairs.b, len(files), judged, {
-        "from": [file.name for file in files]
-    })  # fmt: skip
-
-
-def _number(row: Row) -> Any:
-    value = row.get(AUTO_J_VERDICT)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    for pair, *rows_of_pair in zip(pairs.rows, *tables, strict=True):
+        values = [row.get(AUTO_J_VERDICT) for row in rows_of_pair]
+        sides = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
+        judged.append(row_of(pair, [sides[0], *(exchange[verdict] for verdict in sides[1:])]))
+    facts = {"from": [file.name for file in files]}
+    return Judged(judge, files[0].name.split(".")[0], pairs.a, pairs.b, len(files), judged, facts)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import UserError
 from eval import store
@@ -44,14 +43,12 @@ def accuracy(gold: Sequence[str], predicted: Sequence[str | None]) -> float:
 
 
 def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
-    """Cohen's kappa (1960): (p_o - p_e) / (1 - p_e), p_e from each rater's own shares. None where p_e = 1."""
-    n = len(first)
-    shares = [
-        {label: list(labels).count(label) / n for label in {*first, *second}} for labels in (first, second)
-    ]
-    expected = sum(shares[0][label] * shares[1][label] for label in shares[0])
-    observed = sum(a == b for a, b in zip(first, second, strict=True)) / n
-    return None if expected > 1 - 1e-12 else (observed - expected) / (1 - expected)
+    """Return Cohen's kappa (1960) of two raters; None where chance alone explains all agreement (p_e = 1)."""
+    from sklearn.metrics import cohen_kappa_score
+
+    if len({*first, *second}) == 1:
+        return None
+    return float(cohen_kappa_score(first, second))
 
 
 def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
@@ -100,6 +97,8 @@ def length_controlled(
     difficulty, which the full form adds from a table of its own, is left out. None with fewer than LEAST
     scores or without any difference in length.
     """
+    from sklearn.model_selection import GroupKFold
+
     score = np.asarray(scores, float)
     d = np.asarray(lengths_a, float) - np.asarray(lengths_b, float)
     if len(score) < LEAST or d.std() == 0:
@@ -108,30 +107,21 @@ def length_controlled(
     # A score is a probability: each pair stands there twice, won and lost, with its share as the weight.
     X, y = np.concatenate([features] * 2), np.repeat([1, 0], len(d))
     weight, pair = np.concatenate([score, 1 - score]), np.tile(np.arange(len(d)), 2)
-    model = _fit(X, y, weight, _strength(X, y, weight, pair))
-    return float(1 / (1 + np.exp(-model.coef_[0, 1])))
-
-
-def _strength(X: np.ndarray, y: np.ndarray, weight: np.ndarray, pair: np.ndarray) -> float:
-    """The inverse strength of the penalty with the least log loss on pairs left out."""
-    from sklearn.model_selection import GroupKFold
-
-    grid = np.logspace(-4, 4, 10)
-    losses = np.zeros(len(grid))
+    grid = np.logspace(-4, 4, 10)  # inverse strengths of the penalty
+    losses = np.zeros(len(grid))  # on the pairs left out
     for train, test in GroupKFold(FOLDS).split(X, y, pair):
         for i, C in enumerate(grid):
             p = _fit(X[train], y[train], weight[train], C).predict_proba(X[test])[:, 1].clip(1e-15, 1 - 1e-15)
             share = np.where(y[test] == 1, weight[test], 1 - weight[test])
             losses[i] -= (share * np.log(p) + (1 - share) * np.log(1 - p)).mean()
-    return float(grid[losses.argmin()])
+    model = _fit(X, y, weight, float(grid[losses.argmin()]))
+    return float(1 / (1 + np.exp(-model.coef_[0, 1])))
 
 
 def _fit(X: np.ndarray, y: np.ndarray, weight: np.ndarray, C: float) -> Any:
     from sklearn.linear_model import LogisticRegression
 
-    if not all(
-        weight[y == won].any() for won in (0, 1)
-    ):  # of such a class liblinear complains on the terminal
+    if not all(weight[y == won].any() for won in (0, 1)):  # liblinear complains on the terminal
         weight = np.maximum(weight, NEXT_TO_NOTHING)
     model = LogisticRegression(C=C, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=123)
     with warnings.catch_warnings():
@@ -153,51 +143,41 @@ REMARKS = {
 
 
 def lines(numbers: dict[str, Any]) -> Iterator[str]:
-    """The numbers of `results.summary`, the most important first."""
+    """Yield the numbers of `results.summary` as sentences, the most important first."""
+
+    def percent(share: dict[str, float]) -> str:
+        return f"{100 * share['value']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
+
     parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
     if not numbers["read"]:
         yield f"{parties}: none of the verdicts on {numbers['pairs']} pairs can be read"
     else:
-        shares = ", ".join(f"{name} {_percent(numbers[name])}" for name in ("win", "tie", "loss"))
-        yield f"{parties}: {shares}"
-        yield _rate_line(numbers)
+        yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
+        rate, lengths, controlled = numbers["win_rate"], numbers["lengths"], numbers["length_controlled"]
+        at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
+        yield (
+            f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
+            f"{numbers['read']} of {numbers['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
+            f"{lengths['a']:.0f}"
+        )
     for name, text in remarks(numbers):
         yield f"  {numbers['counts'][name]} {text}"
     if numbers["consistency"] is not None:
         yield f"  the same verdict in both orders: {100 * numbers['consistency']:.2f} %"
-    if numbers["human"] is not None:
-        yield f"  {_human_line(numbers['human'])}"
-
-
-def _rate_line(numbers: dict[str, Any]) -> str:
-    controlled = numbers["length_controlled"]
-    at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
-    rate, lengths = numbers["win_rate"], numbers["lengths"]
-    return (
-        f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
-        f"{numbers['read']} of {numbers['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
-        f"{lengths['a']:.0f}"
-    )
+    if (human := numbers["human"]) is not None:
+        parts = [f"agreement with {human['raters']} human labels a pair: {percent(human['agreement'])}"]
+        if human["unreadable_as_ties"] != human["agreement"]["value"]:
+            parts.append(f"with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}")
+        if human["kappa"] is not None:
+            parts.append(f"Cohen's kappa {human['kappa']:.3f}")
+        if human["kappa_of_people"] is not None:
+            parts.append(f"people among themselves (Fleiss) {human['kappa_of_people']:.3f}")
+        yield "  " + "; ".join(parts)
 
 
 def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, text) of the counts that are not zero."""
+    """Yield (name, text) of the counts that are not zero."""
     return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
-
-
-def _percent(share: dict[str, float]) -> str:
-    return f"{100 * share['value']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
-
-
-def _human_line(human: dict[str, Any]) -> str:
-    parts = [f"agreement with {human['raters']} human labels a pair: {_percent(human['agreement'])}"]
-    if human["unreadable_as_ties"] != human["agreement"]["value"]:
-        parts.append(f"with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}")
-    if human["kappa"] is not None:
-        parts.append(f"Cohen's kappa {human['kappa']:.3f}")
-    if human["kappa_of_people"] is not None:
-        parts.append(f"people among themselves (Fleiss) {human['kappa_of_people']:.3f}")
-    return "; ".join(parts)
 
 
 JUDGEMENTS = "judgements"
@@ -218,6 +198,15 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
     """All numbers of a judgement; shares and win rate are null where not one verdict can be read."""
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
+    judged_rows = [row for row in rows if row["unasked"] is None]
+    shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
+    if read:
+        scores, questions = np.array([row["score"] for row in read]), [row["question"] for row in read]
+        columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
+        shares = {name: _share(c.tolist(), questions) for name, c in zip(shares, columns, strict=True)}
+    consistency = None  # share of pairs whose verdict is the same in both orders
+    if judged.orders == 2 and judged_rows:
+        consistency = sum(row["outcome"] in LABELS for row in judged_rows) / len(judged_rows)
     return {
         "version": VERSION,
         "name": name,
@@ -231,21 +220,19 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "pairs": len(rows),
         "read": len(read),
         "counts": _counts(rows),
-        **_rates(read),
+        **shares,
         "length_controlled": length_controlled(
-            [row["score"] for row in read],
-            [len(row["a"]) for row in read],
-            [len(row["b"]) for row in read],
+            [row["score"] for row in read], *([len(row[side]) for row in read] for side in ("a", "b"))
         ),
         "lengths": {side: float(np.mean([len(row[side]) for row in rows])) for side in ("a", "b")},
-        "consistency": _consistency(judged),
+        "consistency": consistency,
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
     }
 
 
 def _counts(rows: list[Row]) -> dict[str, int]:
-    """Outcomes, and apart from them what a reader should know about the pairs."""
+    """Return outcomes, and apart from them what a reader should know about the pairs."""
     outcomes = Counter(row["outcome"] for row in rows)
     unasked = Counter(row["unasked"] for row in rows)
     sides = [verdict for row in rows if row["unasked"] is None for verdict in row["verdicts"]]
@@ -262,31 +249,10 @@ def _counts(rows: list[Row]) -> dict[str, int]:
     }
 
 
-def _rates(read: list[Row]) -> dict[str, Any]:
-    """Shares of wins, ties and losses of B and its win rate, each with its interval over questions."""
-    if not read:
-        return dict.fromkeys((*SHARES, "win_rate"))
-    scores = np.array([row["score"] for row in read])
-    columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
-    questions = [row["question"] for row in read]
-    return {
-        name: _share(column.tolist(), questions)
-        for name, column in zip((*SHARES, "win_rate"), columns, strict=True)
-    }
-
-
 def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float]:
     """Return a mean from 0 to 1 with its interval; the unit is the question."""
     value, interval = bounded_mean(values, questions)
     return {"value": value, **asdict(interval)}
-
-
-def _consistency(judged: Judged) -> float | None:
-    """The share of pairs whose verdict is the same in both orders; None where only one was asked."""
-    judged_rows = [row for row in judged.rows if row["unasked"] is None]
-    if judged.orders < 2 or not judged_rows:
-        return None
-    return sum(row["outcome"] in LABELS for row in judged_rows) / len(judged_rows)
 
 
 def _human(rows: list[Row]) -> dict[str, Any]:
@@ -355,89 +321,19 @@ class Judgement:
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
 
 
-class Form(BaseModel):
-    """The contents that a judgement's file may have; whoever shows it relies on that."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class Share(Form):
-    value: float
-    low: float
-    high: float
-
-
-class People(Form):
-    rows: int
-    raters: int
-    agreement: Share
-    unreadable_as_ties: float
-    kappa: float | None
-    kappa_of_people: float | None
-
-
-class Said(Form):
-    text: str
-
-
-class Shown(Form):
-    question: str
-    a: str
-    b: str
-    verdicts: list[str | None]
-    outcome: str
-    replies: list[Said]
-
-
-class Numbers(Form):
-    """The numbers that `summary` finds and a report shows."""
-
-    name: str
-    judge: str
-    by: str
-    a: str
-    b: str
-    questions: str
-    orders: int
-    facts: dict[str, Any]
-    pairs: int
-    read: int
-    counts: dict[str, int]
-    win: Share | None
-    tie: Share | None
-    loss: Share | None
-    win_rate: Share | None
-    length_controlled: float | None
-    lengths: dict[str, float]
-    consistency: float | None
-    human: People | None
-    shown: list[Shown]
-    rows_digest: str
-
-
 def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Judgement]:
     """All judgements under some results directories. say: told which files are skipped, and why."""
     judgements = []
     for out in outs:
         for path in sorted((out / JUDGEMENTS).glob("*.json")):
             value = store.read_json(path)
-            if not isinstance(value, dict) or value.get("version") != VERSION:
-                say(f"skipped {path}: damaged, or a judgement of another version; judge again")
-            elif not _is_whole(value):
-                say(f"skipped {path}: damaged; judge again")
-            else:
+            # Shares and win rate stand there exactly where verdicts were read.
+            if (
+                isinstance(value, dict)
+                and value.get("version") == VERSION
+                and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
+            ):
                 judgements.append(Judgement(value, path))
+            else:
+                say(f"skipped {path}: damaged, or a judgement of another version; judge again")
     return judgements
-
-
-def _is_whole(value: dict[str, Any]) -> bool:
-    try:
-        numbers = Numbers.model_validate(value)
-    except ValidationError:
-        return False
-    shares = (numbers.win, numbers.tie, numbers.loss, numbers.win_rate)
-    return (
-        all((share is None) == (not numbers.read) for share in shares)
-        and numbers.counts.keys() >= REMARKS.keys()
-        and numbers.lengths.keys() >= {"a", "b"}
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from huggingface_hub import parse_eval_result_entries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.export import harness, hub
+from eval import store
+from eval.export import figures, harness, hub
 from eval.results import pick, read_models
 from tests.helpers.evaluating import command
 from tests.helpers.results import RIGHT, fabricated, finish, finished, write_model, write_result
@@ -37,19 +38,19 @@ def test_what_is_read_back_is_what_was_found(
     harness.write_harness(model, out / "exported", None)
     hub.write_hub(model, out / "card", lambda text: None)
     (path,) = (out / "exported" / "m").glob("results_*.json")
-    found = json.loads(path.read_text())["results"]
+    actual = json.loads(path.read_text())["results"]
     listed = {r["dataset"]["type"] + r["dataset"]["name"]: r for r in index(out / "card")}
     assert len(listed) == 2
     for task, result in model.results.items():
-        assert found[task]["acc,none"] == pytest.approx(result["accuracy"], abs=1e-12)
-        assert found[task]["macro_f1,none"] == result["macro_f1"]
+        assert actual[task]["acc,none"] == pytest.approx(result["accuracy"], abs=1e-12)
+        assert actual[task]["macro_f1,none"] == result["macro_f1"]
         entry = yaml.safe_load((out / "card" / ".eval_results" / f"emo-pipeline-{task}.yaml").read_text())
-        assert parse_eval_result_entries(entry)[0].value == found[task]["acc,none"]
-    assert found["plain"]["sample_len"] == found["grouped"]["sample_len"] == len(rows)
+        assert parse_eval_result_entries(entry)[0].value == actual[task]["acc,none"]
+    assert actual["plain"]["sample_len"] == actual["grouped"]["sample_len"] == len(rows)
     for group in set(groups):
         of_group = [ok for ok, g in rows if g == group]
-        assert found[f"grouped_{group}"]["acc,none"] == pytest.approx(statistics.fmean(of_group))
-        assert found[f"grouped_{group}"]["sample_len"] == len(of_group)
+        assert actual[f"grouped_{group}"]["acc,none"] == pytest.approx(statistics.fmean(of_group))
+        assert actual[f"grouped_{group}"]["sample_len"] == len(of_group)
 
 
 def index(directory: Path) -> list[dict[str, Any]]:
@@ -65,33 +66,60 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     finish(out)
     (tmp_path / "file").write_text("")
 
-    def said(*arguments: object, code: int = 2) -> str:
-        found, text, err = command("export", *arguments)
-        assert found == code and not list(tmp_path.glob("there*"))
-        return re.sub("^.*libraries\n", "", err) if code else text
+    def refused(results: Path, form: str, *options: object, to: Path = tmp_path / "to") -> bool:
+        code, _, err = command("export", results, "--format", form, "--out", to, *options)
+        return code == 2 and err.count("error: ") == 1 and not (tmp_path / "to").exists()
 
-    there = ["--out", tmp_path / "there"]
-    assert "did you mean lm-eval?" in said(out, "--format", "lm_eval", *there)
-    assert "no results in" in said(tmp_path / "none", "--format", "hf", *there)
-    assert "choose it with --name: emo, mle" in said(out, "--format", "hf", *there)
-    assert "no results of a model 'mel'" in said(out, "--format", "hf", *there, "--name", "mel")
-    assert "has no finished result" in said(out, "--format", "hf", *there, "--name", "described")
-    assert "is a file; name a directory" in said(out, "--format", "hf", "--out", tmp_path / "file")
-    assert "in use as a results directory" in said(out, "--format", "lm-eval", "--out", out)
+    assert refused(out, "lm_eval") and refused(tmp_path / "none", "hf")
+    assert refused(out, "hf")  # of which of the models?
+    assert refused(out, "hf", "--name", "mel") and refused(out, "hf", "--name", "described")
+    assert refused(out, "hf", to=tmp_path / "file") and refused(out, "lm-eval", to=out)
     view = out / "models" / "mle" / "sst2.json"
-    sealed = out / "store" / json.loads(view.read_text())["key"] / "result.json"
-    sealed.unlink()
-    assert "no finished result" in said(out, "--format", "lm-eval", *there, "--name", "mle")
+    (out / "store" / json.loads(view.read_text())["key"] / "result.json").unlink()
+    assert refused(out, "lm-eval", "--name", "mle")
     view.write_text("{")
-    assert "damaged, or not a result" in said(out, "--format", "lm-eval", *there, "--name", "mle")
+    assert refused(out, "lm-eval", "--name", "mle")
+
+
+@settings(max_examples=50, deadline=None)
+@given(OUTCOMES)
+def test_errors_are_those_of_the_definition(rows: list[tuple[bool, str]]) -> None:
+    """s / sqrt(n) with n - 1, by another implementation; sqrt(sum of squares) / k over groups."""
+    right = [ok for ok, _ in rows]
+    whole = figures.accuracy(right)
+    assert whole.value == pytest.approx(statistics.fmean(right)) and whole.n == len(right)
+    if len(right) == 1:
+        assert whole.stderr is None
+    else:
+        assert whole.stderr == pytest.approx(statistics.stdev(map(float, right)) / math.sqrt(len(right)))
+    groups = [figures.accuracy([ok for ok, g in rows if g == group]) for group in {g for _, g in rows}]
+    mean = figures.unweighted_mean(groups)
+    assert mean.value == pytest.approx(statistics.fmean(group.value for group in groups))
+    if any(group.n == 1 for group in groups):
+        assert mean.stderr is None
+    else:
+        squares = [group.stderr**2 for group in groups if group.stderr is not None]
+        assert mean.stderr == pytest.approx(math.sqrt(sum(squares)) / len(groups))
+
+
+@pytest.mark.parametrize("change", [lambda r: r[2].update(prediction="a"), lambda r: r.pop()])
+def test_results_that_do_not_follow_from_their_rows_are_not_exported(change: Any, tmp_path: Path) -> None:
+    finished(tmp_path)
+    for chunk in (tmp_path / "store").glob("*/chunks/*.json"):
+        records: Any = store.unsealed(chunk)
+        change(records)
+        chunk.write_text(store.seal(records))
+    for form in ("lm-eval", "hf"):
+        assert command("export", tmp_path, "--format", form, "--out", tmp_path / "to")[0] == 2
+        assert not (tmp_path / "to").exists()
 
 
 def test_all_models_of_all_directories_are_exported(tmp_path: Path) -> None:
     for name in ("a", "b"):
         finished(tmp_path / name, name)
     write_model(tmp_path / "a", "described")
-    asked = ["--format", "lm-eval", "--out", tmp_path / "there"]
-    code, out, _ = command("export", tmp_path / "a", tmp_path / "b", *asked)
+    arguments = ["--format", "lm-eval", "--out", tmp_path / "there"]
+    code, out, _ = command("export", tmp_path / "a", tmp_path / "b", *arguments)
     assert code == 0 and "described has no finished result: left out" in out
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["a", "b"]
     assert {p.name for p in (tmp_path / "there").rglob("*.json")} == {"results_2027-01-15T08-00-00.json"}

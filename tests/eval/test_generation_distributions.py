@@ -37,11 +37,11 @@ def naive(p: np.ndarray, q: np.ndarray) -> dict[str, float]:
 def test_measures_equal_the_definitions(spread: float) -> None:
     generator = torch.Generator().manual_seed(0)
     p_logits, q_logits = (spread * torch.randn(4, 700, generator=generator) for _ in range(2))
-    found = d.measures(d.log_probs(p_logits), d.log_probs(q_logits))
+    actual = d.measures(d.log_probs(p_logits), d.log_probs(q_logits))
     for row in range(4):
         p, q = (np.exp(x[row].double().log_softmax(0).numpy()) for x in (p_logits, q_logits))
         for name, value in naive(p, q).items():
-            assert float(found[name][row]) == pytest.approx(value, abs=1e-9), name
+            assert float(actual[name][row]) == pytest.approx(value, abs=1e-9), name
 
 
 @pytest.mark.parametrize("spread", [1.0, 6.0])

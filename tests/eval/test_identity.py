@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -98,19 +99,13 @@ def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: P
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, ADAPTER])
-@pytest.mark.parametrize("how", ["missing", "renamed"])
-def test_a_tensor_that_is_missing_with_an_adapter_is_refused(file: str, how: str, adapted: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        tensor = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
-        if how == "renamed":
-            weights["extra.weight"] = tensor
+def test_a_tensor_that_is_missing_with_an_adapter_is_refused(file: str, adapted: Path) -> None:
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        weights["extra.weight"] = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
 
-    edit_weights(adapted / file, spoil)
-    with pytest.raises(UserError, match="does not hold the weights"):
+    edit_weights(adapted / file, rename)
+    with pytest.raises(UserError):
         _ = EvaluatedModel(str(adapted)).model
-
-
-def test_an_adapter_without_its_weights_is_refused(adapted: Path) -> None:
     (adapted / ADAPTER).unlink()
     with pytest.raises(UserError) as error:
         EvaluatedModel(str(adapted))
@@ -156,26 +151,6 @@ def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
     assert not list(out.rglob("result.json")) and not list(out.rglob("chunks/*"))
 
 
-def test_files_that_were_others_only_while_they_were_loaded_are_loaded_again(
-    copy: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tiny_model(tmp_path / "other", seed=1)
-    load, swaps = eval.model.load_causal_lm, [copy / WEIGHTS]
-
-    def swapped(path: Path, **options: Any) -> Any:
-        if not swaps:
-            return load(path, **options)
-        file = swaps.pop()
-        file.rename(path / "old")
-        shutil.copy(other / WEIGHTS, file)
-        loaded = load(path, **options)
-        (path / "old").rename(file)
-        return loaded
-
-    monkeypatch.setattr(eval.model, "load_causal_lm", swapped)
-    assert torch.equal(logits(copy), logits(root / "model"))
-
-
 def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(encoder_path("minilm"), tmp_path / "encoder"))
     encoder = Encoder(str(directory), tmp_path / "cache")
@@ -186,18 +161,10 @@ def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     assert error.value.code == "changed" and not list((tmp_path / "cache").rglob("*.npz"))
 
 
-def test_generation_settings_decide_sampled_text_only(copy: Path) -> None:
-    before = EvaluatedModel(str(copy))
-    digests = before.digest, before.generation_digest
-    edit_json(copy / "generation_config.json", eos_token_id=7)
-    after = EvaluatedModel(str(copy))
-    assert after.digest == digests[0] and after.generation_digest != digests[1]
-
-
 # --- the tokenizer ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_data: Path) -> None:
     digests = set()
     for form in ("original", "tokenizer.json"):
@@ -226,28 +193,24 @@ def test_a_merge_that_differs_is_another_tokenizer(copy: Path, shared_data: Path
 
 
 @pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
-@pytest.mark.parametrize("bos", [True, False, None])
-@pytest.mark.parametrize("eos", [True, False, None])
-def test_a_tokenizer_adds_what_its_configuration_says(
-    form: str, bos: bool | None, eos: bool | None, copy: Path, root: Path
-) -> None:
+def test_a_tokenizer_adds_what_its_configuration_says(form: str, copy: Path, root: Path) -> None:
     if form == "tokenizer.model":
         for file in copy.glob("*token*"):
             file.unlink()
         shutil.copy(root / "tokenizer" / form, copy)
         (copy / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    config = (copy / "tokenizer_config.json").read_text(encoding="utf-8")
     plain = EvaluatedModel(str(copy)).tokenizer_digest
-    flags = {"add_bos_token": bos, "add_eos_token": eos}
-    edit_json(
-        copy / "tokenizer_config.json", **{key: flag for key, flag in flags.items() if flag is not None}
-    )
-    model = EvaluatedModel(str(copy))
     ids = load_tokenizer(copy)("a text", add_special_tokens=False).input_ids
-    expected = [model.tokenizer.bos_token_id] * (bos is not False) + ids
-    expected += [model.tokenizer.eos_token_id] * (eos is True)
-    assert model.tokenizer("a text").input_ids == expected
-    changed = bos is False or eos is True
-    assert (model.tokenizer_digest != plain) is changed
+    for bos, eos in itertools.product((True, False, None), repeat=2):
+        flags = {"add_bos_token": bos, "add_eos_token": eos}
+        values = json.loads(config) | {name: flag for name, flag in flags.items() if flag is not None}
+        (copy / "tokenizer_config.json").write_text(json.dumps(values), encoding="utf-8")
+        model = EvaluatedModel(str(copy))
+        expected = [model.tokenizer.bos_token_id] * (bos is not False) + ids
+        expected += [model.tokenizer.eos_token_id] * (eos is True)
+        assert model.tokenizer("a text").input_ids == expected
+        assert (model.tokenizer_digest != plain) is (bos is False or eos is True)
 
 
 def test_a_tokenizer_that_changes_meanwhile_is_refused(copy: Path, root: Path) -> None:
@@ -299,10 +262,10 @@ def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key(root: Pa
 
 def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Path, tmp_path: Path) -> None:
     tasks, settings = select_tasks("sst2"), Settings(data=str(root / "data"))
-    said: list[str] = []
+    messages: list[str] = []
 
     def run(name: str, dtype: str) -> None:
-        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, said.append)
+        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, messages.append)
 
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
         run(name, dtype)
@@ -310,27 +273,10 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Pa
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
     code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail-on-regression")
     assert code == 2 and not out and "dtype: float32 and bfloat16" in err
-    said.clear()
+    messages.clear()
     run("a", "bfloat16")
-    assert "float32" in said[0] and "bfloat16" in said[0]  # what is no longer shown is said
+    assert "float32" in messages[0] and "bfloat16" in messages[0]  # what is no longer shown is said
     assert pick(read_models([tmp_path]), "a").description["dtype"] == "bfloat16"
-
-
-def test_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
-    arguments = [
-        "run",
-        "--model",
-        root / "model",
-        "--data",
-        root / "data",
-        "--tasks",
-        "sst2",
-        "--out",
-        tmp_path,
-    ]
-    quiet = [command(*arguments)[1], command(*arguments)[1]]
-    _, loud, _ = command(*arguments, "--limit", 4)
-    assert "--name" in loud and not any("--name" in text for text in quiet)
 
 
 # --- costs ------------------------------------------------------------------------------------------------
@@ -344,29 +290,22 @@ def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: P
         "import sys; from eval.cli import main; code = main(); "
         f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    arguments = [sys.executable, "-c", program, *arguments, "--out", str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0 and "already known" in done.stdout, done.stderr
     assert done.stderr.strip().endswith("[]"), done.stderr
 
 
-def test_texts_and_judgements_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
-    generate = ["generate", "--model", root / "model", "--out", tmp_path, "--samples", 1, "--tokens"]
-    said = [command(*generate, tokens)[1] for tokens in (3, 3, 4)]
-    assert ["other tokens" in text for text in said] == [False, False, True]
+def test_results_and_texts_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
+    run = ["run", "--model", root / "model", "--data", root / "data", "--tasks", "sst2", "--limit"]
+    generate = ["generate", "--model", root / "model", "--samples", 1, "--tokens"]
+    for arguments in (run, generate):
+        lines = [command(*arguments, number, "--out", tmp_path)[1] for number in (3, 3, 4)]
+        assert ["--name" in text for text in lines] == [False, False, True]
     files = []
     for i in range(3):
-        rows = [
-            {"instruction": "q", "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b",
-             "preference": 1 + i % 2}
-        ]  # fmt: skip
+        row = {"instruction": "q", "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b"}
         files.append(tmp_path / f"{i // 2}.json")
-        files[-1].write_text(json.dumps(rows), encoding="utf-8")
+        files[-1].write_text(json.dumps([row | {"preference": 1 + i % 2}]), encoding="utf-8")
     judge = ["judge", "--judge", "alpaca_eval", "--out", tmp_path, "--from"]
-    said = [command(*judge, file)[1] for file in files]
-    assert ["with other from" in text for text in said] == [False, False, True]
+    assert ["other from" in command(*judge, file)[1] for file in files] == [False, False, True]

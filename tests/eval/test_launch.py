@@ -42,22 +42,14 @@ def slurm(tmp_path: Path) -> Any:
     def run(*arguments: object, **environment: str) -> tuple[int, str, list[str]]:
         calls.unlink(missing_ok=True)
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-        given = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
+        verdicts = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
         # The script puts the checkout's own environment first; the stand-ins must win.
         copy = tmp_path / "slurm_script"
         copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
-        done = subprocess.run(
-            ["bash", copy, *map(str, arguments)],
-            cwd=REPO,
-            env=os.environ | given | environment,
-            capture_output=True,
-            text=True,
-        )
-        return (
-            done.returncode,
-            done.stdout + done.stderr,
-            calls.read_text().splitlines() if calls.is_file() else [],
-        )
+        command, environment = ["bash", copy, *map(str, arguments)], os.environ | verdicts | environment
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        called = calls.read_text().splitlines() if calls.is_file() else []
+        return done.returncode, done.stdout + done.stderr, called
 
     return run
 
@@ -77,13 +69,13 @@ def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) ->
 
 
 def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
-    for given, requeued in (
+    for verdicts, requeued in (
         (ExitCode.FAILURE, True),
         (ExitCode.MISTAKE, False),
         (ExitCode.REGRESSION, False),
     ):
-        code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(given))
-        assert code == given
+        code, _, calls = slurm(tmp_path, tmp_path, FAKE_CODE=str(verdicts))
+        assert code == verdicts
         assert calls == (["scontrol requeue 7"] if requeued else [])
     assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
     assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
@@ -92,15 +84,6 @@ def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> No
     early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
     code, _, calls = slurm(early, tmp_path, FAKE_CODE="2", EVERY="20")
     assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")
-
-
-def read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def test_slurm_without_arguments_says_how(slurm: Any) -> None:
-    code, out, _ = slurm()
-    assert code != 0 and "usage: sbatch launch/slurm/evaluate.sbatch RUN_DIR DATA_DIR" in out
 
 
 @pytest.mark.parametrize(("name", "once"), [("evaluate.yaml", True), ("watch.yaml", False)])
@@ -126,10 +109,8 @@ def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
 
 def test_slurm_crontab_asks_for_what_the_batch_script_asks_for() -> None:
     """scrontab does not read the options of the script that it runs."""
-    folder = REPO / "launch/slurm"
-    batch = re.findall(
-        r"^#SBATCH (--(?:job|open|gpus|cpus|mem|time).*)$", read(folder / "evaluate.sbatch"), re.M
-    )
-    cron = re.findall(r"^#SCRON (.*)$", read(folder / "evaluate.scron"), re.M)
-    assert len(batch) == 6 and {*batch, "--ntasks=1"} <= set(cron)
-    assert "bash launch/slurm/evaluate.sbatch runs/emo " in read(folder / "evaluate.scron").splitlines()[-1]
+    table = SCRIPT.with_suffix(".scron").read_text(encoding="utf-8")
+    options = r"^#SBATCH (--(?:job|open|gpus|cpus|mem|time).*)$"
+    batch = re.findall(options, SCRIPT.read_text(encoding="utf-8"), re.M)
+    assert len(batch) == 6 and {*batch, "--ntasks=1"} <= set(re.findall(r"^#SCRON (.*)$", table, re.M))
+    assert "bash launch/slurm/evaluate.sbatch runs/emo " in table.splitlines()[-1]

@@ -79,18 +79,18 @@ def random_model(kind: str, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_other_architectures(kind: str) -> None:  # defects A2
+def test_other_architectures(kind: str) -> None:
     """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
-    said: list[str] = []
-    scorer = PrefixScorer(random_model(kind), say=said.append)
+    messages: list[str] = []
+    scorer = PrefixScorer(random_model(kind), say=messages.append)
     check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
     assert scorer.way == (OWN if kind in ONE_BY_ONE else WHOLE if kind in WHOLE_PROMPTS else TREE)
-    assert bool(said) == (scorer.way != TREE)  # what is slower is said
+    assert bool(messages) == (scorer.way != TREE)  # what is slower is said
 
 
 def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects A2: a family may do anything to its logits after the head."""
+    """A family may do anything to its logits after the head."""
     model = random_model("llama")
     forward = type(model).forward
 
@@ -100,14 +100,14 @@ def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.Mon
         return out
 
     monkeypatch.setattr(type(model), "forward", biased)
-    said: list[str] = []
-    scorer = PrefixScorer(model, say=said.append)
-    assert scorer.way == OWN and "one whole prompt at a time" in said[-1]
+    messages: list[str] = []
+    scorer = PrefixScorer(model, say=messages.append)
+    assert scorer.way == OWN and "one whole prompt at a time" in messages[-1]
     check(scorer, random_items(384, 5))
 
 
 def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects A2: a window that no option names, longer than the probe at the start."""
+    """A window that no option names, longer than the probe at the start."""
     model = random_model("llama")
     body, window = type(model.model), 100
     forward = body.forward
@@ -130,7 +130,7 @@ def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: 
 
 
 def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> None:
-    """defects A2: dynamic rotary scaling changes every prompt of a batch that holds a long one."""
+    """Dynamic rotary scaling changes every prompt of a batch that holds a long one."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = random_model("llama", max_position_embeddings=32, rope_parameters=rope)
     scorer = PrefixScorer(model, say=lambda text: None)
@@ -138,14 +138,14 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
     check(scorer, random_items(384, 4, shared=30))
 
 
-def test_a_model_that_sees_the_future_is_not_causal() -> None:  # defects A4
+def test_a_model_that_sees_the_future_is_not_causal() -> None:
     assert probe.is_causal(random_model("llama")) and probe.is_causal(random_model("mamba"))
     assert not probe.is_causal(random_model("bert", is_decoder=False))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
-def test_scores_that_are_not_finite_are_an_error(value: float, way: str) -> None:  # defects A5
+def test_scores_that_are_not_finite_are_an_error(value: float, way: str) -> None:
     model = random_model("llama")
     scorer = PrefixScorer(model, say=lambda text: None)
     scorer.way = way
@@ -154,13 +154,13 @@ def test_scores_that_are_not_finite_are_an_error(value: float, way: str) -> None
         scorer.score(random_items(384, 3))
 
 
-def test_no_label_is_chosen_by_nan() -> None:  # defects A5
+def test_no_label_is_chosen_by_nan() -> None:
     assert winner([2.0, 1.0, 1.0]) == 1
     for bad in (float("nan"), float("inf"), -float("inf")):
         with pytest.raises(NotFiniteError):
             winner([1.0, bad])
 
 
-def test_a_token_beyond_the_embeddings_is_one_line() -> None:  # defects D3
+def test_a_token_beyond_the_embeddings_is_one_line() -> None:
     with pytest.raises(UserError, match="token id 384, but the model has 384 embeddings"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])

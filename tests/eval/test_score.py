@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,13 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from data_prep.tokenizer import load_tokenizer
 from eval.icl import layout
-from eval.icl.extra_scores import calibrated, channel
 from eval.icl.inferencer import PrefixPPLInferencer, score_samples
 from eval.icl.layout import Item, common_prefix
 from eval.icl.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
 from eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
 from eval.icl.prompts import PromptBuilder
+from eval.icl.records import calibrated, channel
 from eval.icl.retrieve import GroupRetriever, StoredRetriever
 from eval.icl.task_data import load_data
 from eval.icl.tasks import Task, load_task
@@ -59,7 +59,7 @@ def both(
     **ours: Any,
 ) -> tuple[tuple[list, dict], tuple[list, dict], PrefixPPLInferencer]:
     """(predictions, saved records) of ours and of OpenICL's inferencer."""
-    mine = PrefixPPLInferencer(
+    ours_first = PrefixPPLInferencer(
         model,
         tokenizer,
         max_model_token_num=limit or UNLIMITED,
@@ -68,7 +68,7 @@ def both(
         batch_size=4,
         **ours,
     )
-    theirs = PPLInferencer(
+    openicl = PPLInferencer(
         model,
         copy.deepcopy(tokenizer),
         max_model_token_num=limit,
@@ -76,22 +76,22 @@ def both(
         output_json_filepath=str(out),
         output_json_filename="theirs",
     )
-    found = []
+    actual = []
     with quiet():
-        for inferencer in (mine, theirs):
+        for inferencer in (ours_first, openicl):
             predictions = inferencer.inference(retriever, task.demonstration_template, task.template)
             saved = json.loads((out / f"{inferencer.output_json_filename}.json").read_text())
-            found.append((predictions, saved))
-    return found[0], found[1], mine
+            actual.append((predictions, saved))
+    return actual[0], actual[1], ours_first
 
 
-def worst_difference(ours: dict, theirs: dict) -> float:
+def worst_difference(ours: dict, openicl: dict) -> float:
     """Largest difference of PPL between two saved records."""
-    assert list(ours) == list(theirs)
+    assert list(ours) == list(openicl)
     return max(
-        abs(ours[row][key]["PPL"] - theirs[row][key]["PPL"])
-        for row in theirs
-        for key in theirs[row]
+        abs(ours[row][key]["PPL"] - openicl[row][key]["PPL"])
+        for row in openicl
+        for key in openicl[row]
         if key.startswith("label: ")
     )
 
@@ -106,54 +106,33 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
     count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
     retriever = demonstrations(task, data, count)
-    (mine, ours), (other, theirs), inferencer = both(task, retriever, model, tokenizer, tmp_path)
+    (ours_first, ours), (other, openicl), inferencer = both(task, retriever, model, tokenizer, tmp_path)
     assert inferencer.scorer.way == TREE
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-    for row in theirs:
-        assert ours[row]["in-context examples"] == theirs[row]["in-context examples"]
+    assert ours_first == other
+    assert worst_difference(ours, openicl) < 1e-5
+    for row in openicl:
+        assert ours[row]["in-context examples"] == openicl[row]["in-context examples"]
         for label in task.labels:
-            assert ours[row][f"label: {label}"]["prompt"] == theirs[row][f"label: {label}"]["prompt"]
+            assert ours[row][f"label: {label}"]["prompt"] == openicl[row][f"label: {label}"]["prompt"]
     references = retriever.dataset_reader.references
-    assert AccEvaluator().score(mine, references) == AccEvaluator().score(other, references)
+    assert AccEvaluator().score(ours_first, references) == AccEvaluator().score(other, references)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EIGHT)
-def test_equals_openicl_with_a_vocabulary_of_32000(name: str, shared_data: Path, tmp_path: Path) -> None:
-    task = load_task(name)
-    data = load_data(task, str(shared_data / "nlu"), limit=4 if name != "mmlu" else 2).rows
-    tokenizer = load_tokenizer(shared_data / "tokenizers" / "llama" / "tokenizer.model")
-    path = tiny_model(tmp_path / "model", tokenizer=tokenizer, max_position_embeddings=4096)
-    model, tokenizer = load(path)
-    assert model.config.vocab_size == 32000
-    retriever = demonstrations(task, data, task.spec.shots.count)
-    (mine, ours), (other, theirs), _ = both(task, retriever, model, tokenizer, tmp_path)
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-
-
-def toy(
-    texts: list[str], test: list[str], template: str = "</E>Text: </X> It is {}."
-) -> tuple[Task, DatasetDict]:
-    """A two-label task without files."""
+def toy(texts: list[str], test: list[str]) -> tuple[Any, DatasetDict]:
+    """Return a two-label task without files, and its rows."""
     labels = ["bad", "wonderfully good"]
     rows = {
         "train": [{"text": t, "label": labels[i % 2]} for i, t in enumerate(texts)],
         "test": [{"text": t, "label": labels[i % 2]} for i, t in enumerate(test)],
     }
 
-    class Toy:
-        inputs = ["text"]
-        spec = load_task("sst2").spec
-        demonstration_template = PromptTemplate(
-            {k: template.format(k) for k in labels}, {"text": "</X>"}, ice_token="</E>"
-        )
-        template_ = demonstration_template
-
-    Toy.template = Toy.template_  # type: ignore[attr-defined]
-    Toy.labels = labels  # type: ignore[attr-defined]
-    return Toy(), DatasetDict({k: Dataset.from_list(v) for k, v in rows.items()})  # type: ignore[return-value]
+    by_label = {label: f"</E>Text: </X> It is {label}." for label in labels}
+    template = PromptTemplate(by_label, {"text": "</X>"}, ice_token="</E>")
+    task = SimpleNamespace(
+        inputs=["text"], labels=labels, spec=load_task("sst2").spec, template=template,
+        demonstration_template=template,
+    )  # fmt: skip
+    return task, DatasetDict({split: Dataset.from_list(part) for split, part in rows.items()})
 
 
 LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" for i in range(12)]
@@ -181,18 +160,20 @@ def test_faithful_mode_has_openicls_faults_bit_for_bit(
         [[0, i + 1, i + 2, i + 3] for i in range(len(test))],
         4,
     )
-    (mine, ours), (other, theirs), _ = both(task, retriever, model, tokenizer, tmp_path, limit, faithful=True)
-    assert mine == other
-    assert worst_difference(ours, theirs) < 1e-5
-    for row in theirs:
-        assert ours[row]["in-context examples"] == theirs[row]["in-context examples"]
-        for key in theirs[row]:
+    (ours_first, ours), (other, openicl), _ = both(
+        task, retriever, model, tokenizer, tmp_path, limit, faithful=True
+    )
+    assert ours_first == other
+    assert worst_difference(ours, openicl) < 1e-5
+    for row in openicl:
+        assert ours[row]["in-context examples"] == openicl[row]["in-context examples"]
+        for key in openicl[row]:
             if key.startswith("label: "):
                 for field in ("testing input", "prompt"):
-                    assert ours[row][key][field] == theirs[row][key][field], (row, key, field)
+                    assert ours[row][key][field] == openicl[row][key][field], (row, key, field)
     # Without the switch the fault is gone, so the two must differ somewhere: the test can fail.
     _, repaired = both(task, retriever, model, tokenizer, tmp_path, limit)[0]
-    assert repaired != ours and worst_difference(repaired, theirs) > 1e-4
+    assert repaired != ours and worst_difference(repaired, openicl) > 1e-4
 
 
 # --- what ours repairs ------------------------------------------------------------------------------------
@@ -213,10 +194,10 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(
     )
     with quiet():
         inferencer.inference(retriever, task.demonstration_template, task.template)
-    for sample, wanted in zip(inferencer.samples, indices, strict=True):
+    for sample, target in zip(inferencer.samples, indices, strict=True):
         lengths = [len(ids) for ids in sample.ids]
         assert max(lengths) <= limit
-        assert sample.demonstrations == wanted[: len(sample.demonstrations)]  # the farthest went first
+        assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest went first
         assert len(set(sample.ice)) == 1
         for label, ids in zip(task.labels, sample.ids, strict=True):
             assert tokenizer.decode(ids).endswith(f"It is {label}.")
@@ -226,18 +207,13 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(
             for ids, whole in zip(sample.ids, full, strict=True):
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            builder_prompts = [
-                retriever.generate_label_prompt(
-                    sample.row,
-                    retriever.generate_ice(
-                        wanted[: len(sample.demonstrations) + 1], task.demonstration_template
-                    ),
-                    label,
-                    prompt_template=task.template,
-                )
+            options = target[: len(sample.demonstrations) + 1]
+            ice = retriever.generate_ice(options, task.demonstration_template)
+            longer = [
+                retriever.generate_label_prompt(sample.row, ice, label, prompt_template=task.template)
                 for label in task.labels
             ]
-            assert max(len(tokenizer(p).input_ids) for p in builder_prompts) > limit
+            assert max(len(tokenizer(prompt).input_ids) for prompt in longer) > limit
     assert any(s.dropped or s.cut for s in inferencer.samples) == (limit < 400)
 
 
@@ -248,15 +224,10 @@ def test_ties_go_to_the_first_label(tiny: tuple[Any, Any], tmp_path: Path) -> No
     )
     data = DatasetDict({s: Dataset.from_list([{"text": "t", "label": "a"}] * 3) for s in ("train", "test")})
     reader = DatasetReader(data, input_columns=["text"], output_column="label")
+    before = (tokenizer.pad_token, tokenizer.padding_side)
     inferencer = PrefixPPLInferencer(model, tokenizer, output_json_filepath=str(tmp_path))
     assert inferencer.inference(StoredRetriever(reader, [[0]] * 3, 1), template, template) == ["z"] * 3
-
-
-def test_the_callers_tokenizer_is_left_alone(tiny: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = tiny
-    before = (tokenizer.pad_token, tokenizer.padding_side)
-    PrefixPPLInferencer(model, tokenizer, output_json_filepath=str(tmp_path))
-    assert (tokenizer.pad_token, tokenizer.padding_side) == before
+    assert (tokenizer.pad_token, tokenizer.padding_side) == before  # the caller's tokenizer is left alone
 
 
 # --- the numbers, against the plainest computation ---------------------------------------------------------
@@ -284,9 +255,9 @@ def expected(model: Any, item: Item) -> np.ndarray:
 
 def check(scorer: PrefixScorer, items: list[Item], tolerance: float = 1e-5) -> None:
     for item, score in zip(items, scorer.score(items), strict=True):
-        wanted = expected(scorer.model, item)
-        found = np.array([score.prefix, *score.tails])
-        assert np.abs(found - wanted).max() <= tolerance * max(1.0, np.abs(wanted).max())
+        target = expected(scorer.model, item)
+        actual = np.array([score.prefix, *score.tails])
+        assert np.abs(actual - target).max() <= tolerance * max(1.0, np.abs(target).max())
 
 
 @pytest.mark.parametrize("budget", [1, 64, 8192])
@@ -318,7 +289,7 @@ def test_tails_may_begin_with_tokens_that_are_not_scored(tiny: tuple[Any, Any]) 
                 assert score.tails[k] == pytest.approx(nll[len(tail) // 2 :].sum(), abs=1e-4)
 
 
-def test_progress_comes_with_every_batch(tiny: tuple[Any, Any]) -> None:  # defects C2
+def test_progress_comes_with_every_batch(tiny: tuple[Any, Any]) -> None:
     items = random_items(384, 40)
     scorer = PrefixScorer(tiny[0], budget=200, say=lambda text: None)
     for way in (TREE, WHOLE, OWN):
@@ -334,9 +305,9 @@ def test_bfloat16_sums_are_not_quantised(tmp_path: Path) -> None:
     long = [Item(np.tile(item.prefix, 12), item.tails) for item in items]
     half = copy.deepcopy(model).to(torch.bfloat16)
     exact = [s.prefix for s in PrefixScorer(model).score(long)]
-    found = [s.prefix for s in PrefixScorer(half).score(long)]
-    assert found == pytest.approx(exact, rel=0.02)
-    assert any(float(torch.tensor(x).bfloat16()) != x for x in found)
+    actual = [s.prefix for s in PrefixScorer(half).score(long)]
+    assert actual == pytest.approx(exact, rel=0.02)
+    assert any(float(torch.tensor(x).bfloat16()) != x for x in actual)
 
 
 @pytest.mark.parametrize("shared", [0, 300])
@@ -344,23 +315,20 @@ def test_no_batch_exceeds_the_budget(
     shared: int, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, seen = PrefixScorer(tiny[0], budget=1500), []
+    scorer, batches = PrefixScorer(tiny[0], budget=1500), []
     run = scorer._forward
 
     def watch(batch: layout.TreeBatch, context: Any) -> torch.Tensor:
-        seen.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
+        batches.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
         return run(batch, context)
 
     monkeypatch.setattr(scorer, "_forward", watch)
     scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in seen)
-    assert max(tokens for _, tokens in seen) > 700  # and it is used
-
-
-def test_batches_hold_items_of_like_length(tiny: tuple[Any, Any]) -> None:
+    assert all(tokens <= 1500 or rows == 1 for rows, tokens in batches)
+    assert max(tokens for _, tokens in batches) > 700  # and it is used
     scorer = PrefixScorer(tiny[0], budget=512)
     scorer.score(random_items(384, 200))
-    assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9
+    assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9  # batches are of like length
 
 
 # --- further scores ---------------------------------------------------------------------------------------
@@ -376,18 +344,18 @@ def few(tiny: tuple[Any, Any], tmp_path: Path) -> tuple[Task, Any, list[list[int
 def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: tuple[Any, Any], few: Any) -> None:
     model, tokenizer = tiny
     task, rows, indices = few
-    found = channel(task, rows, indices, PrefixScorer(model), tokenizer, None)
+    actual = channel(task, rows, indices, PrefixScorer(model), tokenizer, None)
     words = {label: f"It is {label}." for label in task.labels}
-    for row, shown in enumerate(indices):
-        examples = [rows["train"][i] for i in shown]
+    for row, view in enumerate(indices):
+        examples = [rows["train"][i] for i in view]
         ice = "".join(f'{words[e["label"]]} Review: "{e["text"]}"\n' for e in examples)
         for k, label in enumerate(task.labels):
             before = ice + f"It is {label}"
             whole = before + f'. Review: "{rows["test"][row]["text"]}"'
             ids = tokenizer(whole).input_ids
-            known = len(tokenizer(before).input_ids)
-            assert ids[:known] == tokenizer(before).input_ids  # the label ends where a token does
-            assert found[row, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
+            prefix = len(tokenizer(before).input_ids)
+            assert ids[:prefix] == tokenizer(before).input_ids  # the label ends where a token does
+            assert actual[row, k] == pytest.approx(naive_nll(model, ids)[prefix - 1 :].sum(), rel=1e-5)
 
 
 def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: tuple[Any, Any], few: Any) -> None:
@@ -401,14 +369,14 @@ def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: tuple
     )
     samples, scorer = builder.build(range(5), indices), PrefixScorer(model)
     plain = score_samples(scorer, samples)["suffix_sum"]
-    found = calibrated(task, rows, samples, plain, scorer, tokenizer, 1024)
+    actual = calibrated(task, rows, samples, plain, scorer, tokenizer, 1024)
     for row, sample in enumerate(samples):
         blank = [f'{sample.ice[0]}Review: "N/A" It is {label}.' for label in task.labels]
         ids = [np.array(tokenizer(text).input_ids) for text in blank]
         shared = common_prefix(ids)
         for k, whole in enumerate(ids):
             worth = naive_nll(model, whole.tolist())[shared - 1 :].sum()
-            assert found[row, k] == pytest.approx(plain[row, k] - worth, abs=1e-3)
+            assert actual[row, k] == pytest.approx(plain[row, k] - worth, abs=1e-3)
 
 
 def test_a_query_after_its_label_is_cut_at_its_end(tiny: tuple[Any, Any], tmp_path: Path) -> None:
@@ -417,9 +385,9 @@ def test_a_query_after_its_label_is_cut_at_its_end(tiny: tuple[Any, Any], tmp_pa
     rows = DatasetDict(
         {s: Dataset.from_list([{"text": " ".join(LONG), "label": "positive"}] * 9) for s in ("train", "test")}
     )
-    found = channel(task, rows, [[0, 1]] * 9, PrefixScorer(model), tokenizer, 60)
+    actual = channel(task, rows, [[0, 1]] * 9, PrefixScorer(model), tokenizer, 60)
     for k, label in enumerate(task.labels):
         other = max(len(tokenizer(f'It is {x}. Review: "{" ".join(LONG)}"').input_ids) for x in task.labels)
         ids = tokenizer(f'It is {label}. Review: "{" ".join(LONG)}"').input_ids[: 60 - other]
-        known = len(tokenizer(f"It is {label}").input_ids)
-        assert found[0, k] == pytest.approx(naive_nll(model, ids)[known - 1 :].sum(), rel=1e-5)
+        before = len(tokenizer(f"It is {label}").input_ids)
+        assert actual[0, k] == pytest.approx(naive_nll(model, ids)[before - 1 :].sum(), rel=1e-5)

@@ -65,8 +65,8 @@ def write_result(
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
     chunk.write_text(store.seal(records))
-    found = stats.as_dict(stats.accuracy(list(right), groups))
-    found = {"accuracy": found.pop("value"), **found}
+    actual = stats.as_dict(stats.accuracy(list(right), groups))
+    actual = {"accuracy": actual.pop("value"), **actual}
     mistakes = [
         {"row": r["row"], "id": r["id"], "text": text, "gold": labels[0], "prediction": labels[1],
          "scores": {labels[0]: 2.0, labels[1]: 1.0}, "dropped": 0,
@@ -76,9 +76,9 @@ def write_result(
     hits, noted = sum(right), {"prompt_version": "paper", "dtype": "auto"}
     result = {
         "task": task, "title": title or task, "version": "paper", "retriever": "minilm", "shots": 8,
-        "labels": list(labels), "chance": 1 / len(labels), "majority": 1.0, "score": "openicl_ppl", **found,
-        "scores": {"openicl_ppl": found}, "macro_f1": 0.5, "groups": {"g": {}} if groups else {},
-        "confusion": [[hits, len(right) - hits], [0, 0]], "leaked": 0, "clean": found,
+        "labels": list(labels), "chance": 1 / len(labels), "majority": 1.0, "score": "openicl_ppl", **actual,
+        "scores": {"openicl_ppl": actual}, "macro_f1": 0.5, "groups": {"g": {}} if groups else {},
+        "confusion": [[hits, len(right) - hits], [0, 0]], "leaked": 0, "clean": actual,
         "rows_shortened": 0, "rows_cut": 0, "worst": mistakes[:2],
         "conditions": {"compared": COMPARED | compared, "noted": noted},
     }  # fmt: skip
@@ -95,8 +95,8 @@ def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str | No
         sealed = out / store.STORE / view["key"] / store.RESULT
         sealed.write_text(store.seal(view["result"]))
         os.utime(sealed, (when, when))
-        known = hub and {"path": hub, "name": None, "revision": "00ea8cc"}
-        path.write_text(store.dump(view | {"rows": {"from_hub": from_hub, "hub": known, "split": "test"}}))
+        before = hub and {"path": hub, "name": None, "revision": "00ea8cc"}
+        path.write_text(store.dump(view | {"rows": {"from_hub": from_hub, "hub": before, "split": "test"}}))
 
 
 def fabricated(out: Path, name: str, right: dict[str, Sequence[bool]], **options: Any) -> Model:
