@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.console import BOLD, Console, Handler, Kind, Progress, made
-from pipeline.report.pace import Pace, duration, upcoming
-from pipeline.report.streams import Survivor
+from pipeline.report.console import BOLD, Console, Handler, Kind, Progress, open_console
+from pipeline.report.console import Pace, duration, upcoming
+from pipeline.report.console import Survivor
 from pipeline.run_dir import LOG
 from tests.conftest import REPO
 
@@ -200,7 +200,7 @@ def on_a_terminal(program: str, **environment: str) -> str:
 PROGRAM = """
 import itertools, logging
 from pipeline.report import console as c
-shown = c.made(False, False, True, None)
+shown = c.open_console(False, False, True, None)
 clock = itertools.count()
 shown._clock = lambda: float(next(clock))
 for step in (1, 2, 3):
@@ -236,7 +236,7 @@ def test_a_terminal_has_one_line_that_moves(environment: dict[str, str], live: b
 def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     """A child process and a C library write to descriptor 1; Python's print is the user's."""
     program = (
-        "import os, subprocess, sys\nfrom pathlib import Path\nfrom pipeline.report.streams import split\n"
+        "import os, subprocess, sys\nfrom pathlib import Path\nfrom pipeline.report.console import split\n"
         "chatter = split()\n"
         "subprocess.run(['echo', 'g++ -c before'])\nprint('hello')\n"
         "chatter.move(Path(sys.argv[1]), main=True)\n"
@@ -255,7 +255,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 def test_chatter_is_shown_where_a_start_fails(tmp_path: Path) -> None:
     """Before there is a run directory, what a library printed may be the only explanation."""
     program = (
-        "import os, sys\nfrom pipeline.report.streams import split\nchatter = split()\n"
+        "import os, sys\nfrom pipeline.report.console import split\nchatter = split()\n"
         "os.write(1, b'nvcc: not found\\n')\nchatter.show()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
@@ -265,7 +265,7 @@ def test_chatter_is_shown_where_a_start_fails(tmp_path: Path) -> None:
 def test_a_stream_without_a_reader_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Survivor(io.StringIO()))
-    assert made(False, False, True, None).kind == "lines"
-    assert made(False, True, True, None).kind == "quiet"
-    assert made(True, False, True, None).kind == "json"
-    assert made(True, False, False, None).kind == "silent"
+    assert open_console(False, False, True, None).kind == "lines"
+    assert open_console(False, True, True, None).kind == "quiet"
+    assert open_console(True, False, True, None).kind == "json"
+    assert open_console(True, False, False, None).kind == "silent"
