@@ -175,7 +175,18 @@ def _summary(runs: Runs) -> Table:
         spent = duration(sum(seconds for _, seconds, _ in run.seconds()))
         words: Row = [runs.name(i), Cell(state, tone=tone), origin, run.objective, run.progress]
         rows.append([*words, formatted(last.get("tokens")), *losses, skipped, spent])
-    head = ["Run", "State", "From", "Objective", "Steps", "Tokens", "Loss", "Held-out loss", "Skipped", "Time"]
+    head = [
+        "Run",
+        "State",
+        "From",
+        "Objective",
+        "Steps",
+        "Tokens",
+        "Loss",
+        "Held-out loss",
+        "Skipped",
+        "Time",
+    ]
     caption = (
         "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
         "gradient, which changed nothing. Time: of training, without saving, validation and loading."

@@ -13,9 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.console import BOLD, Console, Handler, Kind, Progress, open_console
-from pipeline.report.console import Pace, duration, upcoming
-from pipeline.report.console import Survivor
+from pipeline.report.console import (
+    BOLD,
+    Console,
+    Handler,
+    Kind,
+    Pace,
+    Progress,
+    Survivor,
+    duration,
+    open_console,
+    upcoming,
+)
 from pipeline.run_dir import LOG
 from tests.conftest import REPO
 

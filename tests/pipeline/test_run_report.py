@@ -1,4 +1,4 @@
-"""python -m pipeline report: runs as one page, what they gained and lost, and an exit code for regressions."""
+"""python -m pipeline report: runs as one page, what they gained and lost, an exit code for regressions."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ def test_texts_domains_mixtures_and_bad_steps(tmp_path: Path) -> None:
         append(run / SAMPLES, {"step": step, "prompt": "The cat", "text": f" said {step} {ATTACK}"})
         parts = {name: {"tokens": step, "nll": 3.0, "loss": 2.0} for name in ("home", "abroad <b>")}
         append(run / METRICS, train_record(step, domains=parts))
-    mixtures = [{"step": 0, "mixture": None}, {"step": 10, "mixture": "0.3 home + 0.7 abroad, by tokens"}]
+    mixtures: list[dict[str, Any]] = [
+        {"step": 0, "mixture": None},
+        {"step": 10, "mixture": "0.3 home + 0.7 abroad, by tokens"},
+    ]
     append(run / LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 10, "mixtures": mixtures})
     append(run / BAD_BATCHES, {"step": 7, "reason": ATTACK, "nll": "nan", "rows": []})
     text, page = shown(run, plain)
@@ -276,7 +279,9 @@ def test_a_lost_set_is_a_regression(
     assert code == ExitCode.DONE and "no regression on stories: +0.0001" in lines[-1]
     assert report("news,stories", plain, replay)[0] == ExitCode.REGRESSION
     (plain / "report.html").unlink()
-    assert report("storys", plain) == (ExitCode.MISTAKE, []) and report("news", tmp_path)[0] == ExitCode.MISTAKE
+    assert (
+        report("storys", plain) == (ExitCode.MISTAKE, []) and report("news", tmp_path)[0] == ExitCode.MISTAKE
+    )
     assert not (plain / "report.html").exists()
 
 
