@@ -35,11 +35,10 @@ from pipeline.model import (
     objective_parts,
     training_objective,
 )
+from pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from pipeline.planning.attention import usable_attention
 from pipeline.planning.ds_file import check_host, deepspeed_config
-from pipeline.planning.mixture import Domain, shares
 from pipeline.planning.optimizer import parameter_groups
-from pipeline.planning.order import BatchOrder, Holding, MixedOrder
 from pipeline.planning.rehearsal import rehearse
 from pipeline.report.samples import prompt_ids
 

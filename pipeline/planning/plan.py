@@ -24,13 +24,12 @@ from pipeline.config import Batch, RunConfig
 from pipeline.export import unwrap
 from pipeline.loss.registry import Objective
 from pipeline.model import model_config
+from pipeline.order import REPEATED, BatchOrder, MixedOrder
 from pipeline.planning import footprint
 from pipeline.planning.checks import Ready, check, meta_model
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
 from pipeline.planning.host import on_gpu
-from pipeline.planning.mixture import REPEATED
-from pipeline.planning.order import BatchOrder, MixedOrder
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import pytest
 from common.errors import UserError
 from data_prep.config import load_data_config
 from pipeline.config import load_config
+from pipeline.order import MixedOrder
 from pipeline.planning.checks import check
-from pipeline.planning.order import MixedOrder
 from pipeline.planning.plan import domain_rows, memory_line, model_sizes, print_plan, remarks, repeated
 from tests.conftest import REPO
 from tests.helpers import corpus
