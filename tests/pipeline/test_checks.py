@@ -71,6 +71,12 @@ def test_every_command_refuses_it(recipe: Path, override: str, message: str) -> 
     assert not config.run_dir.exists()
 
 
+@pytest.mark.parametrize("profile", ["[0,3]", "[5,2]", "[-2,1]"])
+def test_a_profile_that_names_no_steps(recipe: Path, profile: str) -> None:
+    with pytest.raises(UserError, match="profile"):
+        load_config(recipe, [f"train.profile={profile}"])
+
+
 @pytest.mark.parametrize("damage", ["torn", "other vocabulary", "not a number", "empty"])
 def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "cost.safetensors"
