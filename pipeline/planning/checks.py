@@ -265,7 +265,7 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
-    actual: dict[str, tuple[int, ...] | str] = {}
+    actual: dict[str, list[int] | str] = {}
     for tensor in exported_tensors(model):
         sharing = names[id(tensor.base)]
         if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
@@ -275,10 +275,10 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
             )
         whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         try:
-            actual[tensor.name] = tuple(tensor.merged(*whole).shape)
+            actual[tensor.name] = list(tensor.merged(*whole).shape)
         except RuntimeError as error:  # its parts do not fit together
             actual[tensor.name] = one_line(error, 100)
-    expected = {name: tuple(p.shape) for name, p in plain.named_parameters()}
+    expected = {name: list(p.shape) for name, p in plain.named_parameters()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise UserError(
