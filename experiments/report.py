@@ -61,7 +61,7 @@ def sweep(results: dict[str, Any]) -> Document:
 
 def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
     """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
-    lacking = results["left_out"]
+    lacking, verdicts = results["left_out"], results["verdicts"]
     parts = []
     for name, part in results["parts"].items():
         title, about = titles[name]
@@ -69,20 +69,21 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
         parts.append(Section(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
     sections = [
-        Section("Answers", _answers(results["verdicts"])),
+        Section("Answers", _answers(verdicts)),
         *parts,
         Section("What was left out", Items(lost)),
         Section("What was cut", Items(results["cut"])),
     ]
     code = f"Code {results['code']}, {results['minutes']} min."
     about = f"Objectives where the truth is known, and where it is not. {code}"
-    rows = []
-    for i, f in enumerate(results["verdicts"].values()):
-        value, low, high = (number(f[key]) for key in ("effect", "low", "high"))
-        if value is not None and low is not None and high is not None:
-            rows.append(Dot(f["question"], i, value, low, high))
-    picture = Figure("Answers", [Dots("Better by", rows, 0.0)], "Right of the dotted line: better.")
-    return Document("The evidence", _sentences(results["verdicts"]), about, sections, picture, data=results)
+    numbers = [[number(f[key]) for key in ("effect", "low", "high")] for f in verdicts.values()]
+    dots = [
+        Dot(f["question"], i, *(x for x in values if x is not None))
+        for i, (f, values) in enumerate(zip(verdicts.values(), numbers, strict=True))
+        if None not in values
+    ]
+    picture = Figure("Answers", [Dots("Better by", dots, 0.0)], "Right of the dotted line: better.")
+    return Document("The evidence", _sentences(verdicts), about, sections, picture, data=results)
 
 
 def _sentences(verdicts: dict[str, Any]) -> list[str]:
@@ -113,40 +114,39 @@ def _answers(verdicts: dict[str, Any]) -> Table:
             better = Cell(formatted(answer["effect"], "{:.4f}"), _interval(answer))
             facts = [_meaning(answer["outcome"]), str(answer["n"])]
             rows.append([question, Cell(word, tone=tone), better, *facts])
-    return Table("Question | Answer | Better by | Outcome | n", rows, ANSWERED, 2)
+    return Table(["Question", "Answer", "Better by", "Outcome", "n"], rows, ANSWERED, 2)
 
 
 def _rows(title: str, part: dict[str, Any]) -> list[Block]:
     """Return the rows of a sweep as a table, and its questions' outcomes as a figure."""
-    rows, lines = part["rows"], []
-    names = list(dict.fromkeys(key for row in rows for key in row["measures"]))
-    axes = list(rows[0].get("chosen", {}))
-    for row in rows:
-        measures = [(row["measures"].get(name), row.get("differences", {}).get(name) or {}) for name in names]
-        p_values = [number(gap.get("p_holm")) for _, gap in measures]
-        marks = ["*" if p is not None and p < 0.05 else "" for p in p_values]
-        cells = [_mean(measure, "{:.4g}", mark) for (measure, _), mark in zip(measures, marks, strict=True)]
+    rows: list[Row] = []
+    names = list(dict.fromkeys(key for row in part["rows"] for key in row["measures"]))
+    axes = list(part["rows"][0].get("chosen", {}))
+    dots: dict[str, list[Dot]] = {v["outcome"]: [] for v in part["verdicts"].values()}
+    for i, row in enumerate(part["rows"]):
+        cells = []
+        for name in names:
+            p = number((row.get("differences", {}).get(name) or {}).get("p_holm"))
+            cells.append(
+                _mean(row["measures"].get(name), "{:.4g}", "*" if p is not None and p < 0.05 else "")
+            )
         ends = row.get("at_end", ())
         chosen = [row.get("chosen", {}).get(axis, DASH) + " (end)" * (axis in ends) for axis in axes]
-        lines.append([*row["labels"].values(), *chosen, *cells])
-    head = [*rows[0]["labels"], *axes]
-    panels = []
-    for outcome in dict.fromkeys(v["outcome"] for v in part["verdicts"].values()):
-        dots = []
-        for i, row in enumerate(rows):
-            mean, *limits = (
-                number((row["measures"].get(outcome) or {}).get(key)) for key in ("mean", "low", "high")
-            )
+        rows.append([*row["labels"].values(), *chosen, *cells])
+        for outcome, panel in dots.items():
+            measure = row["measures"].get(outcome) or {}
+            mean, low, high = (number(measure.get(key)) for key in ("mean", "low", "high"))
             if mean is not None:
-                dots.append(
-                    Dot(
-                        " ".join(row["labels"].values()), i, mean, *(mean if x is None else x for x in limits)
-                    )
-                )
-        panels += [Dots(_meaning(outcome), dots, 0.0 if outcome.startswith("gap") else None)] if dots else []
+                limits = (mean if limit is None else limit for limit in (low, high))
+                panel.append(Dot(" ".join(row["labels"].values()), i, mean, *limits))
+    head = [*part["rows"][0]["labels"], *axes]
+    panels = [
+        Dots(_meaning(outcome), panel, 0.0 if outcome.startswith("gap") else None)
+        for outcome, panel in dots.items()
+    ]
     lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in part["lacking"].items()]
     figure = Figure(f"Outcomes of {title}", panels, "Less is better. Means with 95 % intervals.")
-    return [Table([*head, *map(_meaning, names)], lines, PAIRED, len(head)), figure, Items(lost)]
+    return [Table([*head, *map(_meaning, names)], rows, PAIRED, len(head)), figure, Items(lost)]
 
 
 def _mean(measure: dict[str, Any] | None, form: str, mark: str = "") -> Cell:

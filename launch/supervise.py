@@ -8,7 +8,7 @@ their step, does not wait for ranks whose launcher died, and takes a launcher th
 Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
 a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
 pipeline/stop.py). What the launcher itself prints goes to a file, from which rank 0 takes it into the run's
-log; the ranks find the real standard output as their standard input (see pipeline/report/streams.py).
+log; the ranks find the real standard output as their standard input (see pipeline/report/console.py).
 """
 
 from __future__ import annotations

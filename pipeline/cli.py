@@ -21,9 +21,7 @@ from common.errors import FailureError, UserError, one_line
 from common.exit_codes import ExitCode
 from common.outcome import outcome
 from common.text import printable, without_secrets
-from pipeline.report.console import Console, Handler, made
-from pipeline.report.pace import duration
-from pipeline.report.streams import Chatter, split
+from pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
 from pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -273,7 +271,7 @@ class Printable(logging.Formatter):
 
 def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
     """Return the console. Rank 0 reports progress on stdout, libraries and the other ranks errors only."""
-    console = made(args.json, args.quiet, _is_main(), chatter)
+    console = open_console(args.json, args.quiet, _is_main(), chatter)
     visible, hidden = Handler(console), logging.StreamHandler(chatter.stream)
     # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
     visible.addFilter(lambda record: "distutils" not in record.pathname)
@@ -348,13 +346,12 @@ def _score(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from common.report.document import STDOUT, folder_of, save
-    from pipeline.report import forgetting
-    from pipeline.report.gather import read_runs
     from pipeline.report.page import document
+    from pipeline.report.runs import read_runs, regressions
 
     runs = read_runs(args.runs)
     names = args.fail_on_regression
-    verdicts = forgetting.regressions(runs, names.split(",") if names is not None else [])
+    verdicts = regressions(runs, names.split(",") if names is not None else [])
     out = args.out or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]

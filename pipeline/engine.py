@@ -38,9 +38,8 @@ from common.errors import FailureError, UserError, one_line
 from pipeline.batches import DOMAIN
 from pipeline.loss.documents import BOUNDS, by_document
 from pipeline.loss.sums import BINS
-from pipeline.planning.ds_file import zero_stage
+from pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
 from pipeline.planning.host import check_gpus, threads
-from pipeline.planning.optimizer import import_muon, muon, parameter_groups
 from pipeline.ranks import PATIENCE, World, gather_objects
 from pipeline.stop import CHOSEN_PORT, RESUME, die_with_parent
 

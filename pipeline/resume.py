@@ -15,7 +15,7 @@ from common.recipe import marked, read_written, shown
 from pipeline.config import MixtureConfig, RunConfig, dump_config
 from pipeline.engine import to_universal
 from pipeline.identity import PARTS, Identity, check_same
-from pipeline.planning.order import Holding
+from pipeline.order import Holding
 from pipeline.ranks import World, gather_objects, on_main
 from pipeline.run_dir import CONFIG, INITIAL, STATE, checkpoints, problem, read_marker, step_of
 

@@ -177,7 +177,7 @@ def checkpoints_are_written_through_an_engine_of_ours() -> None:
     assert "self.checkpoint_engine.makedirs(" in source
 
 
-@needs("pipeline/planning/optimizer.py", "deepspeed.runtime.zero.muon.muon_optimizer")
+@needs("pipeline/planning/ds_file.py", "deepspeed.runtime.zero.muon.muon_optimizer")
 def muon_is_imported_whatever_the_optimizer() -> None:
     from deepspeed.runtime.zero import utils
 
@@ -185,8 +185,8 @@ def muon_is_imported_whatever_the_optimizer() -> None:
     assert wanted in inspect.getsource(utils.is_zero_supported_optimizer)
 
 
-@needs("pipeline/planning/optimizer.py", "parameter.use_muon = use")
-@needs("pipeline/planning/optimizer.py", "adam_optimizer_kwargs=fused")
+@needs("pipeline/planning/ds_file.py", "parameter.use_muon = use")
+@needs("pipeline/planning/ds_file.py", "adam_optimizer_kwargs=fused")
 def muon_is_built_by_a_function_of_ours() -> None:
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -219,7 +219,7 @@ def adam_may_be_pytorchs() -> None:
     assert adam is torch.optim.AdamW and adam([weight], **given, **more).param_groups[0]["fused"] is True
 
 
-@needs("pipeline/planning/optimizer.py", "TORCHDYNAMO_DISABLE")
+@needs("pipeline/planning/ds_file.py", "TORCHDYNAMO_DISABLE")
 def compiling_can_be_left_out_of_an_import() -> None:
     done = subprocess.run(
         [

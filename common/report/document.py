@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -43,12 +43,6 @@ class Cell:
         """Return the arrow that says what the colour says of a number."""
         return ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
 
-    def markdown(self) -> str:
-        """Return it on one line."""
-        parts = [self.text, self.arrow, f"({self.note})" if self.note else ""]
-        text = escaped(" ".join(part for part in parts if part))
-        return f"**{text}**" if self.tone == "best" else text
-
 
 Row = Sequence[Cell | str]
 
@@ -57,8 +51,7 @@ Row = Sequence[Cell | str]
 class Table:
     """Rows whose first cell is their heading. The first `words` columns hold words, the others numbers."""
 
-    kind: ClassVar[str] = "table"
-    head: Sequence[str] | str  # a text has ` | ` between its columns
+    head: Sequence[str]
     rows: Sequence[Row]
     caption: str = ""
     words: int = 1
@@ -68,68 +61,41 @@ class Table:
         return bool(self.rows)
 
     @property
-    def columns(self) -> Sequence[str]:
-        """Return the titles of the columns."""
-        return self.head.split(" | ") if isinstance(self.head, str) else self.head
-
-    @property
     def cells(self) -> list[list[Cell]]:
         """Return the rows with every value as a cell."""
         return [[v if isinstance(v, Cell) else Cell(v) for v in row] for row in self.rows]
-
-    def markdown(self) -> list[str]:
-        """Return its lines."""
-        lines = [[escaped(text) for text in self.columns], ["---"] * len(self.columns)]
-        lines += [[cell.markdown() for cell in row] for row in self.cells]
-        label = [f"**{escaped(self.label)}**", ""] if self.label else []
-        return [*label, *(f"| {' | '.join(line)} |" for line in lines), "", escaped(self.caption)]
 
 
 @dataclass
 class Items:
     """A list of texts, or of links with where they lead."""
 
-    kind: ClassVar[str] = "items"
     items: Sequence[str] | Mapping[str, str]
     title: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.items)
 
-    def markdown(self) -> list[str]:
-        """Return its lines."""
-        return [escaped(self.title), "", *(f"- {escaped(item)}" for item in self.items)]
-
 
 @dataclass
 class Quote:
     """A text that somebody or something wrote: after `before`, below `title`."""
 
-    kind: ClassVar[str] = "quote"
     text: str
     before: str = ""
     title: str = ""
-
-    def markdown(self) -> list[str]:
-        """Return it as a line."""
-        return [f"> {escaped(' '.join(part for part in (self.title, self.before + self.text) if part))}"]
 
 
 @dataclass
 class Fold:
     """Blocks that are folded away below their title."""
 
-    kind: ClassVar[str] = "fold"
     title: str
     blocks: Sequence[Block]
     mark: int | str | None = ""
 
     def __bool__(self) -> bool:
         return any(self.blocks)
-
-    def markdown(self) -> list[str]:
-        """Return its lines."""
-        return [f"**{escaped(self.title)}**", "", *_lines(self.blocks)]
 
 
 Block = str | Table | Items | Quote | Fold | Figure
@@ -174,11 +140,11 @@ class Document:
     def markdown(self) -> str:
         """Return the same numbers for a pull request or a terminal, without figures and long texts."""
         head, *texts = self.answer
-        lines = [f"# {escaped(head)}", "", *_lines([*texts, self.about, Items(self.remarks)])]
+        lines = [f"# {escaped(head)}", "", *_markdown([*texts, self.about, Items(self.remarks)])]
         for section in self.sections:
             if section and not section.page_only:
-                lines += [f"## {escaped(section.title)}", "", *_lines(section.blocks)]
-        return "\n".join([*lines, *_lines([self.notice])]).rstrip() + "\n"
+                lines += [f"## {escaped(section.title)}", "", *_markdown(section.blocks)]
+        return "\n".join([*lines, *_markdown([self.notice])]).rstrip() + "\n"
 
     def json(self) -> str:
         """Return its numbers."""
@@ -219,31 +185,47 @@ def save(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be written ({error.strerror}); give another path", code="report-out"
-        ) from None
+        problem = f"{file} cannot be written ({error.strerror}); give another path"
+        raise UserError(problem, code="report-out") from None
 
 
-def _lines(blocks: Sequence[Block]) -> list[str]:
-    """Return blocks as lines of Markdown, each followed by an empty one."""
-    visible = [b for b in blocks if b and not isinstance(b, Figure)]
-    return [line for b in visible for line in (*([escaped(b)] if isinstance(b, str) else b.markdown()), "")]
+def _markdown(blocks: Sequence[Block]) -> list[str]:
+    """Return blocks as lines of Markdown, each block followed by an empty line; figures are left out."""
+    lines: list[str] = []
+    for block in filter(None, blocks):
+        match block:
+            case str():
+                lines += [escaped(block), ""]
+            case Table():
+                lines += [f"**{escaped(block.label)}**", ""] if block.label else []
+                rows = [[escaped(text) for text in block.head], ["---"] * len(block.head)]
+                for cells in block.cells:
+                    parts = [(c.text, c.arrow, f"({c.note})" if c.note else "") for c in cells]
+                    texts = [escaped(" ".join(filter(None, words))) for words in parts]
+                    best = [cell.tone == "best" for cell in cells]
+                    rows.append([f"**{text}**" if b else text for text, b in zip(texts, best, strict=True)])
+                lines += [*(f"| {' | '.join(row)} |" for row in rows), "", escaped(block.caption), ""]
+            case Items():
+                lines += [escaped(block.title), "", *(f"- {escaped(item)}" for item in block.items), ""]
+            case Quote():
+                lines += [f"> {escaped(f'{block.title} {block.before}{block.text}')}", ""]
+            case Fold():
+                lines += [f"**{escaped(block.title)}**", "", *_markdown(block.blocks), ""]
+    return lines
 
 
 @cache
 def _templates() -> jinja2.Environment:
-    def safe(value: Any) -> Any:
-        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
+    folder = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
+        loader=jinja2.FileSystemLoader(folder, encoding="utf-8"),
         autoescape=True,
-        finalize=safe,
+        finalize=lambda v: printable(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["css"] = Markup((Path(__file__).parent / "page.css").read_text(encoding="utf-8"))
-    environment.globals |= {"style": style, "ROW": ROW, "HEIGHT": HEIGHT}
-    environment.tests["text"] = lambda value: isinstance(value, str)
+    css = Markup((folder / "page.css").read_text(encoding="utf-8"))
+    environment.globals |= {"css": css, "style": style, "ROW": ROW, "HEIGHT": HEIGHT}
+    environment.filters["kind"] = lambda block: type(block).__name__
     return environment

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from common.report.numbers import formatted
 from common.untrusted import number
@@ -90,7 +90,6 @@ class Dot(NamedTuple):
 class Dots:
     """A panel of rows on one scale."""
 
-    kind: ClassVar[str] = "dots"
     title: str
     rows: Sequence[Dot]
     line: float | None = None  # drawn through all rows: zero, or chance
@@ -119,25 +118,19 @@ class Curve:
     band: Sequence[tuple[float, float, float]] = ()
 
     def __post_init__(self) -> None:
-        if not self.band:
-            self.points, self.band = bucketed(self.points, MOST if self.series is not None else MOST // 4)
-
-
-def bucketed(points: Points, most: int) -> tuple[Points, list[tuple[float, float, float]]]:
-    """Return at most `most` means of neighbours, and (x, least, most) of each; none where all are drawn."""
-    size = -(-len(points) // most) or 1
-    if size == 1:
-        return points, []
-    groups = [list(zip(*points[i : i + size], strict=True)) for i in range(0, len(points), size)]
-    centres = [(sum(xs) / len(xs), sum(ys) / len(ys)) for xs, ys in groups]
-    return centres, [(x, min(ys), max(ys)) for (x, _), (_, ys) in zip(centres, groups, strict=True)]
+        most = MOST if self.series is not None else MOST // 4
+        size = -(-len(self.points) // most)
+        if size > 1 and not self.band:
+            groups = [zip(*self.points[i : i + size], strict=True) for i in range(0, len(self.points), size)]
+            columns = [(sum(xs) / len(xs), ys) for xs, ys in groups]
+            self.points = [(x, sum(ys) / len(ys)) for x, ys in columns]
+            self.band = [(x, min(ys), max(ys)) for x, ys in columns]
 
 
 @dataclass
 class Curves:
     """A panel of curves on one scale."""
 
-    kind: ClassVar[str] = "curves"
     title: str
     curves: list[Curve]
     unit: str = "steps"  # of the horizontal axis
@@ -166,7 +159,6 @@ class Curves:
 class Figure:
     """Panels side by side, or below each other where there is little room."""
 
-    kind: ClassVar[str] = "figure"
     label: str  # what it shows; no two figures of a page have the same
     panels: Sequence[Dots | Curves]
     caption: str = ""

@@ -11,7 +11,7 @@ from common.untrusted import number
 DASH = "\u2013"
 MINUS = "\u2212"
 FEW = 4  # effects that a sentence names one by one
-VERBS = {
+VERBS = {  # by direction, of one and of several
     1: ("improves", "improve"),
     -1: ("gets worse", "get worse"),
     0: ("shows no clear change", "show no clear change"),
@@ -36,7 +36,7 @@ def formatted(value: Any, form: str = "{:,.0f}") -> str:
     text = form.format(finite)
     if not any(c in "123456789" for c in text):  # +0.0 and -0.0
         text = text.lstrip("+-")
-    return MINUS + text[1:] if text.startswith("-") else text
+    return text.replace("-", MINUS, 1) if text.startswith("-") else text
 
 
 def percent(share: float | None) -> str:
@@ -61,58 +61,30 @@ def p_value(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}" if p < 0.1 else f"p {p:.2f}"
 
 
-def listed(parts: Sequence[str], last: str = "and") -> str:
+def listed(parts: Sequence[str]) -> str:
     """Return `a, b and c`."""
-    return f" {last} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     """Return what effects come to, in words: each with its interval, or of many the counts and the best.
 
-    As in `mle improves by 9.0 points (95 % interval 6.7 to 11.3) and emo by 7.7 (5.4 to 10.0)`.
+    As in `mle improves by 9.0 points (95 % interval 6.7 to 11.3)`.
     """
-    kinds = {kind: [e for e in effects if e.direction == kind] for kind in VERBS}
     if len(effects) > FEW:
-        counts = [f"{len(group)} {VERBS[kind][len(group) > 1]}" for kind, group in kinds.items() if group]
+        counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
+        verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
-        return f"{listed(counts)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
-    clauses: list[str] = []
-    for kind, group in kinds.items():
-        parts: list[str] = []
-        for effect in group:
-            first = not (clauses or parts)
-            size, limits = _size(effect, form)
-            note = f"95 % interval {limits}" if limits and first else limits
-            size += f" {unit}" * first
-            if kind:
-                verb = "by" if parts else f"{VERBS[kind][0]} by"
-                parts.append(f"{effect.label} {verb} {size}{f' ({note})' if note else ''}")
-            else:
-                parts.append(f"{effect.label} {VERBS[kind][0]} ({size}, {note or 'without an interval'})")
-        clauses += [listed(parts)] if parts else []
-    return ", ".join(clauses)
-
-
-def difference(effect: Effect, other: str, unit: str, form: str = "{:.1f}") -> str:
-    """Return how something compares with `other`, as in `emo and mle do not differ measurably: ...`."""
-    size, limits = _size(effect, form)
-    interval = f"95 % interval {limits}" if limits else "without an interval"
-    if not effect.direction:
-        return f"{effect.label} and {other} do not differ measurably: {size} {unit} ({interval})"
-    word = "better" if effect.direction > 0 else "worse"
-    return f"{effect.label} is {word} than {other} by {size} {unit} ({interval})"
-
-
-def sentence(text: str) -> str:
-    """Return a clause as a sentence; a name that it begins with keeps its case."""
-    return text if text.endswith(".") else f"{text}."
-
-
-def _size(effect: Effect, form: str) -> tuple[str, str]:
-    """Return size and interval: without a sign where a verb tells the direction."""
-    low, high, sign = effect.low, effect.high, effect.direction
-    if not sign:
-        form = form.replace("{:", "{:+")
-        return formatted(effect.value, form), between(low, high, form)
-    low, high = sorted((sign * low, sign * high))
-    return formatted(sign * effect.value, form), between(low, high, form)
+        return f"{listed(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
+    clauses = []
+    for label, value, low, high, direction in effects:
+        if direction:  # the verb says the sign
+            low, high = sorted((direction * low, direction * high))
+            size, limits = formatted(direction * value, form), between(low, high, form)
+        else:
+            signed = form.replace("{:", "{:+")
+            size, limits = formatted(value, signed), between(low, high, signed)
+        interval = f"95 % interval {limits}" if limits else "without an interval"
+        detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
+        clauses.append(f"{label} {VERBS[direction][0]} {detail}")
+    return listed(clauses)

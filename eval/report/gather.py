@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.provenance import code_version, library_versions
@@ -15,15 +16,24 @@ from common.untrusted import read_json
 from data_prep.config import VALIDATION
 from eval import stats
 from eval.compare import Comparison, compare_pair, in_order
-from eval.icl.scores import EXTRA_SCORES, SCORES
 from eval.judging.results import Judgement, read_judgements
 from eval.report.judged import Pairing, pairings
-from eval.report.order import Family, baselines, families
 from eval.results import MODELS, Model, only_answer, pick, read_models
 from eval.store import STORED_BYTES
 from pipeline.run_dir import CONFIG, METRICS, read_metrics
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
+NEW = "new"  # what an export of a model trained from scratch calls its origin
+OBJECTIVES = {"mle": "MLE", "tailr": "TaiLr", "mixce": "MixCE", "emo": "EMO"}  # the paper's, in its order
+WEIGHTS = ("export", "hf")  # directories of weights, whose names say nothing about the model
+
+
+class Family(NamedTuple):
+    """Models that were trained from one, by one stage of training or several."""
+
+    title: str  # of the base; empty where nothing is known
+    base: Model | None  # None: it was not evaluated
+    members: list[Model]  # the base is the first
 
 
 @dataclass
@@ -36,9 +46,8 @@ class Report:
     tasks: list[str]
     rows: list[dict[str, Any]]  # one per model x task
     against: dict[str, dict[str, Comparison]]  # baseline -> model -> comparison; the first is the report's
-    chosen: bool  # whether the baselines were asked for
+    chosen: bool  # whether the user named the baselines
     seeds: dict[str, list[str]]  # label -> names of the models that differ by their seed only
-    metadata: dict[str, str]
     skipped: list[str]  # files that could not be read
     remarks: list[str]  # what to know before trusting the numbers
     unscored: list[Model]  # with text or a log only, beside models with scores
@@ -56,14 +65,10 @@ class Report:
         return [*self.models, *self.unscored]
 
     @property
-    def baseline(self) -> str | None:
-        """Return what the first comparison is with; None where there is nothing to compare."""
-        return next(iter(self.against), None)
-
-    @property
-    def scores(self) -> list[str]:
-        """Return the scores that any row has."""
-        return [name for name in (*SCORES, *EXTRA_SCORES) if any(r.get(name) is not None for r in self.rows)]
+    def columns(self) -> dict[str | None, str]:
+        """Return what tables have a column for, with titles: the mean of several tasks (None), the tasks."""
+        mean: dict[str | None, str] = {None: "Mean"} if len(self.tasks) > 1 else {}
+        return mean | {task: self.of_task(task)["title"] for task in self.tasks}
 
     def row(self, model: str, task: str) -> dict[str, Any] | None:
         """Return a model's row of a task."""
@@ -73,28 +78,12 @@ class Report:
         """Return any row of a task: title, chance and majority are the same for all models."""
         return next(r for r in self.rows if r["task"] == task)
 
-    def compared(self, model: str, task: str | None, baseline: str | None) -> dict[str, Any] | None:
+    def compared(self, model: str, task: str | None, baseline: str) -> dict[str, Any] | None:
         """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
-        comparison = self.against.get(baseline or "", {}).get(model)
+        comparison = self.against[baseline].get(model)
         if comparison is None or task is not None:
             return None if comparison is None else comparison.tasks.get(task or "")
         return comparison.mean if len(comparison.tasks) == len(self.tasks) else None
-
-    def direction(self, model: str, task: str | None) -> int:
-        """Return +1 or -1 where a model is surely better or worse than its first baseline, else 0."""
-        baseline = next((name for name, models in self.against.items() if model in models), None)
-        comparison = self.compared(model, task, baseline)
-        return 0 if comparison is None else comparison["direction"]
-
-    @property
-    def columns(self) -> list[str | None]:
-        """Return what tables have a column for: the mean of several tasks (None), and the tasks."""
-        return [*([None] if len(self.tasks) > 1 else []), *self.tasks]
-
-    @property
-    def titles(self) -> list[str]:
-        """Return how these columns are called."""
-        return ["Mean" if task is None else self.of_task(task)["title"] for task in self.columns]
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
@@ -102,33 +91,20 @@ class Report:
         return sum(values) / len(values)
 
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
-        """Return accuracy, low and high of a model on a task, or on their mean."""
-        if task is None:
-            mean = self.mean(model)
-            return None if mean is None else (mean[0], mean[1].low, mean[1].high)
-        r = self.row(model.name, task)
-        return None if r is None else (r["accuracy"], r["low"], r["high"])
-
-    def mean(self, model: Model) -> tuple[float, stats.Interval] | None:
-        """Return the mean accuracy over tasks with its interval, of a model that has them all."""
-        results = [model.results[t] for t in self.tasks if t in model.results]
-        if not results or len(results) != len(self.tasks):
+        """Return accuracy, low and high of a model on a task, or their mean (None) where it has all tasks."""
+        results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
+        levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
+        if not levels or len(levels) < len(results):
             return None
-        return stats.mean_interval(
-            [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results]
-        )
+        if task is not None:
+            return levels[0]
+        mean, interval = stats.mean_interval(levels)
+        return mean, interval.low, interval.high
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
         """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
-        members = [pick(self.models, name) for name in self.seeds[label]]
-        values: list[float] = []
-        for member in members:
-            mean = self.mean(member)
-            if task is None and mean is not None:
-                values.append(mean[0])
-            elif task in member.results:
-                values.append(member.results[task]["accuracy"])
-        return stats.mean_sd(values) if len(values) == len(members) else None
+        levels = [self.level(pick(self.models, name), task) for name in self.seeds[label]]
+        return None if None in levels else stats.mean_sd([level[0] for level in levels if level])
 
 
 def gather(
@@ -156,17 +132,19 @@ def gather(
     if not models and not judgements:
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
     overlaps = {}
-    for model in models:
-        if model.name in runs:
-            model.metrics = _metrics(runs[model.name])
-            overlaps[model.name] = _contamination(runs[model.name])
+    for model in (m for m in models if m.name in runs):
+        model.metrics = _metrics(runs[model.name])
+        overlaps[model.name] = _contamination(runs[model.name])
     models, unscored = _scored(models, tasks, runs)
     grouped = families(models, list(runs), next(iter(chosen), None))
     models = [model for family in grouped for model in family.members]
     compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
     if not chosen:
         compared = [pair for family in grouped for pair in baselines(family)]
-    against = {first.name: _comparisons(first, others, tasks) for first, others in compared}
+    against = {}
+    for first, others in compared:
+        pairs = {m.name: compare_pair(first, m, tasks) for m in others if m is not first}
+        against[first.name] = {name: c for name, c in pairs.items() if c.tasks or c.refused}
     return Report(
         title=title or ("In-context evaluation" if models else "Answers, judged"),
         notice=notice,
@@ -176,13 +154,109 @@ def gather(
         against={name: comparisons for name, comparisons in against.items() if comparisons},
         chosen=bool(chosen),
         seeds=seeds or {},
-        metadata=metadata(),
         skipped=skipped,
-        remarks=[*_degenerate([*models, *unscored], tasks), *_foreign([*models, *unscored], runs)],
+        remarks=[*_degenerate(models, tasks), *_foreign([*models, *unscored], runs)],
         unscored=unscored,
         judgements=judgements,
         pairings=pairings(judgements, skipped),
     )
+
+
+def parents(models: Sequence[Model]) -> dict[str, str]:
+    """Return the evaluated model that each was trained from, both by name; models without one are left out.
+
+    The best match counts: the same path, the run that left the origin, a path that ends alike (results and
+    runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
+    """
+    above: dict[str, str] = {}
+    for model in models:
+        origin = str(model.facts.get("origin") or NEW)
+        if origin == NEW:
+            continue
+        ranked = []
+        for other in models:
+            path, run = str(other.description["path"]), other.facts.get("run")
+            short, long = sorted((Path(path).parts, Path(origin).parts), key=len)
+            rank = int(not other.facts.get("objective") and _short(path) == _short(origin))
+            if len(short) > 1 and long[-len(short) :] == short:
+                rank = 2
+            if run and origin in (f"{run}/{name}" for name in WEIGHTS):
+                rank = 3
+            if path == origin or (Path(path).exists() and Path(path).resolve() == Path(origin).resolve()):
+                rank = 4
+            if rank and other is not model and model.name not in _ancestors(other.name, above):
+                ranked.append((rank, _step(other), other.name))
+        if ranked:
+            above[model.name] = max(ranked)[2]
+    return above
+
+
+def families(models: Sequence[Model], first: Sequence[str], baseline: str | None) -> list[Family]:
+    """Return all models by base; the family of `baseline`, and in it the baseline, come first.
+
+    Models named in `first` precede others of their family.
+    """
+    above = parents(models)
+
+    def sort_key(model: Model) -> tuple[Any, ...]:
+        objective = str(model.facts.get("objective") or "")
+        rank = list(OBJECTIVES).index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
+        order = first.index(model.name) if model.name in first else len(first)
+        natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
+        in_family = (model.name in above, order, bool(objective), rank, _step(model), natural)
+        return (model.name != baseline, *in_family)
+
+    grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
+    for model in sorted(models, key=sort_key):
+        root = pick(models, [model.name, *_ancestors(model.name, above)][-1])
+        origin = str(root.facts.get("origin") or NEW)
+        is_base = root.name in above.values()
+        key = (True, root.name) if is_base else (False, "" if origin == NEW else origin)
+        grouped.setdefault(key, []).append(model)
+    result = []
+    for (evaluated, name), members in grouped.items():
+        base = pick(models, name) if evaluated else None
+        members.sort(key=lambda m: (m.name != baseline, m is not base))
+        result.append(Family(base.name if base else _short(name), base, members))
+    return result
+
+
+def baselines(family: Family) -> list[tuple[Model, list[Model]]]:
+    """Return what members are compared with by default, and which: with every model that others were trained
+    from, and with MLE on the same data from the same origin; without either with the first."""
+    above = parents(family.members)
+    pairs = []
+    for model in family.members:
+        below = [m for m in family.members if model.name in _ancestors(m.name, above)]
+        pairs += [(model, below)] if below else []
+    stages: dict[tuple[Any, Any], list[Model]] = {}
+    for model in family.members:
+        if model.facts.get("objective") and not any(model is parent for parent, _ in pairs[:1]):
+            start = model.facts.get("origin"), model.facts.get("data_fingerprint")
+            stages.setdefault(start, []).append(model)
+    for members in stages.values():
+        mle = max((m for m in members if m.facts["objective"] == "mle"), key=_step, default=None)
+        others = [m for m in members if m.facts["objective"] != "mle"]
+        if mle is not None and others:
+            pairs.append((mle, others))
+    return pairs or ([(family.members[0], family.members[1:])] if len(family.members) > 1 else [])
+
+
+def _ancestors(name: str, above: Mapping[str, str]) -> list[str]:
+    """Return the models that one was trained from, the nearest first."""
+    return [above[name], *_ancestors(above[name], above)] if name in above else []
+
+
+def _step(model: Model) -> int:
+    return int(model.facts.get("step") or 0)
+
+
+def _short(path: str) -> str:
+    """Return models/llama-7b as llama-7b, and runs/a/export as a."""
+    parts = [p for p in Path(path).parts if p != "/"]
+    while len(parts) > 1 and parts[-1] in WEIGHTS:
+        parts.pop()
+    return parts[-1] if parts else path
 
 
 def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
@@ -190,8 +264,7 @@ def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
     answers: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         for model in (m for m in models if task in m.results):
-            answer = only_answer(model.results[task])
-            if answer is not None:
+            if (answer := only_answer(model.results[task])) is not None:
                 answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
     return [
         f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
@@ -200,28 +273,25 @@ def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
 
 
 def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
-    """Return the runs that seem not to have made the models that they are shown for."""
-    return [
-        f"--run {model.name}={runs[model.name]}: {model.name} seems to be of another run "
-        f"({model.facts.get('run') or model.description['path']}); the training shown is that of "
-        f"{runs[model.name]}"
-        for model in models
-        if model.name in runs and not _is_of(model, runs[model.name])
-    ]
+    """Return the runs that seem not to have made the models that they are shown for.
 
-
-def _is_of(model: Model, run: Path) -> bool:
-    """Return whether anything recorded says that the run made the model: runs are moved and renamed."""
-    if Path(model.description["path"]).resolve().is_relative_to(run.resolve()):
-        return True
-    made_in = model.facts.get("run")
-    if made_in is None:
-        return False
-    try:
-        recorded = read_written(run / CONFIG).get("run_dir")  # as the trainer wrote it into the export, too
-    except (OSError, ValueError, AttributeError, UserError):
-        recorded = None
-    return made_in == recorded or Path(made_in).name == run.resolve().name
+    Runs are moved and renamed: the path of the weights, the run's name and the run_dir that its configuration
+    and the export recorded are compared.
+    """
+    remarks = []
+    for model in (m for m in models if m.name in runs):
+        run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
+        try:
+            recorded = read_written(run / CONFIG).get("run_dir")
+        except (OSError, ValueError):
+            recorded = None
+        alike = made_in is not None and (made_in == recorded or Path(made_in).name == run.resolve().name)
+        if not alike and not Path(path).resolve().is_relative_to(run.resolve()):
+            remarks.append(
+                f"--run {model.name}={run}: {model.name} seems to be of another run ({made_in or path}); the "
+                f"training shown is that of {run}"
+            )
+    return remarks
 
 
 def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tuple[list[Model], list[Model]]:
@@ -243,17 +313,9 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
     return scored, unscored
 
 
-def _comparisons(baseline: Model, models: list[Model], tasks: list[str]) -> dict[str, Comparison]:
-    """Return every other model against one of them, where they have tasks in common."""
-    comparisons = {m.name: compare_pair(baseline, m, tasks) for m in models if m is not baseline}
-    return {name: c for name, c in comparisons.items() if c.tasks or c.refused}
-
-
 def _metrics(run: Path) -> list[dict[str, float]]:
-    if not run.is_dir():
-        raise UserError(f"--run: run directory {run} does not exist")
     if not (run / METRICS).is_file():
-        raise UserError(f"--run: {run} holds no {METRICS}")
+        raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
     # Of several validation sets none stands for the others; the run's own report shows them all.
     return [record for record in read_metrics(run) if record.get("set", VALIDATION) == VALIDATION]
 
@@ -261,62 +323,41 @@ def _metrics(run: Path) -> list[dict[str, float]]:
 def _contamination(run: Path) -> dict[str, Container[str]]:
     """Return by task the test rows that share long passages with the training text, if that was checked."""
     try:
-        config = read_written(run / CONFIG)
-        overlap = Path(config["data"]["dir"]) / "train" / "contamination.json"
+        overlap = Path(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
         return {task: dict(facts["overlapping_rows"]) for task, facts in tasks}
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return {}
 
 
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
-    result = model.results[task]
+    """Return the numbers of a model on a task, also without test rows that are in its training text."""
+    result, shared, value = model.results[task], None, None
+    if overlap is not None:
+        records = model.records(task)
+        others = [r for r in records if str(r["id"]) not in overlap]
+        groups = [r["group"] for r in others] if result["groups"] else None
+        right = [r["prediction"] == r["gold"] for r in others]
+        shared = len(records) - len(others)
+        value = stats.accuracy(right, groups).value if others else None
+    numbers = {name: result[name] for name in ("chance", "majority", "n", "macro_f1")}
+    interval = {name: result["interval"][name] for name in ("low", "high")}
     return {
-        "model": model.name,
-        "task": task,
-        "title": result["title"],
-        "accuracy": result["accuracy"],
-        "low": result["interval"]["low"],
-        "high": result["interval"]["high"],
-        "chance": result["chance"],
-        "majority": result["majority"],
-        "n": result["n"],
-        "macro_f1": result["macro_f1"],
+        **{"model": model.name, "task": task, "title": result["title"], "accuracy": result["accuracy"]},
+        **interval,
+        **numbers,
         **{name: facts["accuracy"] for name, facts in result["scores"].items()},
         "score": result["score"],
         "leaked": result["leaked"],
         "clean_accuracy": result["clean"]["accuracy"],
-        **_overlapping(model, task, overlap),
+        "trained_on": shared,
+        "untrained_accuracy": value,
         "rows_shortened": result["rows_shortened"],
         "rows_cut": result["rows_cut"],
         "prompt": result["version"],
-        "retriever": result["retriever"],
-        "shots": result["shots"],
-        "conditions": result["conditions"],
+        **{name: result[name] for name in ("retriever", "shots", "conditions")},
         "key": model.keys[task],
         **{name: model.facts.get(name) for name in ("step", "tokens", "objective")},
-    }
-
-
-def _overlapping(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
-    """Return how many test rows share passages with the training text, and the accuracy without them."""
-    if overlap is None:
-        return {"trained_on": None, "untrained_accuracy": None}
-    records = model.records(task)
-    others = [r for r in records if str(r["id"]) not in overlap]
-    groups = [r["group"] for r in others] if model.results[task]["groups"] else None
-    right = [r["prediction"] == r["gold"] for r in others]
-    value = stats.accuracy(right, groups).value if others else None
-    return {"trained_on": len(records) - len(others), "untrained_accuracy": value}
-
-
-def metadata() -> dict[str, str]:
-    """Return where and with what a report was made."""
-    return {
-        "git": code_version(),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        **library_versions(*VERSIONS),
     }
 
 
@@ -331,7 +372,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "notice": report.notice,
         "remarks": report.remarks,
         "rows": report.rows,
-        "baseline": report.baseline,
+        "baseline": next(iter(report.against), None),
         "comparisons": [{"task": t} | first | x for c, first in about for t, x in c.tasks.items()],
         "mean_comparisons": [{"tasks": list(c.tasks)} | first | c.mean for c, first in about if c.mean],
         "not_compared": [
@@ -345,5 +386,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "judgements": [judgement.numbers for judgement in report.judgements],
         "paired_judgements": [vars(pairing) for pairing in report.pairings],
         "skipped": report.skipped,
-        "metadata": report.metadata,
+        "metadata": {
+            "git": code_version(),
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            **library_versions(*VERSIONS),
+        },
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,10 @@ class Pairing:
 
 
 def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairing]:
-    """Return each judgement beside the first by the same judge, against the same A, on the same questions."""
+    """Return each judgement beside the first by the same judge, against the same A, on the same questions.
+
+    They are compared on the questions with a readable verdict in both, if these are two or more.
+    """
     groups: dict[tuple[str, ...], list[Judgement]] = {}
     for judgement in judgements:
         same = tuple(judgement.numbers[name] for name in ("judge", "by", "a", "questions"))
@@ -52,43 +55,31 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
     for first, *others in groups.values():
         for other in others:
             try:
-                pairs += _pairing(first, other)
+                a, b = first.scores, other.scores
             except UserError as error:
                 skipped.append(str(error))
+                continue
+            keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
+            if len(keys) > 1:
+                before, after = ([scores[key][1] for key in keys] for scores in (a, b))
+                mean, interval, p = paired(before, after, [a[key][0] for key in keys])
+                f = first.numbers
+                names = f["b"], other.numbers["b"], f["by"], f["questions"]
+                pairs.append(Pairing(*names, len(keys), mean, interval.low, interval.high, p))
     return pairs
-
-
-def _pairing(first: Judgement, second: Judgement) -> Iterable[Pairing]:
-    """Yield the comparison on the questions with a readable verdict in both, if these are two or more."""
-    a, b = first.scores, second.scores
-    keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
-    if len(keys) > 1:
-        questions = [a[key][0] for key in keys]
-        mean, interval, p = paired([a[k][1] for k in keys], [b[k][1] for k in keys], questions)
-        names = first.numbers["b"], second.numbers["b"], first.numbers["by"], first.numbers["questions"]
-        yield Pairing(*names, len(keys), mean, interval.low, interval.high, p)
 
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
     """Return a sentence for each of the first judgements that have a win rate."""
+    verbs = {"better": "prefers {b} to {a}", "worse": "prefers {a} to {b}"}
     sentences = []
     for f in (judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]):
         rate = f["win_rate"]
-        numbers = (
-            f"{percent(rate['value'])} % (95 % interval {between(rate['low'], rate['high'], scale=100)})"
-        )
-        verb = {"better": "prefers {b} to {a}", "worse": "prefers {a} to {b}"}.get(
-            _tone(rate), "prefers neither {b} nor {a}"
-        )
-        clause = f"{f['by']} {verb.format(**f)}{_on(f['questions'])}"
-        sentences.append(f"{clause}: {f['b']} has a win rate of {numbers}.")
+        verb = verbs.get(_tone(rate), "prefers neither {b} nor {a}").format(**f)
+        interval = f"95 % interval {between(rate['low'], rate['high'], scale=100)}"
+        size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
+        sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
     return sentences[:4]
-
-
-def _tone(rate: dict[str, float] | None) -> str:
-    """Return the verdict on B."""
-    sure = 0 if rate is None else (rate["low"] > 0.5) - (rate["high"] < 0.5)
-    return {1: "better", -1: "worse", 0: "unclear"}[sure]
 
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
@@ -96,8 +87,15 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[
     fields = [judgement.numbers for judgement in judgements]
     notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
     folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
+    differences: list[Row] = [
+        [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
+         Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
+        for p in pairs
+    ]  # fmt: skip
+    head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
+    between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
-    tables = _rates(fields), Items(notes, "Note"), _paired(pairs), _people(fields)
+    tables = _rates(fields), Items(notes, "Note"), between_models, _people(fields)
     return [Section("Answers, judged", *tables), Section("Judged pairs", lead, *folds)]
 
 
@@ -110,6 +108,13 @@ def picture(judgements: Sequence[Judgement]) -> Figure:
     ]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
     return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
+
+
+def _tone(rate: dict[str, float] | None) -> str:
+    """Return the verdict on B."""
+    if rate is None or rate["low"] <= 0.5 <= rate["high"]:
+        return "unclear"
+    return "better" if rate["low"] > 0.5 else "worse"
 
 
 def _judged(fields: dict[str, Any]) -> str:
@@ -128,40 +133,30 @@ def _share(value: dict[str, float] | None) -> Cell:
 
 
 def _rates(fields: Sequence[dict[str, Any]]) -> Table:
+    verdicts = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}
     rows: list[Row] = []
     for f in fields:
         tone = _tone(f["win_rate"])
-        verdict = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}[tone]
-        against = f"against {f['a']}{_on(f['questions'])}"
+        names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(verdicts[tone], tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
-        names = [Cell(f["b"], against), Cell(verdict, tone=tone)]
         judge = [f["by"], f"{f['read']:,} of {f['pairs']:,}"]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
-        facts = [percent(f["length_controlled"]), lengths, percent(f["consistency"])]
-        rows.append([*names, *shares, *judge, *facts])
-    head = "B | Verdict | Win rate | Win | Tie | Loss | Judge | Pairs | At equal lengths | Characters B / A"
-    return Table(f"{head} | Both orders", rows, CAPTION, 2)
-
-
-def _paired(pairs: Sequence[Pairing]) -> Table:
-    rows: list[Row] = [
-        [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
-         Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
-        for p in pairs
-    ]  # fmt: skip
-    head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
-    return Table(head, rows, PAIRED, 3, "Between models")
+        rows.append(
+            [*names, *shares, *judge, percent(f["length_controlled"]), lengths, percent(f["consistency"])]
+        )
+    head = ["B", "Verdict", "Win rate", "Win", "Tie", "Loss", "Judge", "Pairs", "At equal lengths"]
+    return Table([*head, "Characters B / A", "Both orders"], rows, CAPTION, 2)
 
 
 def _people(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
-    for f in fields:
-        if human := f.get("human"):
-            agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
-            if ties != human["agreement"]["value"]:
-                agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
-            kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
-            rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
+    for f in (f for f in fields if f.get("human")):
+        human = f["human"]
+        agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
+        if ties != human["agreement"]["value"]:
+            agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
+        kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
+        rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
     return Table(head, rows, HUMAN, 2, "Agreement with people")
 
@@ -171,11 +166,7 @@ def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
     orders = ("A first", "B first") if len(pair["verdicts"]) > 1 else ("verdict",)
     sentences = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]
     verdict = f"{OUTCOMES.get(pair['outcome'], pair['outcome'])} ({'; '.join(sentences)})"
-    texts = {
-        "Question": pair["question"],
-        "Answer of A": pair["a"],
-        "Answer of B": pair["b"],
-        "Verdict": verdict,
-    }
+    texts = {"Question": pair["question"], "Answer of A": pair["a"], "Answer of B": pair["b"]}
     replies = [Quote(r["text"], title=f"Reply, {o}") for o, r in zip(orders, pair["replies"], strict=False)]
-    return [*(Quote(text, title=name) for name, text in texts.items()), Fold("Replies of the judge", replies)]
+    quotes = [Quote(text, title=name) for name, text in (texts | {"Verdict": verdict}).items()]
+    return [*quotes, Fold("Replies of the judge", replies)]

@@ -13,17 +13,14 @@ from common.report.numbers import (
     Effect,
     between,
     changes,
-    difference,
     formatted,
     p_value,
     percent,
     points,
-    sentence,
 )
 from common.text import counted
 from eval.report import judged
-from eval.report.gather import Report, as_json
-from eval.report.order import OBJECTIVES
+from eval.report.gather import OBJECTIVES, Report, as_json
 from eval.results import Model
 
 FILES = ("report.html", "report.md", "results.json")
@@ -70,6 +67,12 @@ def document(report: Report) -> Document:
     """Return the report."""
     shading = "Rows: the right label; columns: the answer; shading: share of the row."
     sampled = "Sampled from the whole distribution (temperature 1); the first of each model, none picked."
+    data = as_json(report)
+    samples = [
+        Quote(s["text"] + ("" if s["ended"] else " …"), s["prefix"], "" if i else model.name)
+        for model in report.everyone
+        for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
+    ]
     sections = [
         Section("Accuracy", *_accuracy(report)),
         *(Section(f"Difference from {first}", *_differences(report, first)) for first in report.against),
@@ -77,25 +80,32 @@ def document(report: Report) -> Document:
         Section("Accuracy over training", _over_training(report)),
         *judged.sections(report.judgements, report.pairings),
         Section("Details", _details(report)),
-        Section("What the models write", sampled, *_samples(report), page_only=True),
+        Section("What the models write", sampled, *samples, page_only=True),
         Section("Confusion", shading, *_confusions(report), page_only=True),
         Section("Worst mistakes", WRONG, *_worst(report), page_only=True),
         Section("Settings", _settings(report), page_only=True),
-        Section("Made with", *_made_with(report)),
+        Section("Made with", *_made_with(report, data["metadata"])),
     ]
-    answer = [*_answer(report), *judged.answers(report.judgements)] or [
-        "No task was scored and no answer judged."
-    ]
-    picture = _picture(report) or judged.picture(report.judgements)
-    data, about = as_json(report) | {"answer": answer}, f"{report.title}. {_about(report)}"
+    answer = [*_answer(report), *judged.answers(report.judgements)]
+    answer = answer or ["No task was scored and no answer judged."]
+    dots = {
+        f"Points from {first}, mean over tasks": _changes(report, first, None) for first in report.against
+    }
+    caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
+    differences = Figure("Mean differences", [Dots(title, d, 0.0) for title, d in dots.items()], caption)
+    picture = differences or _levels(report, "Mean accuracy", [None]) or judged.picture(report.judgements)
+    if report.rows:
+        rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
+        kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
+        demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
+        models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+        size = (
+            f"{models}, {tasks}, {rows:,} test rows per model; demonstrations in a prompt: {demonstrations}."
+        )
+    else:
+        size = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
+    data["answer"], about = answer, f"{report.title}. {size}"
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
-
-
-def effect(name: str, comparison: dict[str, Any]) -> Effect:
-    """Return a comparison in percentage points."""
-    interval = comparison["interval"]
-    value, low, high = (100 * x for x in (comparison["difference"], interval["low"], interval["high"]))
-    return Effect(name, value, low, high, comparison["direction"])
 
 
 def _answer(report: Report) -> list[str]:
@@ -104,20 +114,19 @@ def _answer(report: Report) -> list[str]:
     for family in report.families:
         clauses: list[str] = []
         for first in (m.name for m in family.members if m.name in report.against):
-            compared = [(c, effect(c.model, c.mean)) for c in report.against[first].values() if c.mean]
-            if len(compared) == 1 and clauses:
-                clauses.append(difference(compared[0][1], first, "points"))
-            elif compared:
-                counts = {len(c.tasks) for c, _ in compared}
-                on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
+            compared = [c for c in report.against[first].values() if c.mean]
+            counts = {len(c.tasks) for c in compared}
+            on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
+            if compared:
+                effects = [_effect(c.model, c.mean) for c in compared if c.mean]
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
-                clauses.append(f"{start}, {changes([e for _, e in compared], 'points')}")
-        sentences += [sentence("; ".join(clauses))] if clauses else []
+                clauses.append(f"{start}, {changes(effects, 'points')}")
+        sentences += [f"{'; '.join(clauses)}."] if clauses else []
     for model in report.models if not sentences else []:
-        if (mean := report.mean(model)) is not None:
-            interval = f"95 % interval {between(mean[1].low, mean[1].high, scale=100)}"
+        if (level := report.level(model, None)) is not None:
+            interval = f"95 % interval {between(*level[1:], scale=100)}"
             over, chance = counted(len(report.tasks), "task"), percent(report.chance(None))
-            value = f"accuracy {percent(mean[0])} % on {over} ({interval})"
+            value = f"accuracy {percent(level[0])} % on {over} ({interval})"
             sentences.append(f"{model.name}: {value}; chance is {chance} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
@@ -126,26 +135,11 @@ def _answer(report: Report) -> list[str]:
     return sentences
 
 
-def _about(report: Report) -> str:
-    if not report.rows:
-        return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
-    kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-    demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-    return (
-        f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test rows "
-        f"per model; demonstrations in a prompt: {demonstrations}."
-    )
-
-
-def _picture(report: Report) -> Figure:
-    """Return the mean differences from the bases, or else the mean accuracies."""
-    rows = {
-        f"Points from {first}, mean over tasks": _changes(report, first, None) for first in report.against
-    }
-    panels = [Dots(title, dots, 0.0) for title, dots in rows.items()]
-    caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
-    return Figure("Mean differences", panels, caption) or _levels(report, "Mean accuracy", [None])
+def _effect(name: str, comparison: dict[str, Any]) -> Effect:
+    """Return a comparison in percentage points."""
+    interval = comparison["interval"]
+    value, low, high = (100 * x for x in (comparison["difference"], interval["low"], interval["high"]))
+    return Effect(name, value, low, high, comparison["direction"])
 
 
 def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
@@ -154,7 +148,7 @@ def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
     for i, model in enumerate(report.models):
         c = report.against[baseline].get(model.name)
         comparison = None if c is None else c.tasks.get(task) if task else c.mean
-        rows += [Dot(model.name, i, *effect(model.name, comparison)[1:4])] if comparison else []
+        rows += [Dot(model.name, i, *_effect(model.name, comparison)[1:4])] if comparison else []
     return rows
 
 
@@ -166,14 +160,13 @@ def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
         rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in levels if level]
         title = report.of_task(task)["title"] if task else "Mean over tasks"
         panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
-    return Figure(
-        label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
-    )
+    caption = "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
+    return Figure(label, panels, caption)
 
 
 def _heading(report: Report, model: Model) -> Cell:
     """Return a model as rows call it, with what it is."""
-    number = next(i for i, m in enumerate(report.everyone) if m is model)
+    number = [m.name for m in report.everyone].index(model.name)
     family = next(f for f in report.families if model in f.members)
     objective = str(model.facts.get("objective") or "")
     notes = ["base model"] if family.base is model else []
@@ -185,16 +178,19 @@ def _heading(report: Report, model: Model) -> Cell:
 
 
 def _accuracy(report: Report) -> list[Block]:
-    def cell(model: Model, task: str | None) -> Cell:
-        level = report.level(model, task)
-        if level is None:
-            return Cell(UNREADABLE, tone="worse") if task in model.unreadable else Cell(DASH)
-        return Cell(
-            percent(level[0]), between(*level[1:], scale=100), TONES[report.direction(model.name, task)]
-        )
-
-    columns, scored = report.columns, report.models if report.tasks else []
-    rows: list[Row] = [[_heading(report, m), *(cell(m, t) for t in columns)] for m in scored]
+    columns = report.columns
+    rows: list[Row] = []
+    for model in report.models if report.tasks else []:
+        first = next((name for name, compared in report.against.items() if model.name in compared), None)
+        cells: list[Cell | str] = [_heading(report, model)]
+        for task in columns:
+            level, difference = report.level(model, task), first and report.compared(model.name, task, first)
+            tone = TONES[difference["direction"]] if difference else ""
+            if level is not None:
+                cells.append(Cell(percent(level[0]), between(*level[1:], scale=100), tone))
+            else:
+                cells.append(Cell(UNREADABLE, tone="worse") if task in model.unreadable else DASH)
+        rows.append(cells)
     for label, names in report.seeds.items():
         spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
         texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
@@ -208,7 +204,7 @@ def _accuracy(report: Report) -> list[Block]:
     if any(task in m.unreadable for m in report.models for task in report.tasks):
         caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
     figure = _levels(report, "Accuracy", report.tasks)
-    return [Table(["Model", *report.titles], rows, caption), _folded(report, figure)]
+    return [Table(["Model", *columns.values()], rows, caption), _folded(report, figure)]
 
 
 def _folded(report: Report, figure: Figure) -> Block:
@@ -218,17 +214,7 @@ def _folded(report: Report, figure: Figure) -> Block:
 
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return differences from a baseline with their tests."""
-    comparisons = report.against[baseline]
-
-    def cell(model: str, task: str | None) -> Cell:
-        x = report.compared(model, task, baseline)
-        if x is None:
-            refused = task in comparisons[model].refused or (task is None and comparisons[model].refused)
-            return Cell("not comparable" if refused else DASH, tone="quiet")
-        interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
-        note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
-        return Cell(points(x["difference"]), note, TONES[x["direction"]])
-
+    comparisons, columns = report.against[baseline], report.columns
     rows: list[Row] = []
     for model in (m for m in report.models if m.name in comparisons):
         c = comparisons[model.name]
@@ -237,8 +223,16 @@ def _differences(report: Report, baseline: str) -> list[Block]:
         for direction, name in ((1, "better"), (-1, "worse")):
             if tasks := c.surely(direction):
                 notes.append(f"{counted(len(tasks), 'task')} {name}")
-        verdict = Cell(word, ", ".join(notes), tone)
-        rows.append([_heading(report, model), verdict, *(cell(model.name, t) for t in report.columns)])
+        cells = [_heading(report, model), Cell(word, ", ".join(notes), tone)]
+        for task in columns:
+            if (x := report.compared(model.name, task, baseline)) is not None:
+                interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
+                note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
+                cells.append(Cell(points(x["difference"]), note, TONES[x["direction"]]))
+            else:
+                refused = task in c.refused or (task is None and c.refused)
+                cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
+        rows.append(cells)
     caption = (
         "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact "
         "McNemar tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on "
@@ -248,19 +242,20 @@ def _differences(report: Report, baseline: str) -> list[Block]:
     panels = [Dots(title, _changes(report, baseline, task), 0.0) for task, title in titles.items()]
     figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
     reasons = [f"{c.model}, {titles[t]}: {why}" for c in comparisons.values() for t, why in c.refused.items()]
-    table = Table(["Model", "Verdict", *report.titles], rows, caption, 2)
+    table = Table(["Model", "Verdict", *columns.values()], rows, caption, 2)
     return [table, _folded(report, figure), Items(reasons, "Not comparable")]
 
 
 def _details(report: Report) -> Table:
     rows: list[Row] = []
+    names = [name for name in SCORES if any(r.get(name) is not None for r in report.rows)]
     for r in sorted(report.rows, key=lambda r: report.tasks.index(r["task"])):
-        scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in report.scores]
+        scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in names]
         cut = f" ({r['rows_cut']:,})" if r["rows_cut"] else ""
         counts = [formatted(r["leaked"]), f"{r['rows_shortened']:,}{cut}", formatted(r["trained_on"])]
         shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy", "untrained_accuracy")]
         rows.append([r["title"], r["model"], formatted(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
-    head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in report.scores), "Macro F1", "Clean", "Leaked"]
+    head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in names), "Macro F1", "Clean", "Leaked"]
     return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
 
 
@@ -299,14 +294,6 @@ def _over_training(report: Report) -> Figure:
     return Figure("Accuracy over training", [])
 
 
-def _samples(report: Report) -> list[Block]:
-    return [
-        Quote(s["text"] + ("" if s["ended"] else " …"), s["prefix"], "" if i else model.name)
-        for model in report.everyone
-        for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
-    ]
-
-
 def _confusions(report: Report) -> list[Block]:
     tables: dict[str, list[Table]] = {}
     for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
@@ -321,32 +308,37 @@ def _confusions(report: Report) -> list[Block]:
 def _worst(report: Report) -> list[Block]:
     """Return the wrong answers whose right label lost by most."""
     folds: list[Block] = []
-    for task in report.tasks:
-        for number, model in enumerate(report.models):
-            result = model.results.get(task, {})
-            blocks = [
-                block for sample in result.get("worst", []) for block in _mistake(sample, result["score"])
-            ]
-            folds += [Fold(f"{result['title']}, {model.name}", blocks, number)] if blocks else []
+    for task, number, model in ((t, i, m) for t in report.tasks for i, m in enumerate(report.models)):
+        result, blocks = model.results.get(task, {}), list[Block]()
+        for sample in result.get("worst", []):
+            gold, predicted = sample["gold"], sample["prediction"]
+            roles = {
+                gold: Cell("right answer", tone="better"),
+                predicted: Cell("the model's answer", tone="worse"),
+            }
+            scores = sorted(sample["scores"].items(), key=lambda item: item[1])
+            rows = [[label, f"{value:.4f}", roles.get(label, "")] for label, value in scores]
+            title = f"Data row {sample['id']}: {gold}, answered {predicted}"
+            demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]
+            table = Table(["Label", SCORES[result["score"]][1], "Role"], rows)
+            blocks += [Quote(sample["text"], title=title), table, Items(demonstrations, "Demonstrations")]
+        folds += [Fold(f"{result['title']}, {model.name}", blocks, number)] if blocks else []
     return folds
-
-
-def _mistake(sample: dict[str, Any], score: str) -> list[Block]:
-    gold, predicted = sample["gold"], sample["prediction"]
-    roles = {gold: Cell("right answer", tone="better"), predicted: Cell("the model's answer", tone="worse")}
-    scores = sorted(sample["scores"].items(), key=lambda item: item[1])
-    rows = [[label, f"{value:.4f}", roles.get(label, "")] for label, value in scores]
-    title = f"Data row {sample['id']}: {gold}, answered {predicted}"
-    demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]
-    table = Table(["Label", SCORES[score][1], "Role"], rows)
-    return [Quote(sample["text"], title=title), table, Items(demonstrations, "Demonstrations")]
 
 
 def _settings(report: Report) -> Table:
     """Return how each task was asked; models in one row were asked alike."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
-        kinds.setdefault((report.of_task(task)["title"], *_conditions(model, task)), []).append(model.name)
+        result = model.results[task]
+        conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
+        values = [result["title"], f"{result['n']:,}"]
+        for name in SETTINGS:
+            value = conditions.get(name)
+            words = {None: "the model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
+            text = words[value] if value is None or isinstance(value, bool) else str(value)
+            values.append(text[:6] if name in ("test_rows", "pool_rows", "prompt") else text)  # digests
+        kinds.setdefault(tuple(values), []).append(model.name)
     names = ["Rows", *SETTINGS.values()]
     columns = list(zip(*(values for _, *values in kinds), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
@@ -356,23 +348,11 @@ def _settings(report: Report) -> Table:
     return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
 
 
-def _conditions(model: Model, task: str) -> list[str]:
-    result = model.results[task]
-    conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
-    values = [f"{result['n']:,}"]
-    for name in SETTINGS:
-        value = conditions.get(name)
-        words = {None: "the model's context" if name == "max_tokens" else DASH, True: "yes", False: "no"}
-        text = words[value] if value is None or isinstance(value, bool) else str(value)
-        values.append(text[:6] if name in ("test_rows", "pool_rows", "prompt") else text)  # digests
-    return values
-
-
-def _made_with(report: Report) -> list[Block]:
+def _made_with(report: Report, metadata: dict[str, str]) -> list[Block]:
     rows: list[Row] = []
     for model in report.everyone:
         facts = [f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items()]
-        where = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]
-        rows.append([model.name, "; ".join([*where, *facts])])
-    rows += [[key, str(value)] for key, value in report.metadata.items()]
+        origin = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]
+        rows.append([model.name, "; ".join([*origin, *facts])])
+    rows += [[key, str(value)] for key, value in metadata.items()]
     return [Table(["What", "Which"], rows, words=2), Items(report.skipped, "Files that could not be read")]

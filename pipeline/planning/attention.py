@@ -34,10 +34,8 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
     if requested != "auto":
         missing = _lacking(requested, model, config)
         if missing is not None:
-            raise UserError(
-                f"model.attn_implementation={requested} cannot be used: {missing}; "
-                "set model.attn_implementation=auto"
-            )
+            problem = f"model.attn_implementation={requested} cannot be used: {missing}"
+            raise UserError(f"{problem}; set model.attn_implementation=auto")
         return requested
     passed_over = []
     for name in PREFERENCE:
@@ -59,29 +57,33 @@ def without_segments(config: PretrainedConfig) -> str:
 def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
     """Return what keeps this host or the family from attention of this name, or None."""
     if by_segments(name):
-        missing = _host_lacks(name, model)
-        if missing is not None:
-            return missing
+        if not on_gpu():
+            if name == "flash_attention_2":
+                return "no GPU"
+        elif model.dtype == "float32":
+            return "it computes in half precision only, and model.dtype is float32"
+        elif name == "flash_attention_2":
+            try:
+                import flash_attn  # noqa: F401
+            except ImportError as error:
+                return f"flash-attn cannot be imported: {one_line(error)}"
+        elif not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
+            return "this build of torch lacks its kernel"
+        elif torch.cuda.get_device_capability() < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or newer"
     if not _has(config, name):
         return f"{config.model_type} models have no {name}"
-    return _unknown_to_varlen(config) if name == VARLEN else None
-
-
-def _host_lacks(name: str, model: ModelConfig) -> str | None:
-    """Return what this host, with weights of this kind, lacks for attention by segments, or None."""
-    if not on_gpu():
-        return "no GPU" if name == "flash_attention_2" else None
-    if model.dtype == "float32":
-        return "it computes in half precision only, and model.dtype is float32"
-    if name == "flash_attention_2":
-        try:
-            import flash_attn  # noqa: F401
-        except ImportError as error:
-            return f"flash-attn cannot be imported: {one_line(error)}"
-    elif not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
-        return "this build of torch lacks its kernel"
-    elif torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
+    if name != VARLEN:
+        return None
+    text = config.get_text_config()  # of what it asks, torch's kernel has not all
+    for key, value in text.to_dict().items():
+        if "att" in key and "drop" in key and value:
+            return f"it has no dropout, and the model's {key} is {value}"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it has no soft cap, and the model's attn_logit_softcapping is set"
+    size = getattr(text, "head_dim", None) or 0
+    if size > LARGEST_HEAD:
+        return f"its heads have at most {LARGEST_HEAD} values, the model's {size}"
     return None
 
 
@@ -91,17 +93,3 @@ def _has(config: PretrainedConfig, name: str) -> bool:
     if family is None:
         return name != VARLEN
     return all(getattr(family, flag) for flag in NEEDS[name])
-
-
-def _unknown_to_varlen(config: PretrainedConfig) -> str | None:
-    """Return what the model that `config` describes asks of attention and torch's kernel has not, or None."""
-    text = config.get_text_config()
-    for key, value in text.to_dict().items():
-        if "att" in key and "drop" in key and value:
-            return f"it has no dropout, and the model's {key} is {value}"
-    if getattr(text, "attn_logit_softcapping", None):
-        return "it has no soft cap, and the model's attn_logit_softcapping is set"
-    size = getattr(text, "head_dim", None) or 0
-    return (
-        None if size <= LARGEST_HEAD else f"its heads have at most {LARGEST_HEAD} values, the model's {size}"
-    )

@@ -6,7 +6,9 @@ what is learned (batch, rows, objective, optimizer) stays as the recipe has it: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ from pipeline.planning import footprint
 from pipeline.planning.checks import check
 from pipeline.planning.ds_file import deepspeed_config
 from pipeline.planning.footprint import GIB, NODE, Memory, Setup, Sizes, Time
-from pipeline.planning.plan import Cluster, setup_of, sizes_of, trust
+from pipeline.planning.plan import TRUST, Cluster, setup_of, sizes_of
 
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 SHOWN = 3
@@ -68,29 +70,51 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
 
     Raises UserError for a recipe that could not start, FailureError when nothing fits.
     """
-    with_one_row = _changed(config, Path("ds_configs") / "zero2.json", micro=1)
-    ready = check(with_one_row, cluster.gpus, local=False)
-    sizes = sizes_of(ready.model, ready.hf_config)
+    ready = check(_changed(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
+    sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
     every = list(choices(config, sizes, ready.objective, cluster))
-    room = cluster.room
     fitting = [c for c in every if c.memory.surely <= room]
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)
-        needs = least.memory.surely / GIB
+        checkpointing = "with" if least.setup.checkpointing else "without"
+        settings = f"{least.file.name} {checkpointing} checkpointing, micro_batch {least.setup.micro}"
         raise FailureError(
             f"nothing surely fits on {cluster.gpus} x {cluster.kind}: of each {room / GIB:.1f} GiB are free, "
-            f"and {_words(least)} may need {needs:.1f}; take more or larger GPUs, or set model.lora"
+            f"and {settings} may need {least.memory.surely / GIB:.1f}; take more or larger GPUs, or set "
+            "model.lora",
+            code="nothing-fits",
         )
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in sorted(fitting, key=lambda c: c.rank):  # one of every kind, with its best micro-batch
         best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
-    listed = list(best.values())[:SHOWN]
+    shown = list(best.values())[:SHOWN]
     title = (
         f"{cluster.gpus} x {cluster.kind}: what surely fits into {room / GIB:.1f} GiB of each, "
         f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
     )
-    _print(title, listed, _as_given(config, sizes, ready.objective, cluster), sizes, cluster, room)
-    return listed[0]
+    table = Table(title=title, padding=(0, 0))
+    for name in ("", "deepspeed", "check- points", "compile", "micro batch"):
+        table.add_column(name, no_wrap=name == "deepspeed")
+    for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
+        table.add_column(name, justify="right")
+    for i, choice in enumerate(shown, 1):
+        table.add_row(str(i), *_cells(choice, sizes, cluster))
+    with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
+        batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
+        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective)
+        table.add_section()
+        table.add_row("recipe", *_cells(_choice(config.deepspeed, setup, sizes, cluster), sizes, cluster))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
+        "Compiling pays off in runs much longer than the minutes that it takes."
+    )
+    if any(choice.setup.offload_parameters for choice in shown):
+        states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
+        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+    console.print(f"trust: {TRUST}")
+    return shown[0]
 
 
 def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
@@ -100,35 +124,26 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
     that does not go with the recipe is passed over. Raises UserError when none does.
     """
     rows = solve_batch(config.train.batch, 1, cluster.gpus).accumulation
+    batch = Batch(config.train.batch, 1, rows, cluster.gpus)
     refused: UserError | None = None
     accepted = False
     for name in FILES:
         if name == "zero3_hpz.json" and (cluster.gpus <= NODE or cluster.gpus % NODE):
             continue
         file = Path("ds_configs") / name
-        batch = Batch(config.train.batch, 1, rows, cluster.gpus)
+        plain = _changed(config, file)
         try:
-            plain = _changed(config, file, micro=1)
             first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
         except UserError as error:
             refused = error
             continue
         accepted = True
-        for checkpointing in (False, True):
-            for compiled in (False, True) if first.stage < 3 else (False,):
-                for micro in (m for m in range(1, rows + 1) if rows % m == 0):
-                    yield _choice(
-                        file,
-                        dataclasses.replace(
-                            first,
-                            micro=micro,
-                            accumulation=rows // micro,
-                            checkpointing=checkpointing,
-                            compiled=compiled,
-                        ),
-                        sizes,
-                        cluster,
-                    )
+        micros = [m for m in range(1, rows + 1) if rows % m == 0]
+        compiling = (False, True) if first.stage < 3 else (False,)
+        for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
+            changes: dict[str, Any] = {"micro": micro, "accumulation": rows // micro, "compiled": compiled}
+            setup = dataclasses.replace(first, checkpointing=checkpointing, **changes)
+            yield _choice(file, setup, sizes, cluster)
     if not accepted and refused is not None:
         raise refused
 
@@ -138,65 +153,23 @@ def _choice(file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
     return Choice(file, setup, footprint.memory(sizes, setup), time)
 
 
-def _changed(config: RunConfig, file: Path, micro: int) -> RunConfig:
-    """Return the recipe with a DeepSpeed file, a micro-batch, and nothing that a file could refuse."""
-    train = config.train.model_copy(update={"micro_batch": micro})
+def _changed(config: RunConfig, file: Path) -> RunConfig:
+    """Return the recipe with a DeepSpeed file, passes of one row, and nothing that a file could refuse."""
+    train = config.train.model_copy(update={"micro_batch": 1})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
 
 
-def _as_given(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Choice | None:
-    """Return the recipe as it stands, for comparison; None where it does not go with these GPUs."""
-    try:
-        batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
-        setup = setup_of(config, batch, deepspeed_config(config, batch), objective)
-    except UserError:
-        return None
-    return _choice(config.deepspeed, setup, sizes, cluster)
-
-
-def _words(choice: Choice) -> str:
-    checkpointing = "with" if choice.setup.checkpointing else "without"
-    return f"{choice.file.name} {checkpointing} checkpointing, micro_batch {choice.setup.micro}"
-
-
-def _print(
-    title: str, listed: list[Choice], recipe: Choice | None, sizes: Sizes, cluster: Cluster, room: float
-) -> None:
-    console = Console()
-    table = Table(title=title, padding=(0, 0))
-    table.add_column("")
-    table.add_column("deepspeed", no_wrap=True)
-    for name in ("check- points", "compile", "micro batch"):
-        table.add_column(name)
-    for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
-        table.add_column(name, justify="right")
-    for i, choice in enumerate(listed, 1):
-        table.add_row(str(i), *_cells(choice, sizes, cluster, room))
-    if recipe is not None:
-        table.add_section()
-        table.add_row("recipe", *_cells(recipe, sizes, cluster, room))
-    console.print(table)
-    console.print(
-        f"set: {', '.join(listed[0].sets)}. step: seconds; host: the share of it that is the host's. "
-        "Compiling pays off in runs much longer than the minutes that it takes."
-    )
-    if any(choice.setup.offload_parameters for choice in listed):
-        states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
-        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
-    console.print(f"trust: {trust()}")
-
-
-def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[str]:
+def _cells(choice: Choice, sizes: Sizes, cluster: Cluster) -> list[str]:
     """Return a row of the table: what is set, and what comes of it."""
-    time = choice.time
-    used = footprint.utilisation(sizes, choice.setup, time.total, cluster.gpu)
+    time, setup, total = choice.time, choice.setup, choice.memory.total
+    used = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
     return [
         choice.file.name,
-        str(choice.setup.checkpointing).lower(),
-        str(choice.setup.compiled).lower(),
-        str(choice.setup.micro),
-        f"{choice.memory.total / GIB:.1f}" + (" NO" if choice.memory.total > room else ""),
+        str(setup.checkpointing).lower(),
+        str(setup.compiled).lower(),
+        str(setup.micro),
+        f"{total / GIB:.1f}" + (" NO" if total > cluster.room else ""),
         f"{choice.speed:,.0f}",
         f"{used:.0%}",
         f"{time.total:.3g}",
@@ -207,9 +180,11 @@ def _cells(choice: Choice, sizes: Sizes, cluster: Cluster, room: float) -> list[
 def check_target(path: Path) -> None:
     """Raises UserError when no recipe can be written to `path`: a file is there, or no directory."""
     if path.exists():
-        raise UserError(f"--write {path}: the file is there already; give another name or remove it")
+        problem = f"--write {path}: the file is there already; give another name or remove it"
+        raise UserError(problem, code="write-target")
     if not path.parent.is_dir():
-        raise UserError(f"--write {path}: {path.parent} is not a directory; make it first")
+        problem = f"--write {path}: {path.parent} is not a directory; make it first"
+        raise UserError(problem, code="write-target")
 
 
 def write_recipe(
@@ -221,17 +196,16 @@ def write_recipe(
     """
     check_target(path)
     tree: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(tree, override)
-    for key, value in choice.sets.items():
-        apply_override(tree, f"{key}={value}")
+    settings = [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())]
+    for setting in settings:
+        apply_override(tree, setting)
     base = os.path.relpath(shipped(recipe).resolve(), path.parent.resolve())
     text = (
         f"# {recipe.name} as `plan --best` would train it on {cluster.gpus} x {cluster.kind}: "
         f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"
         f"# {choice.memory.total / GIB:.1f} GiB on each.\n"
     ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
-    expected = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())])
+    expected = load_config(recipe, settings)
     with part_file(path) as file:
         file.write(text.encode())
         file.flush()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.errors import UserError, one_line
 from common.recipe import shown
@@ -24,7 +25,7 @@ from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from pipeline import identity, resume
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
-from pipeline.export import unwrap
+from pipeline.export import exported_tensors, unwrap, write_rest
 from pipeline.identity import Identity
 from pipeline.loss.cost_files import FILES, load_cost
 from pipeline.loss.registry import Objective
@@ -35,12 +36,9 @@ from pipeline.model import (
     objective_parts,
     training_objective,
 )
+from pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from pipeline.planning.attention import usable_attention
-from pipeline.planning.ds_file import check_host, deepspeed_config
-from pipeline.planning.mixture import Domain, shares
-from pipeline.planning.optimizer import parameter_groups
-from pipeline.planning.order import BatchOrder, Holding, MixedOrder
-from pipeline.planning.rehearsal import rehearse
+from pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
 from pipeline.report.samples import prompt_ids
 
 log = logging.getLogger(__name__)
@@ -74,7 +72,11 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     ds_config = deepspeed_config(config, batch)
     if local:
         check_host(ds_config)
-        _check_extras(config)
+        extras = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
+        for package, enabled in extras.items():
+            if enabled and importlib.util.find_spec(package) is None:
+                problem = f"train.{package} needs the package: pip install {package}, or leave it out"
+                raise UserError(problem, code="missing-extra")
     before = identity.programs(config)
     parts = objective_parts(config)
     programs, objective = identity.programs(config), training_objective(config, parts)
@@ -87,7 +89,7 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     for part in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, part.manifest)
     implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    steps = _steps(config, data)
+    steps = config.train.steps if data is None else total_steps(config.train, len(data))
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
     model = meta_model(config, hf_config)
@@ -113,17 +115,16 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     history = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
-    order = None if data is None or steps is None else _order(config, data, history, steps)
+    order: BatchOrder | MixedOrder | None = None
+    if data is not None and steps is not None:
+        order = BatchOrder(len(data), config.train.batch, config.train.seed)
+        if history[-1].mixture is not None:
+            order = MixedOrder(
+                data.domain, data.valid, data.domains, config.train.batch, config.train.seed, history
+            )
+            order.taken(steps)  # a mixture that ends before the last step is refused
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, data, validation, scores, history, order, facts)
-
-
-def _check_extras(config: RunConfig) -> None:
-    """Raises UserError where metrics shall go to a package that only an extra installs."""
-    extras = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
-    for name, enabled in extras.items():
-        if enabled and importlib.util.find_spec(name) is None:
-            raise UserError(f"train.{name} needs the package {name}: pip install {name}, or leave it out")
 
 
 def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
@@ -156,51 +157,28 @@ def _check_shape(hf_config: PretrainedConfig) -> None:
             )
 
 
-def _check_tokenizer(data: TokenDataset) -> None:
-    """Raise UserError unless the tokenizer beside prepared rows, which is exported, is theirs."""
-    directory = data.directory.parent / "tokenizer"
-    try:
-        fingerprint = tokenizer_facts(directory).fingerprint
-    except UserError:
-        raise
-    except Exception as error:  # `tokenizers` raises plain Exception for a broken file
-        raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
-    if fingerprint != data.manifest.tokenizer_fingerprint:
-        raise UserError(
-            f"{directory} is not the tokenizer that the rows beside it were prepared with; put that back, "
-            f"or {AGAIN} --force",
-            code="changed-tokenizer",
-        )
-
-
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
     """Return the training data, None where they are not there and need not be; and the validation sets."""
     if not required and not is_prepared(config.data):
         return None, {}
     data, validation = open_prepared(config.data)
-    for rows in (data, *validation.values()):
-        _check_tokenizer(rows)
+    for rows in (data, *validation.values()):  # the tokenizer beside them, which is exported, is theirs
+        directory = rows.directory.parent / "tokenizer"
+        try:
+            fingerprint = tokenizer_facts(directory).fingerprint
+        except UserError:
+            raise
+        except Exception as error:  # `tokenizers` raises plain Exception for a broken file
+            raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
+        if fingerprint != rows.manifest.tokenizer_fingerprint:
+            raise UserError(
+                f"{directory} is not the tokenizer that the rows beside it were prepared with; put that "
+                f"back, or {AGAIN} --force",
+                code="changed-tokenizer",
+            )
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
-
-
-def _steps(config: RunConfig, data: TokenDataset | None) -> int | None:
-    if data is None:
-        return config.train.steps
-    return total_steps(config.train, len(data))
-
-
-def _order(
-    config: RunConfig, data: TokenDataset, history: list[Holding], steps: int
-) -> BatchOrder | MixedOrder:
-    """Return the rows of each step. Raises UserError for a mixture that ends before the last one."""
-    train = config.train
-    if history[-1].mixture is None:
-        return BatchOrder(len(data), train.batch, train.seed)
-    order = MixedOrder(data.domain, data.valid, data.domains, train.batch, train.seed, history)
-    order.taken(steps)
-    return order
 
 
 def _generation_config(config: RunConfig, local: bool) -> GenerationConfig | None:
@@ -262,4 +240,49 @@ def _check_cost_tokens(config: RunConfig, source: str) -> None:
                 f"{shown(names.get(token))} instead of {shown(name)}, so costs would be of other tokens; "
                 "set objective.cost to pretrained or to a model with the tokenizer of the data",
                 code="cost-tokenizer",
+            )
+
+
+def rehearse(model: nn.Module, config: RunConfig) -> None:
+    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files.
+
+    `model` may lie on the meta device or be partitioned. Raises UserError when the export of the trained
+    model would fail.
+    """
+    base = unwrap(model)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        try:
+            write_rest(base, config, directory, {})
+            settings = AutoConfig.from_pretrained(directory)
+            with torch.device("meta"):
+                plain = AutoModelForCausalLM.from_config(settings)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"the trained model could not be exported: its configuration cannot be written and read "
+                f"back ({one_line(error, 200)}); correct model.path or model.architecture"
+            ) from None
+    names: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
+    actual: dict[str, list[int] | str] = {}
+    for tensor in exported_tensors(model):
+        sharing = names[id(tensor.base)]
+        if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
+            raise UserError(
+                f"model.lora.targets: {' and '.join(sharing)} are one tensor, and adapters on one of the "
+                "layers cannot be exported; leave it out of the targets"
+            )
+        whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
+        try:
+            actual[tensor.name] = list(tensor.merged(*whole).shape)
+        except RuntimeError as error:  # its parts do not fit together
+            actual[tensor.name] = one_line(error, 100)
+    expected = {name: list(p.shape) for name, p in plain.named_parameters()}
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            raise UserError(
+                f"the trained model could not be exported: {name} would be {actual.get(name, 'nothing')} "
+                f"where {type(plain).__name__} has {expected.get(name, 'nothing')}; "
+                "set model.lora.targets to other layers, or use another model"
             )

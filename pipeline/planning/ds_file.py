@@ -1,26 +1,29 @@
-"""The DeepSpeed file that a recipe names: read, checked whole, and completed from the recipe."""
+"""The DeepSpeed file that a recipe names, completed from the recipe; and what its optimizer takes."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from torch import nn
 from torch.utils import cpp_extension
+from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError, nearest, one_line
 from common.provenance import REPOSITORY, shipped
 from common.untrusted import JSON_BYTES, read_bytes
-from pipeline.config import Batch, RunConfig, TrainConfig
+from pipeline.config import Batch, RunConfig
 from pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
@@ -40,15 +43,8 @@ CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the
 # What may differ between two launches of a run: where things are, when they move and what is reported. All
 # else, whatever DeepSpeed will call it, decides the numbers or how a checkpoint is laid out.
 FREE = {
-    *(
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "comms_logger",
-        "log_level",
-    ),
-    *("timers", "checkpoint", "disable_python_gc", "compile", "aio"),
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger"),
+    *("log_level", "timers", "checkpoint", "disable_python_gc", "compile", "aio"),
 }
 FREE_ZERO = {
     *("overlap_comm", "contiguous_gradients", "allgather_partitions", "allgather_bucket_size"),
@@ -67,11 +63,11 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
     what the recipe owns, or asks for what cannot work.
     """
-    path = shipped(config.deepspeed)
+    path, train = shipped(config.deepspeed), config.train
     tree = _read(path, config.deepspeed)
     for key, instead in OWNED_BY_RECIPE.items():
         if key in tree:
-            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe")
+            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe", code="ds-owned")
     for key in REPORTS:
         if key in tree:
             raise UserError(
@@ -82,7 +78,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         if key in tree:
             raise UserError(
                 f"{path} sets {key}, which cuts {cut} over ranks, and the loss needs it whole; remove it "
-                "(ZeRO-3 and model.activation_checkpointing save memory, too)"
+                "(ZeRO-3 and model.activation_checkpointing save memory, too)",
+                code="ds-cuts",
             )
     _check(tree, path)
     _check_combination(config, tree, path, batch.ranks)
@@ -92,33 +89,28 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         zero["overlap_comm"] = False  # gloo has no streams to overlap on
         for part in ("offload_optimizer", "offload_param"):
             (zero.get(part) or {}).pop("pin_memory", None)
-    train = config.train
+    # AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
+    # every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
+    adam: dict[str, Any] = {"lr": train.lr, "betas": list(train.betas), "eps": train.eps}
+    adam |= {"weight_decay": train.weight_decay, "torch_adam": True}
+    if not on_cpu or "offload_optimizer" in zero:
+        adam["fused"] = True
+    optimizer = {"type": "AdamW", "params": adam}
     if train.optimizer == "muon":
         zero["reduce_scatter"] = False  # it needs whole gradients
+        muon_params = {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}
+        optimizer = {"type": "Muon", "params": adam | muon_params}
     tree.update(
         train_batch_size=batch.batch,
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
-        optimizer=_optimizer(train, fused=not on_cpu or "offload_optimizer" in zero),
+        optimizer=optimizer,
         gradient_clipping=train.clip,
         bf16={"enabled": config.model.dtype == "bfloat16"},
         steps_per_print=10**9,
         timers={"throughput": {"enabled": False}},  # which would wait for the device twice a micro-batch
     )
     return tree
-
-
-def _optimizer(train: TrainConfig, fused: bool) -> dict[str, Any]:
-    """Return DeepSpeed's section of that name.
-
-    AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
-    every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
-    """
-    adam = {"lr": train.lr, "betas": list(train.betas), "eps": train.eps, "weight_decay": train.weight_decay}
-    adam |= {"torch_adam": True} | ({"fused": True} if fused else {})
-    if train.optimizer == "muon":
-        return {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}}
-    return {"type": "AdamW", "params": adam}
 
 
 def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +143,8 @@ def check_host(ds_config: dict[str, Any]) -> None:
     if size > 1 and ranks % size:
         raise UserError(
             f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host, or weights would be "
-            f"gathered between hosts; set it to {ranks} or a divisor, or deepspeed=ds_configs/zero3.json"
+            f"gathered between hosts; set it to {ranks} or a divisor, or deepspeed=ds_configs/zero3.json",
+            code="hpz-ranks",
         )
     offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") != "nvme":
@@ -159,39 +152,37 @@ def check_host(ds_config: dict[str, Any]) -> None:
     if on_gpu() and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
         raise UserError(
             "weights on NVMe need an operation that DeepSpeed compiles with nvcc, which is not here; install "
-            "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json"
+            "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json",
+            code="nvme-nvcc",
         )
     if not AsyncIOBuilder().is_compatible():
-        raise UserError("weights on NVMe need libaio and its headers: install libaio-dev on every host")
+        problem = "weights on NVMe need libaio and its headers: install libaio-dev on every host"
+        raise UserError(problem, code="nvme-libaio")
     directory = offload.get("nvme_path") or "(not given)"
     if not os.access(directory, os.W_OK):
-        raise UserError(f"nvme_path {directory} is not a writable directory; set it to one")
+        problem = f"nvme_path {directory} is not a writable directory; set it to one"
+        raise UserError(problem, code="nvme-path")
 
 
 def _read(path: Path, setting: Path) -> dict[str, Any]:
     if not path.is_file():
-        names = [
-            file.relative_to(REPOSITORY).as_posix() for file in sorted(REPOSITORY.glob("ds_configs/*.json"))
-        ]
-        raise UserError(f"deepspeed={setting} is not a file; {nearest(str(setting), names)}")
+        files = sorted(REPOSITORY.glob("ds_configs/*.json"))
+        hint = nearest(str(setting), [file.relative_to(REPOSITORY).as_posix() for file in files])
+        raise UserError(f"deepspeed={setting} is not a file; {hint}")
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)  # of a key that is given twice JSON would keep the last value
+        if len(values) < len(pairs):
+            raise ValueError(f"a key is given twice: {', '.join(key for key, _ in pairs)}")
+        return values
+
     try:
-        text = read_bytes(path, JSON_BYTES).decode()
-        tree = json.loads(text, object_pairs_hook=_without_repeats)
+        tree = json.loads(read_bytes(path, JSON_BYTES).decode(), object_pairs_hook=without_repeats)
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}") from None
+        raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}", code="ds-file") from None
     if not isinstance(tree, dict):
-        raise UserError(f"deepspeed={path} must hold a JSON object; see ds_configs/")
+        raise UserError(f"deepspeed={path} must hold a JSON object; see ds_configs/", code="ds-file")
     return tree
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key given twice, of which JSON would keep the last."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"the key {key!r} is given twice")
-        values[key] = value
-    return values
 
 
 class _Lookups(dict[str, Any]):
@@ -217,73 +208,37 @@ def _check(tree: dict[str, Any], path: Path) -> None:
 
     DeepSpeed itself says which keys it knows: it is given the file, and what it does not look up is unknown.
     """
-    if "zero_optimization" in tree:
-        _check_zero(tree["zero_optimization"], path)
     types = tree.get("data_types", {})
     accumulated = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else None
     if accumulated not in GRADIENT_TYPES or types.keys() - {"grad_accum_dtype"}:
-        raise UserError(
-            f"{path}: data_types must be an object with grad_accum_dtype, one of {', '.join(GRADIENT_TYPES)}"
-        )
+        expected = f"an object with grad_accum_dtype, one of {', '.join(GRADIENT_TYPES)}"
+        raise UserError(f"{path}: data_types must be {expected}", code="ds-file")
     lookups = _Lookups(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     lookups.keys_read = set()
-    problem = None
+    section = ""
     try:
+        if "zero_optimization" in tree:
+            section = "zero_optimization."
+            DeepSpeedZeroConfig(**tree["zero_optimization"])
+            section = ""
         DeepSpeedConfig(lookups)
-    except Exception as error:  # whatever its sections raise for values that they do not expect
-        problem = _reason(error)
-    unknown = [key for key in tree if key not in lookups.keys_read]
-    if unknown and problem is None:
-        keys = lookups.keys_read - OWNED_BY_RECIPE.keys()
-        raise UserError(f"{path}: DeepSpeed knows no key {unknown[0]}; {nearest(unknown[0], sorted(keys))}")
-    if problem is not None:
-        raise UserError(f"{path}: DeepSpeed refuses it: {problem}")
-
-
-def _check_zero(zero: Any, path: Path) -> None:
-    if not isinstance(zero, dict):
-        raise UserError(f"{path}: zero_optimization must be an object with stage; see ds_configs/")
-    try:
-        DeepSpeedZeroConfig(**zero)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
-        if first["type"] == "extra_forbidden":
-            keys = _keys_at(DeepSpeedZeroConfig, first["loc"][:-1])
-            raise UserError(f"{path}: unknown key {key}; {nearest(str(first['loc'][-1]), keys)}") from None
-        raise UserError(f"{path}: {_refusal(first, 'zero_optimization')}") from None
-
-
-def _keys_at(cls: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of the section at `loc` below `cls`."""
-    for part in loc:
-        annotation = cls.model_fields[str(part)].annotation
-        for candidate in (annotation, *getattr(annotation, "__args__", ())):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                cls = candidate
-    return list(cls.model_fields)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return _refusal(error.errors()[0])
-    return one_line(error, 200)
-
-
-def _refusal(error: Mapping[str, Any], *section: str) -> str:
-    """Return what pydantic refuses in words: the key, the reason and the value."""
-    message = error["msg"]
-    if error["type"] == "enum":  # it lists a second name of a value like a value of its own
-        options = dict.fromkeys(re.split(", | or ", error["ctx"]["expected"]))
-        message = f"must be one of {', '.join(options)}"
-    key = ".".join(map(str, (*section, *error["loc"])))
-    return f"{key}{': ' if key else ''}{message} (given: {error['input']!r})"
+        key = section + ".".join(map(str, first["loc"]))
+        problem = f"{path}: DeepSpeed refuses {key}: {first['msg']} (given: {first['input']!r})"
+        raise UserError(problem, code="ds-file") from None
+    except Exception as error:  # whatever its sections raise for values that they do not expect
+        raise UserError(f"{path}: DeepSpeed refuses it: {one_line(error, 200)}", code="ds-file") from None
+    for key in (key for key in tree if key not in lookups.keys_read):
+        hint = nearest(key, sorted(lookups.keys_read - OWNED_BY_RECIPE.keys()))
+        raise UserError(f"{path}: DeepSpeed knows no key {key}; {hint}", code="ds-file")
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
     """Refuse what is valid on its own and does not work for us."""
     zero = tree.get("zero_optimization", {"stage": 1})
-    if zero_stage({"zero_optimization": zero}) == 0:
+    stage = zero_stage({"zero_optimization": zero})
+    if stage == 0:
         raise UserError(
             f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite; set "
             "stage 1, which gives the same numbers in less memory",
@@ -293,38 +248,113 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         raise UserError(
             f"{path}: zenflow, and offload_optimizer with super_offload or a ratio below 1, need DeepSpeed's "
-            "own Adam, which is not used here; remove them"
+            "own Adam, which is not used here; remove them",
+            code="ds-combination",
         )
     size = zero.get("zero_hpz_partition_size", 1)
-    if size > 1 and (zero_stage(tree) != 3 or ranks % size):
+    if size > 1 and (stage != 3 or ranks % size):
         raise UserError(
             f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and ranks in groups of {size}, not "
-            f"stage {zero_stage(tree)} and {ranks} ranks; set it to the ranks of a host, or remove it"
+            f"stage {stage} and {ranks} ranks; set it to the ranks of a host, or remove it",
+            code="ds-combination",
         )
-    if config.train.optimizer == "muon":
-        _check_muon(config, tree, path)
+    # What DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon.
+    if config.train.optimizer == "muon" and (offload or zero.get("reduce_scatter")):
+        raise UserError(
+            f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
+            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw",
+            code="ds-combination",
+        )
+    if config.train.optimizer == "muon" and config.model.lora is not None:
+        raise UserError(
+            "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
+            "model.lora; set train.optimizer=adamw",
+            code="ds-combination",
+        )
     if offload.get("device") == "nvme":
         raise UserError(
             f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
-            "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
+            "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)",
+            code="ds-combination",
         )
-    if config.model.compile and zero_stage(tree) == 3:
+    if config.model.compile and stage == 3:
         raise UserError(
             "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "
-            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
+            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out",
+            code="ds-combination",
         )
 
 
-def _check_muon(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
-    """Refuse what DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon."""
-    zero = tree.get("zero_optimization", {})
-    if zero.get("offload_optimizer") or zero.get("reduce_scatter"):
-        raise UserError(
-            f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
-            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw"
-        )
-    if config.model.lora is not None:
-        raise UserError(
-            "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
-            "model.lora; set train.optimizer=adamw"
-        )
+def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
+
+    One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
+    `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
+
+    Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
+    """
+
+    def dimensions(parameter: nn.Parameter) -> int:
+        return len(getattr(parameter, "ds_shape", parameter.shape))
+
+    trainable, groups = [p for p in model.parameters() if p.requires_grad], []
+    if use_muon:
+        if any(isinstance(module, Conv1D) for module in model.modules()):
+            raise UserError(
+                "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
+                "them transposed (Conv1D); set train.optimizer=adamw, or take another model"
+            )
+        if any(dimensions(p) > 2 for p in trainable):
+            raise UserError(
+                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
+                "all experts of a mixture in one tensor have; set train.optimizer=adamw",
+                code="muon-dimensions",
+            )
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}
+        body = [p for p in trainable if dimensions(p) == 2 and id(p) not in tables]
+        groups = [{"params": body, "weight_decay": weight_decay, "use_muon": True}]
+        by_muon = {id(p) for p in body}
+        trainable = [p for p in trainable if id(p) not in by_muon]
+    decaying, fixed = ([p for p in trainable if (dimensions(p) > 1) == decays] for decays in (True, False))
+    if not weight_decay or not decaying or not fixed:
+        return [*groups, {"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
+    groups.append({"params": decaying, "weight_decay": weight_decay})
+    return [*groups, {"params": fixed, "weight_decay": 0.0}]
+
+
+def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return DeepSpeed's Muon with PyTorch's AdamW for the rest, of `parameter_groups`.
+
+    params: of the DeepSpeed file's section `optimizer`. DeepSpeed itself would sort by name, and take the
+    embeddings of GPT-2 and MPT for matrices of the body.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    settings = []
+    for group in groups:
+        use = group.get("use_muon", False)
+        keys = ("momentum",) if use else ("betas", "eps")
+        rate = params["muon_lr" if use else "lr"]
+        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in keys})
+        for parameter in group["params"]:
+            parameter.use_muon = use
+    fused = {"fused": True} if params.get("fused") else {}
+    return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=fused)
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, which it asks for whatever the optimizer, with its functions left uncompiled.
+
+    Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
+    Muon they stay compiled.
+    """
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before

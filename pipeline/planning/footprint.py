@@ -227,22 +227,17 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     return Memory(parameters, gradients, optimizer, gathered, _activations(sizes, setup), loss, update)
 
 
-def _layer_bytes(sizes: Sizes, setup: Setup) -> float:
-    """Return a layer's bytes per token: inputs of norms in float32, and every factor of a product."""
-    width, h, f = setup.width, sizes.hidden, sizes.inner
-    norms = 2 * h * (4 + 2 * width)
-    attention = width * (2 * h + 2 * sizes.key_values)
-    return norms + attention + width * f * (4 if sizes.gated else 2)
-
-
 def _activations(sizes: Sizes, setup: Setup) -> float:
-    layer = _layer_bytes(sizes, setup)
+    width, h, f = setup.width, sizes.hidden, sizes.inner
+    # A layer's bytes per token: inputs of norms in float32, and every factor of a product.
+    norms, attention = 2 * h * (4 + 2 * width), width * (2 * h + 2 * sizes.key_values)
+    layer = norms + attention + width * f * (4 if sizes.gated else 2)
     saved = layer * sizes.layers
     if setup.checkpointing:
-        saved = setup.width * sizes.hidden * sizes.layers + layer
+        saved = width * h * sizes.layers + layer
     masks = 0.0
     if setup.masked:  # one of booleans, and what every layer makes of it and keeps for its backward pass
-        masks = setup.tokens * setup.block * (1 + setup.width * (1 if setup.checkpointing else sizes.layers))
+        masks = setup.tokens * setup.block * (1 + width * (1 if setup.checkpointing else sizes.layers))
     return masks + setup.tokens * (saved + layer / 2)  # half a layer's worth of gradients on their way back
 
 
@@ -256,15 +251,16 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
     # causal: every token sees half a block on average; a mask hides the rest only after it was computed
     context = setup.block if setup.masked else setup.block / 2
-    attention = (
-        4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)
-    )  # q k and the weighted sum of v
+    attention = 4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)  # q k, the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + backward_of_weights)
     beginnings = 1 + SHORT / sizes.hidden
     matrices_s = k * products / rate * beginnings
     attention_s = k * attention / (rate * ATTENTION)
     head_s = k * head / rate * beginnings
-    traffic = T * _traffic(sizes, setup) * sizes.layers * passes / 3 + _gradient_traffic(sizes, setup)
+    # Bytes that a pass moves to bring gradients into a bucket and to add them up in float32.
+    adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
+    gradient_traffic = sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
+    traffic = T * _traffic(sizes, setup) * sizes.layers * passes / 3 + gradient_traffic
     elementwise_s = k * traffic / bus
     computing = matrices_s + attention_s + head_s + elementwise_s
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
@@ -276,7 +272,9 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         optimizer_s = (4 * k + setup.width) * shard / HOST_LINK + shard * min(setup.ranks, NODE) / HOST_ADAM
     if setup.offload_parameters:
         communication_s += k * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
-    host = k * _host(sizes, setup)
+    per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
+    again = 4 / 3 if setup.checkpointing else 1.0
+    host = k * (sizes.tensors * per_tensor * again * (COMPILED_HOST if setup.compiled else 1.0))
     device = computing + communication_s
     # The larger of the two takes the time, and where they are alike neither waits for the other all along.
     waiting = (device**4 + host**4) ** 0.25 - device
@@ -294,12 +292,6 @@ def _traffic(sizes: Sizes, setup: Setup) -> float:
     else:
         volume = (55 if setup.compiled else 110) * h + 10 * f
     return volume * setup.width / 2
-
-
-def _gradient_traffic(sizes: Sizes, setup: Setup) -> float:
-    """Return bytes that a pass moves to bring gradients into a bucket and to add them up in float32."""
-    adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
-    return sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:
@@ -329,13 +321,6 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
     # The first gather of a pass and its last reduction, of a layer and of embedding and head, stand alone.
     alone = taken * 2 / 3 * (1 / sizes.layers + 1 - sizes.body / sizes.parameters)
     return after / bus + alone + max(EXPOSED * beside / inside, taken - HIDDEN_BY_COMPUTE * computing)
-
-
-def _host(sizes: Sizes, setup: Setup) -> float:
-    """Return seconds that the host needs to issue one pass."""
-    per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
-    again = 4 / 3 if setup.checkpointing else 1.0
-    return sizes.tensors * per_tensor * again * (COMPILED_HOST if setup.compiled else 1.0)
 
 
 def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) -> float:

@@ -1,4 +1,4 @@
-"""What a host must have before a run starts: usable GPUs, a C compiler, no build that was left half done"""
+"""What a host must have before a run starts: usable GPUs, a C compiler, no build that was left half done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from pipeline.stop import HARDWARE, node_name
 log = logging.getLogger(__name__)
 
 BINDING = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of launchers that may bind ranks to cores
-CPU = "or set DS_ACCELERATOR=cpu to train on the CPU"
 
 
 class Gpus(NamedTuple):
@@ -45,32 +44,6 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
-def look_for_gpus() -> Gpus:
-    """Return the facts of this host."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
-    device, usable, problem = get_accelerator().device_name(), 0, ""
-    if torch.cuda.is_available():
-        usable = torch.cuda.device_count()
-    elif build:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            problem = str(error)
-    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-    return Gpus(
-        device,
-        os.environ.get("DS_ACCELERATOR"),
-        build,
-        present,
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
-        usable,
-        problem,
-    )
-
-
 def refusal(gpus: Gpus, ranks: int) -> UserError | None:
     """Return why `ranks` ranks of a host must not start on what it has, or None when they may.
 
@@ -78,56 +51,59 @@ def refusal(gpus: Gpus, ranks: int) -> UserError | None:
     hours; so a host with a GPU, and a PyTorch that was built for one, train on the CPU only when told to. A
     FailureError is a host that lacks what the scheduler or launcher promised: another host may have it.
     """
+    problem = gpus.problem.split(". ")[0].strip()
     if gpus.chosen == "cpu" or gpus.device not in ("cpu", "cuda"):
         return None
     if gpus.usable >= ranks and gpus.device == "cuda":
         return None
+    if not gpus.usable and not gpus.build and not gpus.present and gpus.chosen is None:
+        return None
+    code, text = HARDWARE, f"the GPU cannot be used: {problem or 'no device'}; see whether nvidia-smi works"
+    built = f"this PyTorch is built for {gpus.build or 'CPUs'}"
     if gpus.usable:
         promised = len(gpus.visible.split(",")) if gpus.visible else gpus.granted
-        if promised >= ranks or (not promised and gpus.usable > 1):
-            return FailureError(
-                f"{ranks} ranks start here and only {gpus.usable} GPUs can be used; see in nvidia-smi which "
-                "have failed, or start fewer ranks",
-                code=HARDWARE,
-            )
-        return UserError(
-            f"{ranks} ranks share this host and each sees {gpus.usable} GPU(s); start one rank per GPU, and "
-            "show every rank all GPUs of its host (Slurm: --gpus-per-node, not --gpus-per-task)",
-            code="too-few-gpus",
-        )
-    if not gpus.build:
-        if not gpus.present and gpus.chosen is None:
-            return None
-        return UserError(
-            f"this PyTorch is built for CPUs; install one for the GPU (make setup TORCH_ARGS=...), {CPU}",
-            code="cpu-build",
-        )
-    if gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
-        return UserError(
-            f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it, {CPU}", code="gpus-hidden"
-        )
-    if "driver" in gpus.problem and "old" in gpus.problem:
-        return UserError(
-            f"the GPU's driver is too old for this PyTorch, which is built for {gpus.build}; update the "
-            f"driver, install a PyTorch for an older CUDA (make setup TORCH_ARGS=...), {CPU} "
-            f"(PyTorch says: {gpus.problem.split('. ')[0]})",
-            code="old-driver",
-        )
-    if not gpus.present and not gpus.granted:
-        return UserError(
-            f"this PyTorch is built for {gpus.build} and no GPU is here; ask for one (docker run --gpus all, "
-            f"sbatch --gpus-per-node, nvidia.com/gpu), {CPU}",
-            code="no-gpu",
-        )
-    reason = gpus.problem.split(". ")[0].strip() or "no device is available"
-    return FailureError(
-        f"the GPU cannot be used: {reason}; see whether nvidia-smi works here, {CPU}", code=HARDWARE
-    )
+        text = f"{ranks} ranks start here and only {gpus.usable} GPUs can be used; see nvidia-smi"
+        if promised < ranks and (promised or gpus.usable == 1):
+            code = "too-few-gpus"
+            text += "; start one rank per GPU, and show every rank all GPUs of its host (--gpus-per-node)"
+    elif not gpus.build:
+        code, text = "cpu-build", f"{built}; install one for the GPU (make setup TORCH_ARGS=...)"
+    elif gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
+        code, text = "gpus-hidden", f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it"
+    elif "driver" in gpus.problem and "old" in gpus.problem:
+        cure = "update it, or install a PyTorch for an older CUDA (make setup TORCH_ARGS=...)"
+        code, text = "old-driver", f"{built}, and the GPU's driver is too old ({problem}); {cure}"
+    elif not gpus.present and not gpus.granted:
+        cure = "ask for one (docker run --gpus all, sbatch --gpus-per-node, nvidia.com/gpu)"
+        code, text = "no-gpu", f"{built} and no GPU is here; {cure}"
+    kind = FailureError if code == HARDWARE else UserError
+    return kind(f"{text}, or set DS_ACCELERATOR=cpu to train on the CPU", code=code)
 
 
 def check_gpus() -> None:
     """Raises UserError, before ranks meet, when this host's ranks must not start on what it has."""
-    error = refusal(look_for_gpus(), max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    if torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
+    usable, problem = 0, ""
+    if torch.cuda.is_available():
+        usable = torch.cuda.device_count()
+    elif build:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as failure:
+            problem = str(failure)
+    gpus = Gpus(
+        get_accelerator().device_name(),
+        os.environ.get("DS_ACCELERATOR"),
+        build,
+        any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(),
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
+        usable,
+        problem,
+    )
+    error = refusal(gpus, max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
     if error is not None:
         raise type(error)(f"on {node_name()}: {error}", code=error.code)
 
@@ -176,19 +152,15 @@ def compiling() -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
             with waited(Lease(root, "starting"), None):
                 if not users(root / "starts"):
-                    for left in (lock for lock in root.rglob("lock") if not _has_open(lock)):
-                        log.info("%s was left by a start that was killed; removed", left)
-                        left.unlink()
+                    left = list(root.rglob("lock"))
+                    opened = set[str]()
+                    for process in psutil.process_iter() if left else ():
+                        with contextlib.suppress(psutil.Error):
+                            opened |= {file.path for file in process.open_files()}
+                    for lock in (lock for lock in left if str(lock) not in opened):
+                        log.info("%s was left by a start that was killed; removed", lock)
+                        lock.unlink()
                 stack.enter_context(joined(root / "starts"))
         if dist.is_initialized():
             dist.barrier()
         yield
-
-
-def _has_open(path: Path) -> bool:
-    """Return whether a process of this machine has the file open."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(path) in {file.path for file in process.open_files()}:
-                return True
-    return False

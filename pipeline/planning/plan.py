@@ -24,13 +24,12 @@ from pipeline.config import Batch, RunConfig
 from pipeline.export import unwrap
 from pipeline.loss.registry import Objective
 from pipeline.model import model_config
+from pipeline.order import REPEATED, BatchOrder, MixedOrder
 from pipeline.planning import footprint
 from pipeline.planning.checks import Ready, check, meta_model
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
 from pipeline.planning.host import on_gpu
-from pipeline.planning.mixture import REPEATED
-from pipeline.planning.order import BatchOrder, MixedOrder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +39,15 @@ MIB = 2**20
 BYTES_PER_TOKEN = 4.0  # of English text in a vocabulary of 32,000 to 50,000
 PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
 PACKED = 3.0  # bytes of text per byte of a compressed file
+# Keys of configurations: experts, those that a token is routed to, and the width of the feed-forward part.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+INNER = ("intermediate_size", "ffn_dim", "n_inner")
+TRUST = (
+    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
+    f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
+    "host takes is an estimate"
+)
 
 
 class Cluster(NamedTuple):
@@ -78,24 +86,38 @@ def model_sizes(config: RunConfig) -> Sizes:
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     """Return a model in numbers."""
-    base = unwrap(model)
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    parameters = list(model.parameters())
-    weights: list[Any] = [head.weight, embedding.weight]
-    outside = {id(weight): weight for weight in weights}
+    base, parameters = unwrap(model), list(model.parameters())
+    head: Any = base.get_output_embeddings()
+    embedding: Any = base.get_input_embeddings()
+    outside = {id(weight): weight.numel() for weight in (head.weight, embedding.weight)}
     total = sum(p.numel() for p in parameters)
     text: Any = hf_config.get_text_config()
+
+    def first(names: tuple[str, ...]) -> Any:
+        return next((value for name in names if (value := getattr(text, name, None))), None)
+
+    experts, chosen = first(EXPERTS), first(CHOSEN)
+    idle = expert_width = 0
+    if isinstance(experts, int) and chosen:
+        # Shared experts, which every token passes through, are called otherwise than `experts` everywhere.
+        routed = sum(
+            parameter.numel()
+            for name, parameter in model.named_parameters()
+            if "experts" in name.split(".") or (parameter.dim() == 3 and parameter.shape[0] == experts)
+        )
+        most = max(chosen) if isinstance(chosen, list) else chosen  # a list is by layer
+        active = routed * min(most, experts) // experts
+        idle, expert_width = routed - active, active // (3 * text.hidden_size * text.num_hidden_layers)
     heads = getattr(text, "num_attention_heads", 1)  # a model without attention: Mamba
-    idle, inner = _experts(model, text)
     key_values = getattr(text, "num_key_value_heads", None) or heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Sizes(
         parameters=total,
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        body=total - sum(w.numel() for w in outside.values()),
+        body=total - sum(outside.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        inner=max(inner, _inner(text)),
+        inner=max(expert_width, int(first(INNER) or 4 * text.hidden_size)),
         key_values=key_values * per_head,
         gated=hasattr(text, "intermediate_size"),
         vocabulary=text.vocab_size,
@@ -104,42 +126,13 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     )
 
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-
-
-def _experts(model: nn.Module, config: Any) -> tuple[int, int]:
-    """Return how many parameters of experts a token does not pass through, and the width of those it does.
-
-    Shared experts, which every token passes through, are called otherwise than `experts` in every family.
-    """
-    count = next((n for name in EXPERTS if (n := getattr(config, name, None))), None)
-    chosen = next((n for name in CHOSEN if (n := getattr(config, name, None))), None)
-    if isinstance(chosen, list):  # by layer
-        chosen = max(chosen)
-    if not isinstance(count, int) or not chosen:
-        return 0, 0
-    routed = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if "experts" in name.split(".") or (parameter.dim() == 3 and parameter.shape[0] == count)
-    )
-    active = routed * min(chosen, count) // count
-    return routed - active, active // (3 * config.hidden_size * config.num_hidden_layers)
-
-
-def _inner(config: PretrainedConfig) -> int:
-    for name in ("intermediate_size", "ffn_dim", "n_inner"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return 4 * config.hidden_size
-
-
 def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objective: Objective) -> Setup:
     """Return how the recipe trains, for the footprint."""
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
     reduced = ds_config.get("communication_data_type")
+    # With device none, which is also the default, a section does not offload.
+    offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
     return Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
@@ -148,8 +141,8 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         accumulation=batch.accumulation,
         bf16=half,
         checkpointing=config.model.activation_checkpointing,
-        offload_optimizer=_offloaded(zero, "offload_optimizer"),
-        offload_parameters=_offloaded(zero, "offload_param"),
+        offload_optimizer=offloaded[0] != "none",
+        offload_parameters=offloaded[1] != "none",
         cost=objective.needs_cost,
         cache_mb=config.objective.cost_cache_mb,
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
@@ -161,11 +154,6 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
     )
-
-
-def _offloaded(zero: dict[str, Any], part: str) -> bool:
-    """Return whether a section offloads: with device none, which is also the default, it does not."""
-    return (zero.get(part) or {}).get("device", "none") != "none"
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
@@ -190,7 +178,10 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table.add_row("steps", length.text)
     for name, text in domain_rows(config, ready):
         table.add_row(name, text)
-    table.add_row("ZeRO", f"stage {setup.stage}" + _offloads(setup))
+    offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}
+    names = [name for name, offloaded in offloads.items() if offloaded]
+    note = f", {' and '.join(names)} in host memory" if names else ""
+    table.add_row("ZeRO", f"stage {setup.stage}{note}")
     memory = footprint.memory(sizes, setup)
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     table.add_row("states per rank", memory_line(states, 2))
@@ -205,6 +196,10 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
+
+    def passes(epochs: float) -> str:
+        return counted(float(f"{epochs:.2g}"), "epoch")
+
     mixture, data, order = config.train.mixture, ready.data, ready.order
     if mixture is None and (data is None or len(data.domains) < 2):
         return []
@@ -216,7 +211,7 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
         whole = data.manifest.valid_tokens
         counts = {f"domain {domain.name}": domain.valid_tokens for domain in data.manifest.domains}
         return [
-            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {_passes(epochs)}")
+            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {passes(epochs)}")
             for name, n in counts.items()
         ]
     assert mixture is not None
@@ -225,23 +220,25 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
         first, last = (f"{share:.1%}" for share in portion.shares)
         share = first if first == last else f"{first} to {last}"
         often = f", more than {REPEATED}" if portion.epochs > REPEATED else ""
-        text = f"{share} of {mixture.by}; {portion.tokens:,.0f} tokens, {_passes(portion.epochs)}{often}"
+        text = f"{share} of {mixture.by}; {portion.tokens:,.0f} tokens, {passes(portion.epochs)}{often}"
         rows.append((f"domain {portion.name}", text))
     return rows
 
 
-def _passes(epochs: float) -> str:
-    return counted(float(f"{epochs:.2g}"), "epoch")
-
-
 def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
     """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
-    warnings = repeated(ready)
+    train, data, steps = config.train, ready.data, ready.steps
+    portions = ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else []
+    warnings = [
+        f"domain {portion.name} is gone through {portion.epochs:.3g} times; after {REPEATED} epochs the "
+        "same text teaches less than new text: lower its share, or set train.mixture.max_epochs"
+        for portion in portions
+        if portion.epochs > REPEATED
+    ]
     if on_cpu and config.model.dtype == "bfloat16":
         warnings.append(
             "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new run_dir"
         )
-    train, data, steps = config.train, ready.data, ready.steps
     if train.epochs is not None and data is not None and steps is not None and steps < FEW:
         warnings.append(
             f"only {counted(steps, 'step')}: {counted(train.epochs, 'epoch')} of "
@@ -249,18 +246,6 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
             f"{counted(train.batch, 'row')} per step; a smaller train.batch or more train.epochs gives more"
         )
     return warnings
-
-
-def repeated(ready: Ready) -> list[str]:
-    """Return a warning for every domain that a mixture repeats more often than is of use."""
-    if not isinstance(ready.order, MixedOrder) or ready.steps is None:
-        return []
-    return [
-        f"domain {portion.name} is gone through {portion.epochs:.3g} times; after {REPEATED} epochs the "
-        "same text teaches less than new text: lower its share, or set train.mixture.max_epochs"
-        for portion in ready.order.portions(ready.steps)
-        if portion.epochs > REPEATED
-    ]
 
 
 class Length(NamedTuple):
@@ -284,11 +269,8 @@ def run_length(config: RunConfig, ready: Ready) -> Length:
     if guess is None:
         return Length(None, False, f"{passes}; their steps are known once the data are prepared")
     steps = max(1, int(epochs * guess / config.train.batch))
-    return Length(
-        steps,
-        True,
-        f"about {steps:,} (estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes})",
-    )
+    reason = f"estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes}"
+    return Length(steps, True, f"about {steps:,} ({reason})")
 
 
 def estimated_rows(data: DataConfig) -> int | None:
@@ -333,17 +315,9 @@ def memory_line(parts: dict[str, float], digits: int) -> str:
     return sum_line({name: value / GIB for name, value in parts.items()}, digits, "GiB")
 
 
-def _offloads(setup: Setup) -> str:
-    parts = [("optimizer", setup.offload_optimizer), ("weights", setup.offload_parameters)]
-    names = [name for name, yes in parts if yes]
-    return f", {' and '.join(names)} in host memory" if names else ""
-
-
 def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
     """Add rows on memory and time on these GPUs; return whether the run fits, if only just."""
-    gpu = cluster.gpu
-    room = cluster.room
-    memory = footprint.memory(sizes, setup)
+    gpu, room, memory = cluster.gpu, cluster.room, footprint.memory(sizes, setup)
     table.add_section()
     table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
     table.add_row("memory per GPU", memory_line(memory.peak, 1))
@@ -360,23 +334,10 @@ def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, clust
         hours = length.steps * time.total / 3600
         about = "about " if length.estimated else ""
         note = "; the number of steps is an estimate" if length.estimated else ""
-        table.add_row(
-            "run", f"{about}{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving{note}"
-        )
-    table.add_row(
-        "trust",
-        trust(),
-    )
+        gpu_hours = f"{hours * cluster.gpus:,.1f} GPU-hours, without saving{note}"
+        table.add_row("run", f"{about}{hours:,.1f} hours, {gpu_hours}")
+    table.add_row("trust", TRUST)
     return memory.total <= room
-
-
-def trust() -> str:
-    """Return how far the predictions were off, in words."""
-    return (
-        f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
-        f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
-        "host takes is an estimate"
-    )
 
 
 def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
@@ -408,20 +369,24 @@ def _fits(sizes: Sizes, setup: Setup, room: float, surely: bool, **changes: Any)
 
 def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: bool = False) -> list[str]:
     """Return single changes after which the run fits, cheapest first."""
-    changes = []
-    if micro := largest_micro(sizes, setup, room, surely):
-        changes.append(f"set train.micro_batch={micro}")
-    if not setup.checkpointing and _fits(sizes, setup, room, surely, checkpointing=True):
-        changes.append("set model.activation_checkpointing=true")
-    if setup.stage < 3 and _fits(sizes, setup, room, surely, stage=3):
-        changes.append("set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled)
-    least = dataclasses.replace(setup, micro=1, checkpointing=True, stage=3)
-    if not changes and _fits(sizes, least, room, surely):
-        changes.append("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json")
-    if not changes and _fits(sizes, least, room, surely, offload_optimizer=True):
-        changes.append("set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on")
+    micro = largest_micro(sizes, setup, room, surely)
+    candidates: dict[str, dict[str, Any]] = {
+        f"set train.micro_batch={micro}": {"micro": micro or setup.micro},
+        "set model.activation_checkpointing=true": {"checkpointing": True},
+        "set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled: {"stage": 3},
+    }
+    changes = [text for text, change in candidates.items() if _fits(sizes, setup, room, surely, **change)]
+    least = {"micro": 1, "checkpointing": True, "stage": 3}
+    for text, change in (
+        ("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json", {}),
+        (
+            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on",
+            {"offload_optimizer": True},
+        ),
+    ):
+        if not changes and _fits(sizes, setup, room, surely, **least, **change):
+            changes.append(text)
     doubled = (cluster.gpus * 2**i for i in range(1, 8))
     enough = next((n for n in doubled if _fits(sizes, setup, room, surely, ranks=n)), None)
-    if enough:
-        changes.append(f"take {enough} GPUs")
+    changes += [f"take {enough} GPUs"] if enough else []
     return changes or ["no single change helps: take GPUs with more memory, or model.lora"]

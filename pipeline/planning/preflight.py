@@ -8,8 +8,10 @@ torchrun --nnodes N --nproc-per-node M ... -m pipeline preflight RECIPE    likew
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -17,7 +19,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,12 +33,14 @@ from common.provenance import library_versions
 from pipeline import engine
 from pipeline.config import RunConfig
 from pipeline.planning.checks import check
-from pipeline.planning.fabric import LEAST, Fabric, expected_bandwidth, fabric, used_network
+from pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
 from pipeline.planning.host import compiler, ranks_here, threads
 from pipeline.planning.plan import model_sizes
 from pipeline.ranks import World, barrier, end_world, gather_objects
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
+LEAST = 0.5  # of the expected bandwidth; less means that something is wrong
 SHARED_MEMORY = GIB  # NCCL and gloo talk through it within a host
 OPEN_FILES = 4096
 CLOCK = 1.0  # seconds apart; leases and logs lean on the clock
@@ -76,7 +80,10 @@ def preflight(config: RunConfig) -> int:
 
 
 def _host(config: RunConfig, world: World) -> Iterator[Finding]:
-    """Yield what a rank can see alone. One rank per host looks; every rank resolves the recipe."""
+    """Yield what a rank can see alone. One rank per host looks; every rank resolves the recipe.
+
+    That the GPUs can be used, `start_world` has seen to.
+    """
     host, offloaded = socket.gethostname(), False
     try:
         ready = check(config, world.ranks, local=True)
@@ -87,30 +94,6 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
         yield Finding(host, "recipe", "cannot start", str(error))
     if int(os.environ.get("LOCAL_RANK", 0)):
         return
-    yield from _compute(host, world, offloaded)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu and config.model.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
-        yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
-    free = shutil.disk_usage("/dev/shm").free
-    advice = "" if free >= SHARED_MEMORY else "give the container more, e.g. docker run --shm-size 16g"
-    yield Finding(host, "/dev/shm", f"{free / GIB:.1f} GiB free", advice)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = "" if soft >= OPEN_FILES else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-    yield Finding(host, "open files", str(soft), advice)
-    if Path("/sys/class/infiniband").is_dir():
-        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        words = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / MIB:.0f} MiB"
-        advice = "" if locked == resource.RLIM_INFINITY else "ulimit -l unlimited, or InfiniBand will fail"
-        yield Finding(host, "locked memory", words, advice)
-    if _several_hosts(world):
-        yield _interface(host)
-
-
-def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
-    """Yield the devices and threads of this host. That its GPUs can be used, `start_world` has seen to.
-
-    offloaded: the optimizer steps on the host's cores.
-    """
     on_gpu = world.device.type == "cuda"
     name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
     yield Finding(host, "GPUs", name)
@@ -121,6 +104,29 @@ def _compute(host: str, world: World, offloaded: bool) -> Iterator[Finding]:
     wrong = current > share or (offloaded and current < share)  # torchrun gives ranks one thread
     advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
     yield Finding(host, "threads", f"{current} for each of {ranks} ranks, with {share} cores each", advice)
+    if on_gpu and config.model.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+        yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
+    free = shutil.disk_usage("/dev/shm").free
+    advice = "" if free >= SHARED_MEMORY else "give the container more, e.g. docker run --shm-size 16g"
+    yield Finding(host, "/dev/shm", f"{free / GIB:.1f} GiB free", advice)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "" if soft >= OPEN_FILES else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    yield Finding(host, "open files", str(soft), advice)
+    if Path("/sys/class/infiniband").is_dir():
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        unlimited = locked == resource.RLIM_INFINITY
+        advice = "" if unlimited else "ulimit -l unlimited, or InfiniBand will fail"
+        yield Finding(host, "locked memory", "unlimited" if unlimited else f"{locked / MIB:.0f} MiB", advice)
+    if _several_hosts(world):  # a name that resolves to loopback sends ranks to themselves
+        chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "does not resolve"
+        names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
+        loopback = not chosen and (address.startswith("127.") or not address[0].isdigit())
+        advice = f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (here: {names})" if loopback else ""
+        yield Finding(host, "interface", chosen or f"{host} is {address}", advice)
 
 
 def _several_hosts(world: World) -> bool:
@@ -131,27 +137,11 @@ def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
     """Yield what the ranks of several hosts talk through: what NCCL says, and what this host has."""
     if int(os.environ.get("LOCAL_RANK", 0)) or not _several_hosts(world) or world.device.type != "cuda":
         return
-    used = used_network(log)
-    advice = network.advice
+    used, advice = used_network(log), network.advice
     if used is not None and used.lower().startswith("socket") and network.kind != "sockets":
         advice = "NCCL_DEBUG=INFO shows why NCCL passes over it"
     words = f"{network.kind} ({network.why})" + (f"; NCCL uses {used}" if used else "")
     yield Finding(socket.gethostname(), "network", words, advice)
-
-
-def _interface(host: str) -> Finding:
-    """Return this host's interface: a name that resolves to loopback sends ranks to themselves."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-    if chosen:
-        return Finding(host, "interface", chosen)
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "does not resolve"
-    names = [name for _, name in socket.if_nameindex() if name != "lo"]
-    loopback = address.startswith("127.") or not address[0].isdigit()
-    advice = f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (here: {', '.join(names)})" if loopback else ""
-    return Finding(host, "interface", f"{host} is {address}", advice)
 
 
 def _run_directory(config: RunConfig, world: World) -> list[Finding]:
@@ -172,7 +162,13 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
                 os.fsync(file.fileno())
             rate = WRITE_MIB * MIB / (time.perf_counter() - began) / 1e9
             findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
-            findings += _disk(config, host)
+            with contextlib.suppress(UserError):  # a model that cannot be resolved is reported already
+                needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
+                free = shutil.disk_usage(directory).free
+                room = free > needed
+                advice = "" if room else "free space, set run_dir elsewhere, or a smaller train.keep_last"
+                words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
+                findings.append(Finding(host, "disk", words, advice))
         except OSError as error:
             findings.append(Finding(host, "run directory", str(error), "set run_dir to where you may write"))
     barrier()
@@ -188,18 +184,6 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
     return findings
 
 
-def _disk(config: RunConfig, host: str) -> list[Finding]:
-    """Return whether the checkpoints fit; nothing where the model cannot be resolved (reported already)."""
-    try:
-        needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
-    except UserError:
-        return []
-    free = shutil.disk_usage(config.run_dir).free
-    advice = "" if free > needed else "free space, set run_dir elsewhere, or a smaller train.keep_last"
-    words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
-    return [Finding(host, "disk", words, advice)]
-
-
 def _agreement() -> Iterator[Finding]:
     """Yield the versions that differ between hosts, or that all are the same."""
     local = library_versions("torch", "deepspeed", "transformers")
@@ -208,9 +192,8 @@ def _agreement() -> Iterator[Finding]:
     for name, version in local.items():
         differing = {host: versions[name] for host, versions in everyone if versions[name] != version}
         if differing:
-            yield Finding(
-                next(iter(differing)), name, f"{differing}, elsewhere {version}", "install one version"
-            )
+            words = f"{differing}, elsewhere {version}"
+            yield Finding(next(iter(differing)), name, words, "install one version")
     if len({tuple(versions.items()) for _, versions in everyone}) == 1:
         yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in local.items()))
 
@@ -239,16 +222,89 @@ def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
             torch.cuda.synchronize()
         rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
-    yield judged_bandwidth(
-        statistics.median(rates[1:]), expected_bandwidth(device, network, _several_hosts(world)), network.kind
-    )
+    expected = expected_bandwidth(device, network, _several_hosts(world))
+    yield judged_bandwidth(statistics.median(rates[1:]), expected, network.kind)
 
 
 def judged_bandwidth(measured: float, expected: float | None, kind: str) -> Finding:
     """Return the finding on a bandwidth: below LEAST of what is expected something is wrong."""
-    words = f"{measured:.2f} GB/s of bus bandwidth"
-    if expected is None:
-        return Finding("all", "all-reduce", words)
-    slow = measured < LEAST * expected
-    advice = f"far too slow: see {kind} of every host, cables, GPUDirect, NVLink" if slow else ""
-    return Finding("all", "all-reduce", f"{words}, {expected:.0f} expected", advice)
+    words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
+    if expected is not None:
+        words += f", {expected:.0f} expected"
+        if measured < LEAST * expected:
+            advice = f"far too slow: see {kind} of every host, cables, GPUDirect, NVLink"
+    return Finding("all", "all-reduce", words, advice)
+
+
+class Fabric(NamedTuple):
+    """The network of one host, as NCCL sees it."""
+
+    kind: str  # InfiniBand, RoCE, EFA or sockets
+    gbytes: float | None  # GB/s of all its active ports; None: unknown
+    why: str
+    advice: str = ""  # where there is a faster one that cannot be used
+
+
+def fabric(
+    ports: Path = Path("/sys/class/infiniband"),
+    devices: Path = Path("/dev/infiniband"),
+    environment: Mapping[str, str] = os.environ,
+) -> Fabric:
+    """Return the network that NCCL would choose on this host."""
+    rates: dict[str, float] = {}
+    for port in sorted(ports.glob("*/ports/*")):
+        texts: dict[str, str] = {}
+        for name in ("state", "link_layer", "rate"):
+            with contextlib.suppress(OSError):
+                texts[name] = (port / name).read_text(encoding="utf-8").strip()
+        if "ACTIVE" not in texts.get("state", ""):
+            continue
+        driver = (port.parent.parent / "device/driver").resolve().name
+        by_layer = "RoCE" if texts.get("link_layer") == "Ethernet" else "InfiniBand"
+        kind = "EFA" if driver == "efa" else by_layer
+        rate = re.match(r"[\d.]+", texts.get("rate", ""))
+        rates[kind] = rates.get(kind, 0.0) + (float(rate[0]) / 8 if rate else 0.0)
+    if not rates:
+        return Fabric("sockets", None, "no active InfiniBand, RoCE or EFA device")
+    kind = max(rates, key=lambda name: rates[name])
+    problem = cure = ""
+    if environment.get("NCCL_NET", "").lower() == "socket":
+        problem, cure = "NCCL_NET=Socket", "unset NCCL_NET"
+    elif kind == "EFA" and not _loads(EFA_PLUGIN):
+        problem, cure = f"{EFA_PLUGIN} is missing", "build the image with --build-arg EFA=VERSION"
+    elif kind != "EFA" and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        problem, cure = "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
+    elif kind != "EFA" and not _loads(VERBS):
+        problem, cure = f"{VERBS} is missing", "install libibverbs1 and ibverbs-providers"
+    elif not any(devices.glob("uverbs*")):
+        problem, cure = f"no {devices}/uverbs* here", "give the container the RDMA devices"
+    if problem:
+        return Fabric("sockets", None, f"{kind} is here, but {problem}", cure)
+    return Fabric(kind, rates[kind] or None, f"{rates[kind]:g} GB/s of active ports")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def used_network(log: str) -> str | None:
+    """Return the network that NCCL says it uses in a log of NCCL_DEBUG=INFO, or None."""
+    lines = re.findall(r"NCCL INFO Using network (.+)", log)
+    return lines[-1].strip() if lines else None
+
+
+def expected_bandwidth(device: str, fabric: Fabric, several_hosts: bool) -> float | None:
+    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown.
+
+    device: the GPU's name. Among hosts the network is the limit unless the links in a host are slower.
+    """
+    gpu = accelerator(device)
+    inside = None if gpu is None or "PCIE" in device.upper() else gpu.link_gb
+    limits = [rate for rate in (inside, fabric.gbytes if several_hosts else None) if rate is not None]
+    if not limits or (several_hosts and fabric.gbytes is None):
+        return None
+    return min(limits) * BUS_EFFICIENCY

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from common.errors import UserError
@@ -44,12 +43,25 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     hf_config = model_config(config.model)
     for data in sets:
         check_fits(hf_config, config.model, data.manifest)
-    about = about_model(config)
+    assert config.model.path is not None
+    files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
+    weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
+    about = {  # identifies the model: for a directory by the hash of its weights
+        "path": config.model.path,
+        "revision": config.model.revision,
+        "dtype": config.model.dtype,
+        "weights": weights if files else None,
+    }
     for data in sets:
         if force:
             scores.clear(data, name)
         scores.begin(data, name, about)
-    model = _load(config, usable_attention(config.model, hf_config))
+    model: Any = load_pretrained(config, usable_attention(config.model, hf_config))
+    model.eval().requires_grad_(False)
+    if on_gpu():
+        model.cuda()
+    fuse_model(model, get_objective("mle"))
+    probe_model(model)
     complete = True
     for data in sets:
         for shard in range(part[0], len(data.manifest.shards), part[1]):
@@ -58,31 +70,6 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
                 scores.write_shard(path, _score_shard(model, data, shard, config.train.micro_batch))
         complete = scores.seal(data, name, about) and complete
     return complete
-
-
-def about_model(config: RunConfig) -> dict[str, Any]:
-    """Return what identifies the model: for a directory the hash of its weights."""
-    path = config.model.path
-    assert path is not None
-    files = sorted(p for p in Path(path).glob("*") if p.suffix in (".safetensors", ".bin"))
-    weights = hashlib.sha256("".join(map(sha256, files)).encode())
-    return {
-        "path": path,
-        "revision": config.model.revision,
-        "dtype": config.model.dtype,
-        "weights": weights.hexdigest() if files else None,
-    }
-
-
-def _load(config: RunConfig, attn: str) -> Any:
-    """Return the model, ready to compute likelihoods of packed rows."""
-    model: Any = load_pretrained(config, attn)
-    model.eval().requires_grad_(False)
-    if on_gpu():
-        model.cuda()
-    fuse_model(model, get_objective("mle"))
-    probe_model(model)
-    return model
 
 
 @torch.no_grad()
@@ -94,10 +81,11 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.n
     began = time.perf_counter()
     for start in tqdm(range(0, len(rows), micro), desc=data.manifest.shards[shard].file, disable=None):
         arrays = data.batch(rows[start : start + micro])
-        inputs = {
-            key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in ("input_ids", "position_ids")
-        }
-        labels = _next_tokens(inputs["input_ids"], inputs["position_ids"])
+        keys = ("input_ids", "position_ids")
+        inputs = {key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in keys}
+        labels = torch.full_like(inputs["input_ids"], IGNORE)  # the next token of the same segment
+        same = inputs["position_ids"][:, 1:] > 0
+        labels[:, :-1] = torch.where(same, inputs["input_ids"][:, 1:], IGNORE)
         hidden = model.before_head(labels.numel(), dict(inputs))
         nll = token_nll(hidden, head.weight, head.bias, labels, head.spec).float()
         if not bool(torch.isfinite(nll).all()):
@@ -105,18 +93,6 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.n
         for i, row_nll in enumerate(nll.cpu().numpy()):
             first, last = offsets[start + i], offsets[start + i + 1]
             logprobs[first + 1 : last] = -row_nll[: last - first - 1]
-    log.info(
-        "%s: %s tokens in %.0f s",
-        data.manifest.shards[shard].file,
-        f"{len(logprobs):,}",
-        time.perf_counter() - began,
-    )
+    seconds = time.perf_counter() - began
+    log.info("%s: %s tokens in %.0f s", data.manifest.shards[shard].file, f"{len(logprobs):,}", seconds)
     return logprobs
-
-
-def _next_tokens(ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the next token of the same segment for each position [b, L], supervised or not."""
-    labels = torch.full_like(ids, IGNORE)
-    same = positions[:, 1:] > 0
-    labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE)
-    return labels

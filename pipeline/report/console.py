@@ -1,40 +1,47 @@
-"""What a person sees of a run while it trains: one line of progress, and a line where something happens.
+"""What a person sees of a run while it trains, and where everything else that is printed goes.
 
 On a terminal the progress is drawn over and over in one place. Elsewhere it is a plain line every few
 seconds, or with --json every record as an object; --quiet leaves warnings, errors and how the run ended.
+
+Standard error stays as it is, and so does Python's `print`. File descriptor 1, which compilers, C libraries
+and child processes write to, leads to the log: a temporary file until the run directory is taken, then
+`log.txt` in it. Under launch/supervise.py the launcher's own lines go there as well: the supervisor gives it
+that file as standard output, and the real one as standard input, which neither launcher nor ranks read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import math
 import os
+import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO, cast
 
 from tqdm import tqdm
 
 from common.text import printable, without_secrets
-from pipeline.report.pace import duration
-from pipeline.report.streams import Chatter
+from pipeline.run_dir import LOG
+from pipeline.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet", "silent"]  # silent: ranks other than 0, errors alone
 DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # seconds between two drawings, and between two plain lines of progress
 REMEMBERED = 20  # messages: what is checked before and after loading has others between
+RECENT = 20  # steps that tell how fast it goes now
 BOLD, YELLOW, GREEN = "1", "33", "32"
 WARNING = logging.WARNING
 ENDS = ("finished", "stopped")  # events that --quiet shows
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """The state of a run."""
 
     step: int
@@ -42,7 +49,7 @@ class Progress:
     loss: float  # per supervised token, over the steps since the record before
     tokens_per_s: float | None
     left: float | None  # seconds
-    upcoming: str  # what comes next, as `pace.upcoming` says it
+    upcoming: str  # what comes next, as `upcoming` says it
 
     def line(self) -> str:
         """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
@@ -53,6 +60,66 @@ class Progress:
         if self.left is not None and self.step < self.steps:
             parts.append(f"{duration(self.left)} left")
         return "  ".join([*parts, *([self.upcoming] if self.upcoming else [])])
+
+
+class Pace:
+    """Counts this launch's steps. The first, which compiles and warms up, counts until there are others."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self._training = self._pausing = 0.0  # seconds, since the first step
+        self._counted = 0
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Count a step of so many supervised tokens, which took `seconds` of training."""
+        if self._counted == 1:
+            self._steps.clear()
+            self._training = 0.0
+        self._counted += 1
+        self._steps.append((seconds, tokens))
+        self._training += seconds
+
+    def pause(self, seconds: float) -> None:
+        """Saving, validation or sampling took `seconds`. What came before the first step does not count."""
+        if self._counted:
+            self._pausing += seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return supervised tokens per second of training over the last steps; None before the first."""
+        seconds = sum(s for s, _ in self._steps)
+        return sum(n for _, n in self._steps) / seconds if seconds > 0 else None
+
+    def left(self, steps: int) -> float | None:
+        """Return seconds that so many steps will take, pauses included as often as they came so far."""
+        if not self._steps or self._training <= 0:
+            return None
+        each = sum(s for s, _ in self._steps) / len(self._steps)
+        return steps * each * (1 + self._pausing / self._training)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
+    """Return what comes next, as in `validation at 200`; every: steps between them by name, 0 for none.
+
+    Empty when nothing comes before the last step.
+    """
+    due = {name: (step // n + 1) * n for name, n in every.items() if n > 0}
+    first = min(due.values(), default=steps)
+    if first >= steps:
+        return ""
+    return f"{' and '.join(name for name, next_step in due.items() if next_step == first)} at {first:,}"
 
 
 class Console:
@@ -71,15 +138,14 @@ class Console:
         self._colour, self._clock = colour, clock
         self._last = -math.inf  # when progress was last shown
         self._bar: tqdm[Any] | None = None
-        self._said: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # messages that were no warnings
+        self._messages: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # that were no warnings
 
     def progress(self, make: Callable[[], Progress]) -> None:
         """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
-                self._bar = tqdm(
-                    bar_format="{desc}", dynamic_ncols=True, leave=False, file=self._stream, desc=" "
-                )
+                options: dict[str, Any] = {"dynamic_ncols": True, "leave": False, "file": self._stream}
+                self._bar = tqdm(bar_format="{desc}", desc=" ", **options)
             self._bar.set_description_str(make().line())
 
     def record(self, record: dict[str, Any], make: Callable[[], Progress]) -> None:
@@ -97,15 +163,16 @@ class Console:
             self._print(line, colour)
 
     def message(self, text: str, level: int = logging.INFO) -> None:
-        """Show a line of a library or of this program's log."""
-        if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._said:
-            return  # who checks before and after loading says the same twice
+        """Show a line of a library or of this program's log; what was shown lately is not shown again."""
+        if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._messages:
+            return
+        name = logging.getLevelName(level).lower()
         if level < WARNING:
-            self._said.append((level, text))
+            self._messages.append((level, text))
         if self.kind == "json":
-            self._object("message", {"level": logging.getLevelName(level).lower(), "text": text})
+            self._object("message", {"level": name, "text": text})
         elif level >= WARNING:
-            self._print(f"{logging.getLevelName(level).lower()}: {text}", YELLOW)
+            self._print(f"{name}: {text}", YELLOW)
         elif self.kind != "quiet":
             self._print(text)
 
@@ -115,8 +182,8 @@ class Console:
             return
         self.chatter.move(run_dir, main)
         if main and self.chatter.path is not None:
-            self.event("log", f"log of the launcher, compilers and libraries: {self.chatter.path}",
-                       path=str(self.chatter.path))  # fmt: skip
+            path = str(self.chatter.path)
+            self.event("log", f"log of the launcher, compilers and libraries: {path}", path=path)
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
         """Enclose what compiles: its output is chatter."""
@@ -163,14 +230,103 @@ class Handler(logging.Handler):
             self._console.message(record.getMessage(), record.levelno)
 
 
-def made(json_lines: bool, quiet: bool, main: bool, chatter: Chatter | None) -> Console:
-    """Return the console that fits standard output and what was asked for. main: of rank 0."""
+def open_console(json_lines: bool, quiet: bool, main: bool, chatter: Chatter | None) -> Console:
+    """Return the console that fits standard output and the options. main: of rank 0."""
     able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    kind: Kind = "terminal" if able else "lines"
-    if quiet:
-        kind = "quiet"
-    if json_lines:
-        kind = "json"
-    if not main:
-        kind = "silent"
-    return Console(kind, sys.stdout, colour=able and not os.environ.get("NO_COLOR"), chatter=chatter)
+    kind: Kind = "json" if json_lines else "quiet" if quiet else "terminal" if able else "lines"
+    colour = able and not os.environ.get("NO_COLOR")
+    return Console(kind if main else "silent", sys.stdout, colour, chatter)
+
+
+class Survivor:
+    """A text stream that a lost reader does not break: what is written from then on goes nowhere.
+
+    Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
+    died of its next line of output would not save.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`, or drop it."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is buffered."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+class Chatter:
+    """The output of libraries, compilers and launchers: out of sight, and not lost."""
+
+    def __init__(self, shared: bool) -> None:
+        """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
+        self._shared = shared
+        self.stream = open(1, "w", encoding="utf-8", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        self.path: Path | None = None  # once it is in a run directory
+
+    def move(self, run_dir: Path, main: bool) -> None:
+        """Send the output to the run's log from now on, after what was kept so far.
+
+        main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
+        """
+        with contextlib.suppress(OSError):
+            log = os.open(run_dir / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            before = self.text() if main or not self._shared else b""
+            if main:
+                stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+                before = f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode() + before
+            os.write(log, before)
+            os.dup2(log, 1)
+            os.close(log)
+            self.path = run_dir / LOG
+
+    def text(self) -> bytes:
+        """Return what was kept so far, until it has moved."""
+        self.stream.flush()
+        return os.pread(1, os.fstat(1).st_size, 0) if self.path is None else b""
+
+    def show(self) -> None:
+        """Show what was kept, or its path, on standard error when an unexpected error ends this process."""
+        if self.path is not None:
+            print(f"log of the launcher, compilers and libraries: {self.path}", file=sys.stderr, flush=True)
+        else:
+            print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
+
+    def prints(self) -> contextlib.AbstractContextManager[object]:
+        """Send Python's `print` there as well within the block, which encloses what compiles."""
+        return contextlib.redirect_stdout(self.stream)
+
+
+def split() -> Chatter:
+    """Part this process's output in two: sys.stdout remains the user's, descriptor 1 becomes chatter."""
+    sys.stdout.flush()
+    launched = False
+    with contextlib.suppress(OSError):
+        writable = fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        launched = CONSOLE in os.environ and writable
+    if launched:  # standard input is the real standard output, and 1 the launcher's log
+        console, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    else:
+        console, (file, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
+        Path(name).unlink()
+        os.dup2(file, 1)
+        os.close(file)
+    stream = os.fdopen(console, "w", buffering=1, encoding=sys.stdout.encoding, errors="backslashreplace")
+    sys.stdout, sys.stderr = cast("TextIO", Survivor(stream)), cast("TextIO", Survivor(sys.stderr))
+    return Chatter(shared=launched)

@@ -45,13 +45,22 @@ class Launch:
         self._step = step
         if not self._main:
             return
-        batch = ready.batch
+        batch, planned = ready.batch, None
         device = torch.cuda.get_device_name() if on_gpu() else "CPU"
         log.info("objective %s on %s; %s", ready.objective, device, batch)
         for name, text in domain_rows(config, ready):
             log.info("%s: %s", name, text)
         for warning in remarks(config, ready, on_cpu=not on_gpu()):
             log.warning(warning)
+        if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
+            sizes = sizes_of(ready.model, ready.hf_config)
+            setup = setup_of(config, batch, ready.ds_config, ready.objective)
+            seconds = footprint.step_time(sizes, setup, gpu).total
+            planned = {
+                "seconds": seconds,
+                "mfu": footprint.utilisation(sizes, setup, seconds, gpu),
+                "memory_gib": footprint.memory(sizes, setup).total / GIB,
+            }
         record = {
             "event": "begin",
             "time": time.time(),
@@ -67,11 +76,12 @@ class Launch:
             "block": config.data.block,
             "zero_stage": zero_stage(ready.ds_config),
             "attention": ready.attention,
-            "planned": planned(config, ready, device),
-            **_mixtures(ready),
-            "git": code_version(),
-            **library_versions("torch", "transformers", "deepspeed"),
+            "planned": planned,
         }
+        if any(mixture for _, mixture in ready.mixtures):
+            steps = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
+            record["mixtures"] = steps
+        record |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
         append(self._run_dir / LAUNCHES, record)
 
     def sampled(self, step: int, text: str | None) -> None:
@@ -108,37 +118,11 @@ class Launch:
             append(self._run_dir / LAUNCHES, record)
 
 
-def _mixtures(ready: Ready) -> dict[str, list[dict[str, Any]]]:
-    """Return the mixtures and their first steps, in words; nothing for a run without one."""
-    if not any(holding.mixture for holding in ready.mixtures):
-        return {}
-    labels = [
-        (holding.step, holding.mixture.label if holding.mixture else None) for holding in ready.mixtures
-    ]
-    return {"mixtures": [{"step": step, "mixture": label} for step, label in labels]}
-
-
-def planned(config: RunConfig, ready: Ready, device: str) -> dict[str, float] | None:
-    """Return the footprint's prediction of a step on a GPU that it knows: seconds, MFU, GiB; else None."""
-    gpu = accelerator(device)
-    if gpu is None:
-        return None
-    sizes = sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
-    seconds = footprint.step_time(sizes, setup, gpu).total
-    return {
-        "seconds": seconds,
-        "mfu": footprint.utilisation(sizes, setup, seconds, gpu),
-        "memory_gib": footprint.memory(sizes, setup).total / GIB,
-    }
-
-
 def append(path: Path, record: dict[str, Any]) -> None:
     """Add a line to a file of JSON lines, also where a killed writer has left a piece of one."""
     with path.open("a+b") as file:
+        torn = False
         if file.tell():
             file.seek(-1, 2)
             torn = file.read(1) != b"\n"
-        else:
-            torn = False
         file.write(b"\n" * torn + json.dumps(record, allow_nan=False).encode() + b"\n")

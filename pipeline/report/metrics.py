@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from pipeline.loss.sums import summary
 from pipeline.planning.footprint import GIB
 from pipeline.planning.host import on_gpu
 from pipeline.report import validation
-from pipeline.report.console import BOLD, Console, Progress
-from pipeline.report.pace import Pace, upcoming
+from pipeline.report.console import BOLD, Console, Pace, Progress, upcoming
 from pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
 
@@ -71,9 +69,8 @@ class Window:
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
         """Return means over the window; of each of several `domains`, too."""
-        nll = _mean(self.nll, self.applied_tokens)
-        applied = self.steps - self.skipped
-        return {
+        nll, applied = _mean(self.nll, self.applied_tokens), self.steps - self.skipped
+        record: dict[str, Any] = {
             "loss": _mean(self.loss, self.applied_tokens),
             "nll": nll,
             "perplexity": math.exp(min(nll, 100.0)),
@@ -83,13 +80,15 @@ class Window:
             "skipped": self.skipped,
             "tokens_per_s": _mean(self.tokens, self.seconds),
             **(summary(self.weights) if self.weights else {}),
-            **({"domains": dict(zip(domains, self._by_domain(), strict=True))} if self.domain_tokens else {}),
         }
-
-    def _by_domain(self) -> Iterator[dict[str, float]]:
-        none = [[0.0] * len(DomainSums._fields)] * len(self.domain_tokens)  # where no step was applied
-        for so_far, (tokens, loss, nll) in zip(self.domain_tokens, self.domains or none, strict=True):
-            yield {"tokens": so_far, "nll": _mean(nll, tokens), "loss": _mean(loss, tokens)}
+        if self.domain_tokens:
+            none = [(0, 0.0, 0.0)] * len(self.domain_tokens)  # where no step was applied
+            parts = zip(domains, self.domain_tokens, self.domains or none, strict=True)
+            record["domains"] = {
+                name: {"tokens": so_far, "nll": _mean(nll, tokens), "loss": _mean(loss, tokens)}
+                for name, so_far, (tokens, loss, nll) in parts
+            }
+        return record
 
 
 class Metrics:
@@ -128,13 +127,13 @@ class Metrics:
         self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
         self._epochs = config.train.batch / rows if rows else math.nan  # of a step
         self._every = {"validation": config.train.eval_every * validates, "save": config.train.save_every}
-        run_dir = config.run_dir
-        path = run_dir / METRICS
-        self._run_dir = run_dir
+        self._run_dir = run_dir = config.run_dir
         records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
-        write_text(path, "".join(_line(r) for r in records))
-        self._file = path.open("a", encoding="utf-8")
+        write_text(run_dir / METRICS, "".join(_line(r) for r in records))
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8")
+        self._profiled = config.train.profile or (0, 0)  # steps
+        self._profile: Any = None
         self._board = self._wandb = None
         if config.train.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -142,21 +141,23 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0)
         if config.train.wandb is not None:
             self._wandb = _wandb_run(config)
-        self._profiler = Profiler(run_dir, *config.train.profile) if config.train.profile else None
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
     def starts(self, step: int) -> None:
-        """Step `step` (from 1) is about to be taken."""
-        if self.active and self._profiler is not None:
-            self._profiler.starts(step)
+        """Step `step` (from 1) is about to be taken; with the first of train.profile the profiler begins."""
+        if self.active and step == self._profiled[0]:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
 
     def step(self, step: int, sums: Sums, grad_norm: float) -> None:
         """Count one optimizer step; `grad_norm` is before clipping."""
         if not self.active:
             return
-        if self._profiler is not None:
-            self._profiler.ends(step)
+        if self._profile is not None and step == self._profiled[1]:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._run_dir / PROFILE))
+            self._profile = None
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
         self._pace.step(now - self._mark, sums.tokens)
@@ -213,13 +214,13 @@ class Metrics:
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         self._write(split_of(name), record)
         event = finite(record)
-        labels = [("loss", "loss"), ("NLL", "nll"), ("perplexity", "perplexity"), ("DEMD", "demd")]
-        values = [(word, event[f"validation_{key}"]) for word, key in labels]
-        parts = [f"{word} {value:.4g}" for word, value in values if value is not None] or ["not finite"]
+        labels = {"loss": "loss", "NLL": "nll", "perplexity": "perplexity", "DEMD": "demd"}
+        values = {word: event[f"validation_{key}"] for word, key in labels.items()}
+        parts = [f"{word} {x:.4g}" for word, x in values.items() if x is not None] or ["not finite"]
         if changed is not None:
             parts.append(f"NLL since step 0 {changed}")
-        called = "validation" if name == VALIDATION else f"validation {name}"
-        text = f"step {step:,}/{self._steps:,}  {called}: {', '.join(parts)}"
+        title = "validation" if name == VALIDATION else f"validation {name}"
+        text = f"step {step:,}/{self._steps:,}  {title}: {', '.join(parts)}"
         self._console.event("validation", text, BOLD, **event)
 
     def pause(self) -> None:
@@ -255,27 +256,6 @@ class Metrics:
                     self._board.add_scalar(key, value, int(record["step"]))
         if self._wandb is not None:
             self._wandb.log(values, step=int(record["step"]))
-
-
-class Profiler:
-    """Records steps `first` to `last` of this process with torch.profiler."""
-
-    def __init__(self, run_dir: Path, first: int, last: int) -> None:
-        self._path, self._first, self._last = run_dir / PROFILE, first, last
-        self._profile: Any = None
-
-    def starts(self, step: int) -> None:
-        """Begin to record when the window begins."""
-        if step == self._first:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
-    def ends(self, step: int) -> None:
-        """Write the trace when the window ends."""
-        if step == self._last and self._profile is not None:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self._path))
-            self._profile = None
 
 
 def _wandb_run(config: RunConfig) -> Any:

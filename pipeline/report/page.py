@@ -13,15 +13,15 @@ import yaml
 
 from common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
 from common.report.figure import Curve, Curves, Dot, Dots, Figure, Points, pairs
-from common.report.numbers import DASH, Effect, between, changes, formatted, listed, sentence
-from common.untrusted import number
-from pipeline.report import forgetting
-from pipeline.report.gather import KILLED, Run, clock
-from pipeline.report.pace import duration
+from common.report.numbers import DASH, Effect, between, changes, formatted, listed
+from pipeline.report.console import duration
+from pipeline.report.runs import KILLED, Gain, Run, as_json, gains
+from pipeline.report.validation import Change
 
 COLOURED = 8  # runs that curves show in colour; more are grey
 SAME = 1e-4  # relative difference of two values that a figure cannot tell apart
 UNIT = "nats per token"
+EVALUATION = ("report.html", "results.json")  # what `python -m eval report` and `watch` leave
 # What is drawn over training, in order: key in metrics.jsonl, title, key of its value on held-out data.
 QUANTITIES = (
     ("nll", "Loss in nats per token (NLL)", "validation_nll"),
@@ -45,11 +45,7 @@ class Runs(list[Run]):
         best = sorted(range(len(runs)), key=lambda i: (i > 0, last_loss(runs[i])))
         self.series = {i: n if n < COLOURED else None for n, i in enumerate(best)}
         self.order = best[::-1]  # as curves are drawn, the best on top
-
-    @property
-    def several(self) -> bool:
-        """Return whether there is anything to tell apart."""
-        return len(self) > 1
+        self.several = len(self) > 1
 
     def name(self, index: int) -> Cell:
         """Return a run as rows call it."""
@@ -64,20 +60,29 @@ class Runs(list[Run]):
 
 def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
     """Return the report. over: `step` or `tokens`, for curves; links are relative to `folder`."""
-    runs, lines = Runs(run_list), forgetting.lines(run_list)
+    runs, measured = Runs(run_list), gains(run_list)
     panels = _curves(runs, over)
-    picture = _changes_figure(runs, lines)
+    dots: dict[str, list[Dot]] = {}  # a panel for each validation set, or of a single run a row
+    for gain in measured:
+        if (c := gain.change) is not None:
+            title, name = (gain.name, runs[gain.run].name) if runs.several else ("Since step 0", gain.name)
+            dots.setdefault(title, []).append(Dot(name, runs.series[gain.run], c.value, c.low, c.high))
+    caption = f"Change of the held-out loss since step 0 in {UNIT}: left of zero gained, right of it lost."
+    picture = Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in dots.items()], caption)
     if not picture and panels:
         picture, panels = runs.figure("Curve", panels[:1]), panels[1:]
     caption = (
         "Means since the record before; circles: held-out data. Of more than 400 records the line is the "
         "mean of neighbours, and the band goes from the least to the most of them."
     )
-    evaluations = {
-        str(path): quote(os.path.relpath(path, folder)) for run in runs for path in run.evaluations
+    evaluations = [d for run in runs for d in (run.path / "eval", run.path.parent)]
+    links = {
+        str(d / EVALUATION[0]): quote(os.path.relpath(d / EVALUATION[0], folder))
+        for d in evaluations
+        if all((d / name).is_file() for name in EVALUATION)
     }
     sections = [
-        Section("Gained and lost", _changes_table(runs, lines)),
+        Section("Gained and lost", _gains(runs, measured)),
         Section("Runs", _summary(runs)),
         Section("Curves", runs.figure("Curves", panels, caption)),
         Section("Launches", _launches(runs)),
@@ -85,14 +90,14 @@ def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
         Section("Plan and measurement", _plan(runs)),
         Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
         Section("Steps that went wrong", _bad(runs)),
-        Section("Evaluations", Items(evaluations), page_only=True),
+        Section("Evaluations", Items(links), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
-    names = listed([run.name for run in runs])
     about = f"{len(runs)} runs." if runs.several else f"Run {runs[0].path}."
+    title = f"Run report: {listed([run.name for run in runs])}"
     remarks = [remark for run in runs for remark in run.remarks]
-    answer, data = [*_answer(runs, lines), *_states(runs)], forgetting.as_json(runs)
-    return Document(f"Run report: {names}", answer, about, sections, picture, remarks, data=data)
+    answer = _answer(runs, measured)
+    return Document(title, answer, about, sections, picture, remarks, data=as_json(runs))
 
 
 def last_loss(run: Run) -> float:
@@ -105,92 +110,83 @@ def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Poin
     return pairs(run.held_out(run.sets[0]), over, key) if len(run.sets) == 1 else []
 
 
-def _answer(runs: Runs, lines: Sequence[forgetting.Line]) -> list[str]:
-    """Return what was gained and lost on each validation set, or what is known without one."""
+def _answer(runs: Runs, measured: Sequence[Gain]) -> list[str]:
+    """Return what was gained and lost on each validation set, or what is known without one; and states."""
     effects: dict[str, list[Effect]] = {}
-    for line in lines:
-        if (c := line.change) is not None:
-            label = line.run.name if runs.several else f"the loss on {line.name}"
+    for gain in measured:
+        if (c := gain.change) is not None:
+            label = runs[gain.run].name if runs.several else f"the loss on {gain.name}"
             effect = Effect(label, -c.value, -c.high, -c.low, -c.direction)
-            effects.setdefault(f"On {line.name}, " if runs.several else "Since step 0, ", []).append(effect)
-    sentences = [sentence(start + changes(group, UNIT, "{:.3f}")) for start, group in effects.items()]
-    if sentences:
-        return [" ".join(sentences)] if len(sentences) < 4 else sentences
-    best = min(runs, key=last_loss)
-    if last_loss(best) == float("inf"):
-        return ["No loss is recorded yet."]
-    value = f"{last_loss(best):.4g} {UNIT}"
-    if not runs.several:
-        return [f"The last loss is {value}; nothing was measured before training to compare it with."]
-    return [f"Of {len(runs)} runs {best.name} has the lowest last loss, {value}; no interval is known."]
-
-
-def _states(runs: Runs) -> list[str]:
+            effects.setdefault(f"On {gain.name}" if runs.several else "Since step 0", []).append(effect)
+    answer = [f"{start}, {changes(group, UNIT, '{:.3f}')}." for start, group in effects.items()]
+    if answer:
+        answer = [" ".join(answer)] if len(answer) < 4 else answer
+    else:
+        best = min(runs, key=last_loss)
+        value = f"{last_loss(best):.4g} {UNIT}"
+        if last_loss(best) == float("inf"):
+            answer = ["No loss is recorded yet."]
+        elif runs.several:
+            answer = [f"Of {len(runs)} runs {best.name} has the lowest last loss, {value}, with no interval."]
+        else:
+            answer = [f"The last loss is {value}; nothing was measured before training to compare it with."]
     states: dict[str, list[str]] = {}
     for run in runs:
-        reached = f" after {_steps(run)} steps" if run.reached is not None else ""
-        states.setdefault(f"{run.state(time.time())}{reached}", []).append(run.name)
-    sentences = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
-    return [sentence("; ".join(sentences))] if len(sentences) < 5 else []
+        states.setdefault(f"{run.state(time.time())} at step {run.progress}", []).append(run.name)
+    names = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
+    return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
-def _steps(run: Run) -> str:
-    return DASH if run.reached is None else f"{run.reached:,}{f' of {run.steps:,}' if run.steps else ''}"
-
-
-def _changes_figure(runs: Runs, lines: Sequence[forgetting.Line]) -> Figure:
-    """Return a panel for each validation set, or of a single run a row."""
-    panels: dict[str, list[Dot]] = {}
-    for line in lines:
-        if (c := line.change) is not None:
-            title = line.name if runs.several else "Change since step 0"
-            name = line.run.name if runs.several else line.name
-            panels.setdefault(title, []).append(Dot(name, runs.series[line.number], c.value, c.low, c.high))
-    caption = f"Change of the held-out loss since step 0 in {UNIT}: left of zero gained, right of it lost."
-    return Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in panels.items()], caption)
-
-
-def _changes_table(runs: Runs, lines: Sequence[forgetting.Line]) -> Table:
-    def change(c: Any) -> Cell:
+def _gains(runs: Runs, measured: Sequence[Gain]) -> Table:
+    def cell(c: Change | None) -> Cell:
         return Cell(formatted(c.value, "{:+.4f}"), between(c.low, c.high, "{:+.4f}")) if c else Cell(DASH)
 
     rows: list[Row] = []
-    for line in lines:
-        c = line.change
+    for gain in measured:
+        c = gain.change
         word, tone = VERDICTS[c.direction] if c else ("not comparable", "quiet")
-        if line.start is None or (c and number(c.low) is None):
-            word, tone = "not measured at step 0" if line.start is None else "too few documents", "quiet"
-        run: Row = [runs.name(line.number)] if runs.several else []
-        beside: Row = [change(line.against_first)] if runs.several else []
-        losses = [formatted(value, "{:.4f}") for value in (line.start, line.end)]
-        counts = [f"{line.step:,}", f"{c.documents:,}" if c else DASH]
-        rows.append([line.name, *run, Cell(word, tone=tone), change(c), *losses, *counts, *beside])
-    head = ["Set", "Run", "Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
+        if gain.start is None or (c and not c.interval):
+            word, tone = "not measured at step 0" if gain.start is None else "too few documents", "quiet"
+        run: Row = [runs.name(gain.run)] if runs.several else []
+        beside: Row = [cell(gain.against_first)] if runs.several else []
+        losses = [formatted(value, "{:.4f}") for value in (gain.start, gain.end)]
+        counts = [f"{gain.step:,}", f"{c.documents:,}" if c else DASH]
+        rows.append([gain.name, *run, Cell(word, tone=tone), cell(c), *losses, *counts, *beside])
+    head = ["Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
     caption = (
         "Nats per token, paired over documents: below zero gained, above zero lost. There is a verdict where "
         "the 95 % interval is without zero."
     )
     if not runs.several:
-        return Table([head[0], *head[2:]], rows, caption, 2)
-    return Table([*head, f"Against {runs[0].name}"], rows, caption, 3)
+        return Table(["Set", *head], rows, caption, 2)
+    return Table(["Set", "Run", *head, f"Against {runs[0].name}"], rows, caption, 3)
 
 
 def _summary(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
         state = run.state(time.time())
-        bad = state.startswith((KILLED, "failed"))
-        tone = "better" if state == "finished" else "worse" if bad else "unclear"
-        origin = str(run.value("model", "path") or "a new model")
+        tones = {"finished": "better", KILLED: "worse", "failed": "worse"}
+        tone = tones.get(state.split(":")[0], "unclear")
+        origin = str(run.config.get("model", {}).get("path") or "a new model")
         last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
         losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
-        skipped = sum(int(number(r.get("skipped")) or 0) for r in run.trained)
-        spent = sum(seconds for _, seconds, _ in run.seconds())
-        words: Row = [Cell(state, tone=tone), origin, run.objective, _steps(run)]
-        rows.append(
-            [runs.name(i), *words, formatted(last.get("tokens")), *losses, str(skipped), duration(spent)]
-        )
-    head = "Run | State | From | Objective | Steps | Tokens | Loss | Held-out loss | Skipped | Time"
+        skipped = str(sum(r.get("skipped", 0) for r in run.trained))
+        spent = duration(sum(seconds for _, seconds, _ in run.seconds()))
+        words: Row = [runs.name(i), Cell(state, tone=tone), origin, run.objective, run.progress]
+        rows.append([*words, formatted(last.get("tokens")), *losses, skipped, spent])
+    head = [
+        "Run",
+        "State",
+        "From",
+        "Objective",
+        "Steps",
+        "Tokens",
+        "Loss",
+        "Held-out loss",
+        "Skipped",
+        "Time",
+    ]
     caption = (
         "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
         "gradient, which changed nothing. Time: of training, without saving, validation and loading."
@@ -200,59 +196,60 @@ def _summary(runs: Runs) -> Table:
 
 def _curves(runs: Runs, over: str) -> list[Curves]:
     """Return a panel for each quantity, each of several validation sets, and each domain."""
-    drawn: list[tuple[str, Sequence[tuple[Points, Points]]]] = []
+    drawn: dict[str, list[tuple[Points, Points]]] = {}  # by title; of each run a line and circles
     single = all(len(run.sets) < 2 for run in runs)
+    records = [r for run in runs for r in run.records if None not in (r.get("loss"), r.get("nll"))]
+    is_likelihood = all(abs(r["loss"] - r["nll"]) <= SAME * abs(r["nll"]) for r in records) and bool(records)
+    skips = any(r.get("skipped") for run in runs for r in run.trained)
     for key, title, held_out in QUANTITIES:
-        points = [(pairs(r.trained, over, key), _held_out(r, held_out, over) if single else []) for r in runs]
-        if not (key == "loss" and _is_likelihood(runs)) and (
-            key != "skipped" or any(y for p, _ in points for _, y in p)
-        ):
-            drawn.append((title, points))
+        if (key != "loss" or not is_likelihood) and (key != "skipped" or skips):
+            drawn[title] = [
+                (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                for run in runs
+            ]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.sets):
         measured = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
-        drawn.append((f"Held-out loss on {name}", [(line, line) for line in measured]))
-    for name in dict.fromkeys(name for run in runs for name in run.domains):
-        drawn.append(
-            (f"Loss on domain {name}", [(pairs(run.of_domain(name), over, "nll"), []) for run in runs])
-        )
+        drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
+    for name in dict.fromkeys(n for run in runs for r in run.trained for n in r.get("domains", ())):
+        parts = [
+            [{over: r.get(over), "nll": r.get("domains", {}).get(name, {}).get("nll")} for r in run.trained]
+            for run in runs
+        ]
+        drawn[f"Loss on domain {name}"] = [(pairs(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
     return [
         Curves(title, [Curve(runs.series[i], *points[i]) for i in runs.order if any(points[i])], unit)
-        for title, points in drawn
+        for title, points in drawn.items()
         if any(map(any, points))
     ]
-
-
-def _is_likelihood(runs: Runs) -> bool:
-    """Return whether the loss is the NLL in every record, as that of EMO is: one curve is enough."""
-    both = [(number(r.get("loss")), number(r.get("nll"))) for run in runs for r in run.records]
-    finite = [(loss, nll) for loss, nll in both if loss is not None and nll is not None]
-    return bool(finite) and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in finite)
 
 
 def _launches(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
-        for n, (begin, end) in enumerate(run.launches):
-            last = end is None and n == len(run.launches) - 1
-            ending = run.state(time.time()) if last else run.ending(n)
-            finish = [clock(end.get("time")), f"{end['step']:,}"] if end else [DASH, DASH]
-            facts = [formatted(begin.get(key)) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
-            start = [str(begin.get("device", DASH)), clock(begin.get("time")), f"{begin['step']:,}"]
-            rows.append([runs.name(i), ending, *start, *finish, *facts])
-    head = "Run | How it ended | Device | Began | After step | Ended | At step | Ranks | Hosts | ZeRO stage"
+        for launch in run.launches:
+            begin, end = launch.begin, launch.end or {}
+            is_last = not end and launch is run.launches[-1]
+            ending = run.state(time.time()) if is_last else launch.ending
+            began, ended = (
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) if t else DASH
+                for t in (begin.get("time"), end.get("time"))
+            )
+            device, facts = str(begin.get("device", DASH)), ("ranks", "hosts", "zero_stage", "micro_batch")
+            numbers = [formatted(begin.get(key)) for key in facts]
+            steps = formatted(begin["step"]), formatted(end.get("step"))
+            rows.append([runs.name(i), ending, device, began, steps[0], ended, steps[1], *numbers])
+    head = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
     caption = "A launch that was killed has no end; the next one took the steps after its last save again."
-    return Table(f"{head} | Rows per pass", rows, caption, 3)
+    return Table([*head, "ZeRO stage", "Rows per pass"], rows, caption, 3)
 
 
 def _mixtures(runs: Runs) -> Table:
-    rows: list[Row] = []
-    for i, run in enumerate(runs):
-        noted = run.launches[-1].begin.get("mixtures") if run.launches else None
-        for mixture in noted if isinstance(noted, list) else []:
-            if isinstance(mixture, dict):
-                label = str(mixture.get("mixture") or "none: all rows alike")
-                rows.append([runs.name(i), label, formatted(mixture.get("step"))])
+    rows = [
+        [runs.name(i), m["mixture"] or "none: all rows alike", formatted(m["step"])]
+        for i, run in enumerate(runs)
+        for m in run.last_launch.get("mixtures", ())
+    ]
     caption = (
         "A mixture holds for the steps after the one named, until the next. Shares need not add up to 1."
     )
@@ -262,19 +259,17 @@ def _mixtures(runs: Runs) -> Table:
 def _plan(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
-        if not run.launches:
-            continue
-        begin, cells = run.launches[-1].begin, []
-        plan = begin["planned"] if isinstance(begin.get("planned"), dict) else {}
-        size = (number(begin.get("batch")) or 0) * (number(begin.get("block")) or 0)
-        values = [run.measured(), [number(plan.get(key)) for key in ("seconds", "mfu", "memory_gib")]]
+        plan, cells = run.last_launch.get("planned") or {}, []
+        size = run.last_launch.get("batch", 0) * run.last_launch.get("block", 0)
+        values = [run.measured(), [plan.get(key) for key in ("seconds", "mfu", "memory_gib")]]
         both = [(s, size / s if s and size else None, mfu, memory) for s, mfu, memory in values]
         for after, before, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):
             ratio = f", ratio {after / before:.2f}" if before and after is not None else ""
             cells.append(
                 Cell(formatted(after, form), f"planned {formatted(before, form)}{ratio}" if before else "")
             )
-        rows += [[runs.name(i), *cells]] if any(x is not None for row in both for x in row) else []
+        if run.launches and any(x is not None for row in both for x in row):
+            rows.append([runs.name(i), *cells])
     head = ["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"]
     caption = (
         "Of the last launch, without its first record, in which libraries compile. Tokens: all that a batch "
@@ -286,20 +281,18 @@ def _plan(runs: Runs) -> Table:
 
 def _samples(runs: Runs) -> list[Block]:
     blocks: list[Block] = []
-    for prompt in dict.fromkeys(str(r.get("prompt")) for run in runs for r in run.samples):
+    for prompt in dict.fromkeys(r["prompt"] for run in runs for r in run.samples):
         for i, run in enumerate(runs):
-            records = [r for r in run.samples if str(r.get("prompt")) == prompt]
+            records = [r for r in run.samples if r["prompt"] == prompt]
             texts = [Quote(r["text"], prompt, f"{run.name}, after step {r['step']:,}") for r in records]
-            blocks += [
-                *texts[-1:],
-                Fold(f"{run.name}: {len(texts) - 1} earlier", texts[:-1], runs.name(i).mark),
-            ]
+            earlier = Fold(f"{run.name}: {len(texts) - 1} earlier", texts[:-1], runs.name(i).mark)
+            blocks += [*texts[-1:], earlier]
     return blocks
 
 
 def _bad(runs: Runs) -> Table:
-    rows: list[Row] = [
-        [runs.name(i), f"{r['step']:,}", str(r.get("reason", DASH)), str(r.get("nll", DASH))]
+    rows = [
+        [runs.name(i), f"{r['step']:,}", r["reason"], str(r.get("nll", DASH))]
         for i, run in enumerate(runs)
         for r in run.bad
     ]
@@ -309,11 +302,9 @@ def _bad(runs: Runs) -> Table:
 
 def _settings(runs: Runs) -> list[Fold]:
     folds = []
-    for run in (run for run in runs if run.config):
-        begin = run.launches[-1].begin if run.launches else {}
-        versions = [
-            f"{key} {begin[key]}" for key in ("git", "torch", "transformers", "deepspeed") if key in begin
-        ]
+    for run in runs:
+        facts: dict[str, Any] = run.last_launch
+        versions = [f"{k} {facts[k]}" for k in ("git", "torch", "transformers", "deepspeed") if k in facts]
         text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        folds.append(Fold(run.name, [", ".join(versions), Quote(text)]))
+        folds += [Fold(run.name, [", ".join(versions), Quote(text)])] if run.config else []
     return folds

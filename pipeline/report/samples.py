@@ -33,7 +33,7 @@ class Samples:
         self.prompts, self._tokens = config.train.sample_prompts, config.train.sample_tokens
         self._path, self._writes = config.run_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
-        self._tokenizer: Any = _tokenizer(config) if self.prompts else None
+        self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
         if writes and self._path.is_file():
             records = [r for r in read_records(self._path)[0] if 0 < step >= r["step"]]  # as of metrics
             write_text(self._path, "".join(json.dumps(r) + "\n" for r in records))
@@ -42,23 +42,18 @@ class Samples:
         """Continue every prompt and write it down; return the first text on rank 0. All ranks must call."""
         if self._tokenizer is None:
             return None
-        end = self._tokenizer.eos_token_id
-        generated = continuations(trainer, self._ids, self._tokens, end)
+        generated = continuations(trainer, self._ids, self._tokens, self._tokenizer.eos_token_id)
         if not self._writes:
             return None
-        texts = [self._text(*ids) for ids in zip(self._ids, generated, strict=True)]
+        texts = []
+        for ids, new in zip(self._ids, generated, strict=True):  # alone they could lose the first space
+            before, whole = (self._tokenizer.decode(i, skip_special_tokens=True) for i in (ids, ids + new))
+            texts.append(whole[len(before) :])
         with self._path.open("a", encoding="utf-8") as file:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
                 file.write(json.dumps(record) + "\n")
         return self.prompts[0] + texts[0]
-
-    def _text(self, prompt: list[int], generated: list[int]) -> str:
-        """Return what `generated` adds to the prompt's text; decoded alone, it could lose its first space."""
-        before, whole = (
-            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + generated)
-        )
-        return whole[len(before) :]
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
@@ -70,22 +65,16 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     train = config.train
     if not train.sample_prompts:
         return []
-    tokenizer = _tokenizer(config)
+    tokenizer = load_tokenizer(config.data.dir / "tokenizer")
     start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    prompts = []
-    for number, prompt in enumerate(train.sample_prompts):
-        ids = start + list(tokenizer(prompt, add_special_tokens=False).input_ids)
-        where = f"train.sample_prompts[{number}]"
-        if not ids:
+    prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
+    for number, ids in enumerate(prompts):
+        if not ids or len(ids) + train.sample_tokens > config.data.block:
             raise UserError(
-                f"{where} has no token, and the tokenizer no BOS to begin with; give it some text"
+                f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
+                f"train.sample_tokens={train.sample_tokens} at most data.block={config.data.block}",
+                code="sample-prompts",
             )
-        if len(ids) + train.sample_tokens > config.data.block:
-            raise UserError(
-                f"{where} has {len(ids)} tokens, which with train.sample_tokens={train.sample_tokens} is "
-                f"more than data.block={config.data.block}; shorten it, or set fewer train.sample_tokens"
-            )
-        prompts.append(ids)
     return prompts
 
 
@@ -100,9 +89,7 @@ def continuations(
     """
     lengths = torch.tensor([len(ids) for ids in prompts], device=trainer.world.device)
     widest = int(max(map(len, prompts)))
-    ids = lengths.new_zeros(
-        (len(prompts), widest + tokens)
-    )  # what comes later is not seen: attention is causal
+    ids = lengths.new_zeros((len(prompts), widest + tokens))  # attention is causal: what is later is unseen
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     trainer.ds.eval()
@@ -123,7 +110,3 @@ def _next_logits(trainer: Engine, ids: Tensor, last: Tensor) -> Tensor:
         positions, which = last.unique(return_inverse=True)
         return trainer.ds(input_ids=ids, logits_to_keep=positions).logits[rows, which]
     return trainer.ds(input_ids=ids).logits[rows, last]
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    return load_tokenizer(config.data.dir / "tokenizer")

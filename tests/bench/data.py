@@ -36,7 +36,7 @@ from data_prep.templates import Conversation, Exchange
 from data_prep.tokenizer import save_tokenizer
 from data_prep.words import encoder
 from pipeline.config import MixtureConfig
-from pipeline.planning.order import Holding, MixedOrder
+from pipeline.order import Holding, MixedOrder
 from tests.bench import _data_peers as peers
 from tests.bench import _data_real, common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl

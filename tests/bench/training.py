@@ -156,8 +156,8 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
         training_objective,
         write_initial_weights,
     )
+    from pipeline.order import BatchOrder
     from pipeline.planning.ds_file import deepspeed_config
-    from pipeline.planning.order import BatchOrder
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from common.errors import UserError
 from common.report import figure
 from common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
 from common.report.figure import Axis, Curve, Curves, Dot, Dots, Figure
-from common.report.numbers import DASH, MINUS, Effect, changes, difference, formatted
+from common.report.numbers import DASH, MINUS, Effect, changes, formatted
 from common.text import printable
 from tests.helpers.html import Page
 
@@ -21,19 +22,16 @@ NAMES = ["_a", "$x^$", "日本語", "x" * 150, "%d {0}", "{{ 7 * 7 }}", HOSTILE]
 
 
 def document(name: str = "a name", answer: str = "An answer.") -> Document:
-    table = Table(
-        ["Model", name], [[Cell(name, "a note", mark=1), Cell("12.5", "11.0 to 14.0", "better")]], name
-    )
-    dots = Dots(
-        name, [Dot(name, 1, 12.5, 11.0, 14.0), Dot("alone", 2, 12.0, float("nan"), float("nan"))], 0.0
-    )
+    cells = [Cell(name, "a note", mark=1), Cell("12.5", "11.0 to 14.0", "better")]
+    dots = [Dot(name, 1, 12.5, 11.0, 14.0), Dot("alone", 2, 12.0, math.nan, math.nan)]
     curves = Curves(name, [Curve(0, [(1.0, 2.0)], [(1.0, 3.0)])])
-    blocks = [table, Figure(name, [dots, curves], name, [(0, name)], [name]), Items([name], name)]
+    panels = Figure(name, [Dots(name, dots, 0.0), curves], name, [(0, name)], [name])
+    fold = Fold(name, [Quote(name, name, name)], 1)
     sections = [
-        Section(name, *blocks, Fold(name, [Quote(name, name, name)], 1)),
+        Section(name, Table(["Model", name], [cells], name), panels, Items([name], name), fold),
         Section("Never", Table(["x"], []), "text alone"),
     ]
-    return Document(name, [answer, name], name, sections, None, [name], name, {"x": float("inf")})
+    return Document(name, [answer, name], name, sections, None, [name], name, {"x": math.inf})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,30 +51,19 @@ def test_both_formats_have_the_numbers_and_the_answer_first() -> None:
     assert page.answer == "An answer." and markdown.startswith("# An answer.\n")
 
 
-def effect(label: str, value: float, direction: int) -> Effect:
-    return Effect(label, value, value - 2, value + 2, direction)
-
-
 def test_differences_in_words() -> None:
-    mle, emo = effect("mle", 9.0, 1), effect("emo", 7.7, 1)
-    said = "mle improves by 9.0 points (95 % interval 7.0 to 11.0) and emo by 7.7 (5.7 to 9.7)"
-    assert changes([mle, emo], "points") == said
-    worse = changes([effect("a", -3.0, -1), effect("b", 0.5, 0)], "points")
-    assert worse == (
+    def effect(label: str, value: float, direction: int) -> Effect:
+        return Effect(label, value, value - 2, value + 2, direction)
+
+    assert changes([effect("a", -3.0, -1), effect("b", 0.5, 0), effect("c", 9.0, 1)], "points") == (
         "a gets worse by 3.0 points (95 % interval 1.0 to 5.0), "
-        f"b shows no clear change (+0.5, {MINUS}1.5 to +2.5)"
+        f"b shows no clear change (+0.5 points, 95 % interval {MINUS}1.5 to +2.5) and "
+        "c improves by 9.0 points (95 % interval 7.0 to 11.0)"
     )
     many = changes([effect(str(i), i, 1 if i > 2 else 0) for i in range(30)], "points")
     assert "27 improve and 3 show no clear change, of 30" in many and "29 improves by 29.0 points" in many
-    assert f"emo and mle do not differ measurably: {MINUS}1.2" in difference(
-        effect("emo", -1.2, 0), "mle", "points"
-    )
-    assert "emo is worse than mle by 4.0" in difference(effect("emo", -4.0, -1), "mle", "points")
-    assert (formatted(-0.00001, "{:.2f}"), formatted(-1.5, "{:.1f}"), formatted(None)) == (
-        "0.00",
-        f"{MINUS}1.5",
-        DASH,
-    )
+    texts = formatted(-0.00001, "{:.2f}"), formatted(-1.5, "{:.1f}"), formatted(None)
+    assert texts == ("0.00", f"{MINUS}1.5", DASH)
 
 
 def test_long_curves_keep_their_spikes() -> None:
@@ -95,12 +82,10 @@ def test_series_differ_by_more_than_colour() -> None:
     assert all(css.count(f"--s{i + 1}:") == 2 for i in range(figure.COLOURS)), "light and dark"
 
 
-@pytest.mark.parametrize(
-    "values", [(0.0, 1.0), (3.0, 3.0), (-1e-6, 1e-6), (1e9, 3e9), (0.0, 0.0), (2.9, 97.0)]
-)
+@pytest.mark.parametrize("values", [(0, 1), (3, 3), (-1e-6, 1e-6), (1e9, 3e9), (0, 0), (2.9, 97)])
 def test_an_axis_has_a_few_round_numbers(values: tuple[float, float]) -> None:
     ticks = Axis.over(values).ticks
-    assert 2 <= len(ticks) <= 7 and all(0 <= place <= 1 for place, _ in ticks)
+    assert 2 <= len(ticks) <= 7 and all(0 <= position <= 1 for position, _ in ticks)
 
 
 def test_where_a_report_is_written(
@@ -109,21 +94,13 @@ def test_where_a_report_is_written(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.d").mkdir()
     report, names = document(), ("report.html", "report.md", "results.json")
-    for out, expected in (
-        (".", "."),
-        ("there.d", "there.d"),
-        ("new/", "new"),
-        ("new.d/", "new.d"),
-        ("plain", "plain"),
-    ):
-        assert report.write(out, names) == Path(expected) / "report.html"
-        assert all((tmp_path / expected / name).is_file() for name in names)
+    for out in (".", "there.d", "new/", "new.d/", "plain"):
+        assert report.write(out, names) == Path(out) / "report.html"
+        assert all((tmp_path / out / name).is_file() for name in names)
     for out in ("a/x.html", "a/x.md", "a/x.json"):
         assert report.write(out, names) == Path(out)
-    assert [p.name for p in sorted((tmp_path / "a").iterdir())] == ["x.html", "x.json", "x.md"]
     assert json.loads((tmp_path / "a/x.json").read_text(encoding="utf-8")) == {"x": None}
     assert report.write("-", names) is None and capsys.readouterr().out == report.markdown()
-    assert not (tmp_path / "-").exists()
     (tmp_path / "file").write_text("")
     for out in ("x.pdf", "file/x.html"):
         with pytest.raises(UserError) as error:

@@ -181,7 +181,9 @@ def test_the_plain_way_is_that_of_words(tmp_path: Path) -> None:
                 assert plain.ids(line, continuing) == expected
 
 
-PARTS = st.sampled_from(["dog ", "6. ", "日本語", "🙂🙂🙂", "солнце ", "▁", "e\u0301", "\ufffd", "\u2028", "\n", " "])
+PARTS = st.sampled_from(
+    ["dog ", "6. ", "日本語", "🙂🙂🙂", "солнце ", "▁", "e\u0301", "\ufffd", "\u2028", "\n", " "]
+)
 
 
 @given(st.lists(PARTS, min_size=20, max_size=200), st.integers(0, 400), st.sampled_from([40, 64, 512]))

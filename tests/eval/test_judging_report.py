@@ -43,24 +43,19 @@ def written(out: Path) -> tuple[str, str, dict[str, Any]]:
 
 
 def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
-    """The same models on two sets are two judgements, even where ids are the same row numbers."""
+    """The same models on two sets are two judgements; the same ids are not the same questions."""
     for i, name in enumerate(("vicuna", "koala")):
         for b in ("emo", "dpo"):
             keep(tmp_path, replace(judged(b, "ab" * (i + 2), text=name), questions=name))
-    page, markdown, found = written(tmp_path)
-    assert len(found["judgements"]) == 4
-    assert [(one["questions"], one["n"]) for one in found["paired_judgements"]] == [
-        ("koala", 6),
-        ("vicuna", 4),
-    ]
+    page, markdown, data = written(tmp_path)
+    assert len(data["judgements"]) == 4
+    pairs = [(pair["questions"], pair["n"]) for pair in data["paired_judgements"]]
+    assert pairs == [("koala", 6), ("vicuna", 4)]
     for name in ("vicuna", "koala"):
         assert f"emo against mle on {name}" in page and f"| emo (against mle on {name}) |" in markdown
-
-
-def test_the_same_ids_are_not_the_same_questions(tmp_path: Path) -> None:
-    keep(tmp_path, judged("emo", "abab", text="one "))
-    keep(tmp_path, judged("dpo", "abab", text="other "))
-    assert written(tmp_path)[2]["paired_judgements"] == []
+    for name, text in (("emo", "one "), ("dpo", "other ")):
+        keep(tmp_path / "apart", judged(name, "abab", text=text))
+    assert written(tmp_path / "apart")[2]["paired_judgements"] == []
 
 
 def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
@@ -85,20 +80,15 @@ def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
     assert page.count(">Question<") == 10 and markdown.count("ask 0") == 2
 
 
-def test_labels_of_people_are_compared_with(tmp_path: Path) -> None:
+def test_people_nothing_readable_and_everything_won(tmp_path: Path) -> None:
     numbers = keep(tmp_path, judged("emo", "aaaabbbttu", human=("a", "a", "b")))
     assert numbers["human"]["agreement"]["value"] == pytest.approx(0.4)
-    page, markdown, _ = written(tmp_path)
-    assert "Agreement with people" in page and "| 40.0 (" in markdown
-
-
-def test_nothing_readable_and_everything_won(tmp_path: Path) -> None:
     keep(tmp_path, judged("none", "uuu"))
     keep(tmp_path, judged("all", "b" * 12))
-    page, _, found = written(tmp_path)
-    assert {one["b"]: one["win_rate"] and one["win_rate"]["value"] for one in found["judgements"]} == {
-        "none": None, "all": 1.0,
-    }  # fmt: skip
+    page, markdown, data = written(tmp_path)
+    assert "Agreement with people" in page and "| 40.0 (" in markdown
+    rates = {f["b"]: f["win_rate"] and f["win_rate"]["value"] for f in data["judgements"]}
+    assert rates["none"] is None and rates["all"] == 1.0
     assert "3 pairs have an unreadable verdict" in page
 
 

@@ -20,7 +20,7 @@ from pipeline.config import load_config
 from pipeline.engine import _detached
 from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
 from pipeline.model import tell_by_token
-from pipeline.planning.order import BatchOrder
+from pipeline.order import BatchOrder
 from pipeline.planning.plan import print_plan
 from pipeline.ranks import World
 from pipeline.run_dir import DATA_HASHES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from data_prep.shards import TokenDataset
 from pipeline import resume
 from pipeline.config import load_config
 from pipeline.planning.checks import check
-from pipeline.planning.plan import print_plan
+from pipeline.planning.plan import estimated_rows, parse_cluster, print_plan
 from tests.helpers import launching
 
 
@@ -33,15 +34,14 @@ def test_a_recipe_without_mistakes(recipe: Path) -> None:
     assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
 
 
-@pytest.mark.parametrize(("name", "value"), [("wandb", "project"), ("tensorboard", "true")])
-def test_an_extra_that_is_not_installed(
-    recipe: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(recipe, [f"train.{name}={value}"])
-    monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
-    with pytest.raises(UserError, match=f"train.{name} needs the package {name}: pip install {name}"):
-        check(config, ranks=2, local=True)
-    check(config, ranks=2, local=False)  # planned here, trained elsewhere
+def test_an_extra_that_is_not_installed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("wandb", "project"), ("tensorboard", "true")):
+        config = load_config(recipe, [f"train.{name}={value}"])
+        monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
+        with pytest.raises(UserError) as error:
+            check(config, ranks=2, local=True)
+        assert error.value.code == "missing-extra"
+        check(config, ranks=2, local=False)  # planned here, trained elsewhere
 
 
 MISTAKES = [
@@ -73,7 +73,7 @@ def test_every_command_refuses_it(recipe: Path, override: str, message: str) -> 
 
 @pytest.mark.parametrize("profile", ["[0,3]", "[5,2]", "[-2,1]"])
 def test_a_profile_that_names_no_steps(recipe: Path, profile: str) -> None:
-    with pytest.raises(UserError, match="profile names the first and last step to record"):
+    with pytest.raises(UserError, match="profile"):
         load_config(recipe, [f"train.profile={profile}"])
 
 
@@ -93,12 +93,12 @@ def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
         check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, local=True)
 
 
-@pytest.mark.parametrize("cost", ["/nonexist", "./none", "~/none", "a/b/c"])
-def test_a_cost_directory_that_does_not_exist(recipe: Path, cost: str) -> None:
-    config = load_config(recipe, [f"objective.cost={cost}"])
-    with pytest.raises(UserError, match=f"^objective.cost={cost} does not exist; give .* hub id, or a file"):
-        check(config, ranks=1, local=True)
-    check(config, ranks=1, local=False)  # it may be where the run will be
+def test_a_cost_directory_that_does_not_exist(recipe: Path) -> None:
+    for cost in ("/nonexist", "./none", "~/none", "a/b/c"):
+        config = load_config(recipe, [f"objective.cost={cost}"])
+        with pytest.raises(UserError, match=f"^objective.cost={cost} does not exist"):
+            check(config, ranks=1, local=True)
+        check(config, ranks=1, local=False)  # it may be where the run will be
 
 
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:
@@ -124,37 +124,35 @@ def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) 
         check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, local=True)
 
 
-@pytest.mark.parametrize("damage", ["ids", "segments"])
-def test_damaged_rows_are_named(recipe: Path, tmp_path: Path, damage: str) -> None:
-    """defects D4: a token id that the model does not have ended in an IndexError on one rank."""
-    data = tmp_path / "train"
-    shutil.copytree(recipe.parent / "data" / "train", data)
-    rows = TokenDataset(data)
+def test_damaged_rows_are_named(recipe: Path, tmp_path: Path) -> None:
+    """A token id that the model does not have ended in an IndexError on one rank."""
+    shutil.copytree(recipe.parent / "data" / "train", tmp_path / "train")
+    rows = TokenDataset(tmp_path / "train")
     everything = np.arange(len(rows))
     assert rows.damage(everything, 384) is None
-    if damage == "ids":
-        assert "row " in (rows.damage(everything, 300) or "") and "of a vocabulary of 300" in (
-            rows.damage(everything, 300) or ""
-        )
-        return
-    (shard,) = data.glob("*.arrow")
-    lengths = TokenDataset(data)._row(5)[1]
+    assert "of a vocabulary of 300" in (rows.damage(everything, 300) or "")
+    (shard,) = (tmp_path / "train").glob("*.arrow")
     content = bytearray(shard.read_bytes())
     # the segment lengths of all rows lie one after the other in a column of their own
-    column = rows.segment_lengths().astype(np.uint32).tobytes()
-    at = bytes(content).find(column)
-    assert at >= 0 and len(lengths)
-    content[at : at + 4] = (10_000).to_bytes(4, "little")
+    start = bytes(content).find(rows.segment_lengths().astype(np.uint32).tobytes())
+    assert start >= 0
+    content[start : start + 4] = (10_000).to_bytes(4, "little")
     shard.write_bytes(bytes(content))
-    assert "is damaged: " in (TokenDataset(data).damage(everything, 384) or "")
+    assert "is damaged: " in (TokenDataset(tmp_path / "train").damage(everything, 384) or "")
+
+
+def changed(recipe: Path, path: Path, **architecture: Any) -> Path:
+    """Write the recipe with another architecture to `path`."""
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    tree["model"]["architecture"] = architecture
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
 
 
 def test_sources_tell_how_long_the_run_will_be(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """defects D5: before the data are prepared, by the sizes of their files, and said to be an estimate."""
-    from pipeline.planning.plan import estimated_rows, parse_cluster
-
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     tree["data"]["dir"] = str(tmp_path / "none")
     tree["train"] |= {"steps": None, "epochs": 2}
@@ -182,30 +180,19 @@ NO_TRANSFORMERS = {
 @pytest.mark.parametrize("family", NO_TRANSFORMERS)
 def test_what_is_no_transformer_is_refused(recipe: Path, tmp_path: Path, family: str) -> None:
     """By the plan as by training: all is counted in heads and layers."""
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    shape = NO_TRANSFORMERS[family] | {"vocab_size": 384, "num_hidden_layers": 2}
-    tree["model"]["architecture"] = {"model_type": family, **shape}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    for refuse in (lambda config: print_plan(config, 1), lambda config: check(config, 1, local=True)):
+    shape = NO_TRANSFORMERS[family] | {"model_type": family, "vocab_size": 384, "num_hidden_layers": 2}
+    config = load_config(changed(recipe, tmp_path / "recipe.yaml", **shape), [])
+    for refuse in (lambda: print_plan(config, 1), lambda: check(config, 1, local=True)):
         with pytest.raises(UserError) as error:
-            refuse(load_config(path, []))
+            refuse()
         assert error.value.code == "architecture"
 
 
 def test_a_model_of_text_within_another_is_planned(recipe: Path, tmp_path: Path) -> None:
     """Its vocabulary and context stand in a section of their own."""
-    text = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    text |= {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    tree["model"]["architecture"] = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    assert print_plan(load_config(path, []), 1)
+    both = {"hidden_size": 32, "num_attention_heads": 2}
+    text = both | {"vocab_size": 384, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_key_value_heads": 1, "max_position_embeddings": 64}
+    vision = both | {"intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    shape = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    assert print_plan(load_config(changed(recipe, tmp_path / "recipe.yaml", **shape), []), 1)

@@ -162,7 +162,7 @@ def test_a_mistake_of_another_host_is_said_there(
 def test_a_reader_that_is_gone_does_not_end_a_rank() -> None:
     """Ctrl-C ends `| tee log` too, and the rank still has to save."""
     program = (
-        "import sys\nfrom pipeline.report.streams import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
+        "import sys\nfrom pipeline.report.console import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
         "for _ in range(3):\n    print('x' * 100000, flush=True)\n"
         "sys.exit(75)\n"
     )

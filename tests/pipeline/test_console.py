@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import logging
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
-from pipeline.report.console import BOLD, Console, Handler, Kind, Progress, made
-from pipeline.report.pace import Pace, duration, upcoming
-from pipeline.report.streams import Survivor
+from pipeline.report.console import (
+    BOLD,
+    Console,
+    Handler,
+    Kind,
+    Pace,
+    Progress,
+    Survivor,
+    duration,
+    open_console,
+    upcoming,
+)
 from pipeline.run_dir import LOG
 from tests.conftest import REPO
 
@@ -62,33 +75,24 @@ def test_nothing_is_said_before_anything_is_known() -> None:
     assert Progress(1, 2, float("nan"), None, None, "").line() == "step 1/2  loss not finite"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0.4, "0 s"),
-        (59.6, "1 min"),
-        (750, "12 min"),
-        (3599, "1 h 00 min"),
-        (11100, "3 h 05 min"),
-        (2e5, "2 d 7 h"),
-    ],
-)
-def test_durations(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
-
-
-@pytest.mark.parametrize(
-    ("step", "validation", "save", "said"),
-    [
+def test_durations_and_what_comes_next() -> None:
+    durations = {
+        0.4: "0 s",
+        59.6: "1 min",
+        750: "12 min",
+        3599: "1 h 00 min",
+        11100: "3 h 05 min",
+        2e5: "2 d 7 h",
+    }
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+    for step, validation, save, text in (
         (120, 200, 500, "validation at 200"),
         (200, 200, 300, "save at 300"),
         (999, 500, 250, "validation and save at 1,000"),
         (5, 0, 0, ""),
         (1999, 200, 500, ""),  # the last step does all of it anyway
-    ],
-)
-def test_what_comes_next(step: int, validation: int, save: int, said: str) -> None:
-    assert upcoming(step, 2000, {"validation": validation, "save": save}) == said
+    ):
+        assert upcoming(step, 2000, {"validation": validation, "save": save}) == text
 
 
 def test_plain_lines_come_every_few_seconds() -> None:
@@ -101,47 +105,44 @@ def test_plain_lines_come_every_few_seconds() -> None:
     shown.record({"step": 2000}, lambda: progress(2000))  # the last one always
     shown.event("validation", "step 40  validation: loss 2", BOLD, step=40)
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [
-        "1/2,000",
-        "11/2,000",
-        "21/2,000",
-        "31/2,000",
-        "2,000/2,000",
-        "40",
-    ]
+    steps = ["1/2,000", "11/2,000", "21/2,000", "31/2,000", "2,000/2,000", "40"]
+    assert [line.split()[1] for line in lines] == steps
     assert lines[0] == "step 1/2,000  loss 2.346  41,200 tokens/s  12 min left  validation at 200"
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
 def test_json_lines_hold_every_record() -> None:
     shown, stream = console("json")
+    logger = logging.Logger("of this test")
+    logger.addHandler(Handler(shown))
     shown.progress(progress)
-    for step in (10, 20):
-        shown.record({"step": step, "loss": 2.0, "demd": None}, progress)
+    shown.record({"step": 20, "loss": 2.0, "demd": None}, progress)
     shown.event("stopped", "stopped after step 20", step=20, reason="SIGTERM")
-    shown.message("resumed from x", logging.INFO)
-    found = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert [f["event"] for f in found] == ["train", "train", "stopped", "message"]
-    assert found[1] | {"time": 0} == {"event": "train", "time": 0, "step": 20, "loss": 2.0, "demd": None}
-    assert found[2]["reason"] == "SIGTERM" and found[3]["level"] == "info"
+    logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
+    logger.warning("late")
+    records = [json.loads(line) | {"time": 0} for line in stream.getvalue().splitlines()]
+    assert records == [
+        {"event": "train", "time": 0, "step": 20, "loss": 2.0, "demd": None},
+        {"event": "stopped", "time": 0, "step": 20, "reason": "SIGTERM"},
+        {"event": "saved", "time": 0, "step": 3},
+        {"event": "message", "time": 0, "level": "warning", "text": "late"},
+    ]
 
 
-def test_quiet_leaves_warnings_and_the_end() -> None:
-    shown, stream = console("quiet")
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("quiet", ["warning: step 7 skipped", "error: broken", "finished after 8 steps"]),
+     ("silent", ["error: broken"])],
+)  # fmt: skip
+def test_quiet_and_other_ranks_leave_what_matters(kind: Kind, expected: list[str]) -> None:
+    shown, stream = console(kind)
     shown.record({"step": 1}, progress)
     shown.event("saved", "saved: step-000001")
     shown.message("resumed from x")
     shown.message("step 7 skipped", logging.WARNING)
-    shown.event("finished", "finished after 8 steps")
-    assert stream.getvalue().splitlines() == ["warning: step 7 skipped", "finished after 8 steps"]
-
-
-def test_other_ranks_show_errors_alone() -> None:
-    shown, stream = console("silent")
-    shown.event("finished", "finished after 8 steps")
-    shown.message("a warning", logging.WARNING)
     shown.message("broken", logging.ERROR)
-    assert stream.getvalue() == "error: broken\n"
+    shown.event("finished", "finished after 8 steps")
+    assert stream.getvalue().splitlines() == expected
 
 
 def test_what_is_said_twice_is_shown_once() -> None:
@@ -153,17 +154,6 @@ def test_what_is_said_twice_is_shown_once() -> None:
     assert stream.getvalue().splitlines() == ["attention: sdpa", "resumed from x", *2 * ["warning: late"]]
 
 
-def test_a_log_record_may_be_an_event() -> None:
-    shown, stream = console("json")
-    logger = logging.Logger("of this test")
-    logger.addHandler(Handler(shown))
-    logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
-    logger.warning("late")
-    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
-    assert (first["event"], first["step"]) == ("saved", 3)
-    assert (second["event"], second["level"], second["text"]) == ("message", "warning", "late")
-
-
 def test_text_from_data_cannot_act_on_the_terminal() -> None:
     shown, stream = console("lines")
     shown.event("sample", "step 5  sample: \x1b[2Jgone\rover")
@@ -173,34 +163,24 @@ def test_text_from_data_cannot_act_on_the_terminal() -> None:
 def on_a_terminal(program: str, **environment: str) -> str:
     """What a program writes to a terminal of 60 columns."""
     leader, follower = pty.openpty()
-    import fcntl
-    import struct
-    import termios
-
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM", "COLUMNS")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPO, stdout=follower, env=kept | environment
-    )
+    rest = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM", "COLUMNS")}
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=REPO, stdout=follower, env=rest | environment)
     os.close(follower)
-    found = b""
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
-        found += part
+    output = b""
+    with contextlib.suppress(OSError):  # the other side is closed
+        while part := os.read(leader, 65536):
+            output += part
     assert process.wait(60) == 0
     os.close(leader)
-    return found.decode()
+    return output.decode()
 
 
 PROGRAM = """
 import itertools, logging
 from pipeline.report import console as c
-shown = c.made(False, False, True, None)
+shown = c.open_console(False, False, True, None)
 clock = itertools.count()
 shown._clock = lambda: float(next(clock))
 for step in (1, 2, 3):
@@ -215,57 +195,50 @@ print("the end")
 
 @pytest.mark.parametrize(
     ("environment", "live", "colour"),
-    [
-        ({"TERM": "xterm"}, True, True),
-        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
-        ({"TERM": "dumb"}, False, False),
-    ],
-)
+    [({"TERM": "xterm"}, True, True), ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+     ({"TERM": "dumb"}, False, False)],
+)  # fmt: skip
 def test_a_terminal_has_one_line_that_moves(environment: dict[str, str], live: bool, colour: bool) -> None:
-    said = on_a_terminal(PROGRAM, **environment)
-    drawn = [
-        part for part in said.replace("\n", "\r").split("\r") if part.startswith("step") and "loss 2 " in part
-    ]
+    text = on_a_terminal(PROGRAM, **environment)
+    parts = text.replace("\n", "\r").split("\r")
+    drawn = [part for part in parts if part.startswith("step") and "loss 2 " in part]
     assert bool(drawn) == live
     assert all(len(part) <= 60 for part in drawn), "a line that wraps cannot be drawn over"
-    assert ("\x1b[1mstep 2/2,000" in said) == ("\x1b[33mwarning" in said) == colour
-    left = [line.rsplit("\r", 1)[-1] for line in said.replace("\r\n", "\n").splitlines()]
-    assert "the end" in left, "what follows has a line of its own"
+    assert ("\x1b[1mstep 2/2,000" in text) == ("\x1b[33mwarning" in text) == colour
+    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").splitlines()]
+    assert "the end" in lines, "what follows has a line of its own"
+
+
+def run_split(program: str, *arguments: str) -> tuple[str, str]:
+    """Run a program after `split`; return what it shows on standard output and standard error."""
+    text = "import os, subprocess, sys\nfrom pathlib import Path\nfrom pipeline.report.console import split\n"
+    text += f"chatter = split()\n{program}"
+    command = [sys.executable, "-c", text, *arguments]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
 
 
 def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     """A child process and a C library write to descriptor 1; Python's print is the user's."""
     program = (
-        "import os, subprocess, sys\nfrom pathlib import Path\nfrom pipeline.report.streams import split\n"
-        "chatter = split()\n"
         "subprocess.run(['echo', 'g++ -c before'])\nprint('hello')\n"
         "chatter.move(Path(sys.argv[1]), main=True)\n"
         "subprocess.run(['echo', 'g++ -c after'])\n"
         "with chatter.prints():\n    print('Time to load op')\n"
         "print('bye', file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=REPO, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "bye\n")
+    assert run_split(program, str(tmp_path)) == ("hello\n", "bye\n")
     first, *others = (tmp_path / LOG).read_text().splitlines()
     assert first.startswith("--- ") and others == ["g++ -c before", "g++ -c after", "Time to load op"]
-
-
-def test_chatter_is_shown_where_a_start_fails(tmp_path: Path) -> None:
-    """Before there is a run directory, what a library printed may be the only explanation."""
-    program = (
-        "import os, sys\nfrom pipeline.report.streams import split\nchatter = split()\n"
-        "os.write(1, b'nvcc: not found\\n')\nchatter.show()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "nvcc: not found\n")
+    # Before there is a run directory, what a library printed may be the only explanation of a failure.
+    failed = run_split("os.write(1, b'nvcc: not found\\n')\nchatter.show()\n")
+    assert failed == ("", "nvcc: not found\n")
 
 
 def test_a_stream_without_a_reader_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Survivor(io.StringIO()))
-    assert made(False, False, True, None).kind == "lines"
-    assert made(False, True, True, None).kind == "quiet"
-    assert made(True, False, True, None).kind == "json"
-    assert made(True, False, False, None).kind == "silent"
+    assert open_console(False, False, True, None).kind == "lines"
+    assert open_console(False, True, True, None).kind == "quiet"
+    assert open_console(True, False, True, None).kind == "json"
+    assert open_console(True, False, False, None).kind == "silent"

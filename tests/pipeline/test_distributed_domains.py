@@ -12,7 +12,7 @@ import yaml
 
 from data_prep.shards import TokenDataset
 from pipeline.config import MixtureConfig
-from pipeline.planning.order import Holding, MixedOrder
+from pipeline.order import Holding, MixedOrder
 from pipeline.run_dir import CONFIG, EXPORT, LAUNCHES, read_metrics, read_records, step_directory
 from tests.helpers import launching
 

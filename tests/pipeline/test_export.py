@@ -15,8 +15,7 @@ from pipeline import export
 from pipeline.config import ModelConfig, RunConfig, load_config
 from pipeline.export import ExportError, ShardWriter, check_aside, exported_tensors
 from pipeline.model import add_lora
-from pipeline.planning.checks import meta_model
-from pipeline.planning.rehearsal import rehearse
+from pipeline.planning.checks import meta_model, rehearse
 from tests.conftest import REPO
 
 FAMILIES: dict[str, dict[str, Any]] = {

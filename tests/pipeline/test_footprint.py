@@ -15,7 +15,6 @@ import yaml
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from common.errors import UserError
 from pipeline.cli import main
 from pipeline.config import Batch, load_config
 from pipeline.loss.registry import get_objective
@@ -24,6 +23,7 @@ from pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
 from pipeline.planning.plan import (
     fit,
     largest_micro,
+    memory_line,
     model_sizes,
     parse_cluster,
     remedies,
@@ -39,41 +39,32 @@ A100, H100 = ACCELERATORS["A100-80G"], ACCELERATORS["H100-80G"]
 RUNS = published.runs()
 
 
-def _error(mark: str) -> float:
-    """Largest relative error over the published runs of this mark."""
-    return max(abs(run.ratio() - 1) for run in RUNS if run.mark == mark)
-
-
 @pytest.mark.parametrize("run", [r for r in RUNS if r.mark != "outside"], ids=lambda r: f"{r.mark} {r.name}")
 def test_published_speeds(run: published.Run) -> None:
     assert run.ratio() == pytest.approx(1, abs=footprint.TIME_ERROR)
 
 
 def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
-    assert footprint.TIME_ERROR - 0.02 < _error("held_out") <= footprint.TIME_ERROR
-    assert _error("calibrates") < _error("held_out") < _error("outside")
-    far = [run.name for run in RUNS if run.mark == "held_out" and abs(run.ratio() - 1) > 0.1]
-    assert len(far) <= 2, far
-    calibrates, held_out = ({r.name for r in RUNS if r.mark == mark} for mark in ("calibrates", "held_out"))
-    assert len(held_out) > 2 * len(calibrates) and not calibrates & held_out
+    """Of runs to which nothing was fitted, many more than those to which something was."""
+    errors = {
+        mark: [abs(run.ratio() - 1) for run in RUNS if run.mark == mark]
+        for mark in ("calibrates", "held_out", "outside")
+    }
+    calibrates, held_out, outside = (max(errors[mark]) for mark in errors)
+    assert footprint.TIME_ERROR - 0.02 < held_out <= footprint.TIME_ERROR
+    assert calibrates < held_out < outside and sum(error > 0.1 for error in errors["held_out"]) <= 2
+    assert len(errors["held_out"]) > 2 * len(errors["calibrates"])
     kinds = {(run.name.split()[0], run.kind) for run in RUNS if run.mark == "held_out"}
     assert {("7B", "A100-80G"), ("7B", "H100-80G"), ("13B", "H100-80G"), ("70B", "A100-80G")} <= kinds
 
 
 def test_selective_checkpointing_lies_between_all_and_none() -> None:
     """Another trainer, other cards; and what torch.compile gained there is what the counted traffic gives."""
-    sizes = published.sizes_of("LLaMA3-8B", 8192)
-    fastest = []
+    sizes, fastest = published.sizes_of("LLaMA3-8B", 8192), []
     for compiled, speed in ((False, published.EAGER), (True, published.COMPILED)):
-        slow, fast = (
-            published.predicted(
-                sizes,
-                Setup(8, 3, 2, 8192, checkpointing=whole, compiled=compiled, cost=False, reduced=4),
-                published.H100_HBM2E,
-                400.0,
-            )
-            for whole in (True, False)
-        )
+        plain = Setup(8, 3, 2, 8192, compiled=compiled, cost=False, reduced=4)
+        whole = dataclasses.replace(plain, checkpointing=True)
+        slow, fast = (published.predicted(sizes, s, published.H100_HBM2E, 400.0) for s in (whole, plain))
         assert slow < speed < fast
         fastest.append(fast)
     assert fastest[1] / fastest[0] == pytest.approx(published.COMPILED / published.EAGER, rel=0.05)
@@ -91,27 +82,23 @@ def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> No
 
 
 def test_published_memory() -> None:
-    """Rajbhandari et al. 2020: 16 bytes of states for a parameter; ours holds gradients in float32: 18."""
-    found = footprint.memory(LLAMA_7B, Setup(1, 0, 1, 256, cost=False))
-    assert found.states == pytest.approx(18 * LLAMA_7B.parameters)
+    """Rajbhandari et al. 2020: 16 bytes of states for a parameter; ours holds gradients in float32: 18.
+
+    ZeRO-1 keeps what ZeRO-2 frees: gradients in bf16 for a whole step, beside those in float32 that all ranks
+    hold whole, and a copy while they are reduced, unless that is in float32.
+    """
+    result = footprint.memory(LLAMA_7B, Setup(1, 0, 1, 256, cost=False))
+    assert result.states == pytest.approx(18 * LLAMA_7B.parameters)
     shared = footprint.memory(LLAMA_7B, Setup(8, 3, 1, 256, cost=False))
     assert shared.states == pytest.approx(18 * LLAMA_7B.parameters / 8)
     assert shared.total < shared.surely < shared.total * (1 + footprint.MEMORY_ERROR)
-
-
-def test_zero1_keeps_what_zero2_frees() -> None:
-    """Its gradients stay in bf16 for a whole step, beside those in float32 that all ranks hold whole."""
     first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
     assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
-
-
-def test_zero1_holds_a_copy_of_the_gradient_while_it_is_reduced() -> None:
-    """Mistral-7B on 8xA100-80G: 77.6 GiB of DeepSpeed's tensors alone, where short passes take little."""
     mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
-    found = footprint.memory(mistral, Setup(8, 1, 1, 256, cost=False))
-    assert found.total / GIB == pytest.approx(77.6, abs=0.1)
-    in_float32 = footprint.memory(mistral, Setup(8, 1, 1, 256, cost=False, reduced=4))
-    assert in_float32.total < found.total  # reduced as they are accumulated: no copy
+    setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G 77.6 GiB of DeepSpeed's tensors alone
+    assert footprint.memory(mistral, setup).total / GIB == pytest.approx(77.6, abs=0.1)
+    in_float32 = dataclasses.replace(setup, reduced=4)
+    assert footprint.memory(mistral, in_float32).total < footprint.memory(mistral, setup).total
 
 
 @pytest.fixture(scope="module")
@@ -166,19 +153,6 @@ def test_the_plan_holds_what_deepspeed_holds_while_gradients_are_reduced(
             2 * 32000 * 4096 + 4096
             + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096),
         ),
-        # eight of 128 experts of 768; norms of queries and keys
-        (
-            "qwen3_moe",
-            {
-                "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-                "moe_intermediate_size": 768, "num_hidden_layers": 48,
-                "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-                "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
-            },
-            30_532_122_624,
-            2 * 151936 * 2048 + 2048
-            + 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 8 * 3 * 2048 * 768 + 128 * 2048 + 2 * 2048 + 256),
-        ),
         # a first layer without experts; six of 64 experts of 1408 and two shared ones; latent attention
         (
             "deepseek_v2",
@@ -202,7 +176,7 @@ def test_the_plan_holds_what_deepspeed_holds_while_gradients_are_reduced(
 def test_a_token_passes_through_some_experts_only(
     family: str, shape: dict[str, Any], total: int, active: int
 ) -> None:
-    """Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V2-Lite: published totals, active ones by hand."""
+    """Mixtral-8x7B, DeepSeek-V2-Lite: published totals, active ones by hand."""
     hf_config = CONFIG_MAPPING[family](**shape)
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
@@ -215,13 +189,6 @@ def test_a_token_passes_through_some_experts_only(
     assert (shares[0] < 0.5 * shares[1]) == (family != "llama")
 
 
-def test_a_model_without_attention_is_planned() -> None:
-    hf_config = CONFIG_MAPPING["mamba"](num_hidden_layers=2)
-    with torch.device("meta"):
-        sizes = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
-    assert sizes.idle == 0 and footprint.memory(sizes, Setup(8, 3, 1, 2048)).total > 0
-
-
 def test_a_mask_for_packed_rows_takes_memory_and_time() -> None:
     """2 GiB at two rows of 4,096 tokens: every layer keeps its own until the backward pass."""
     for checkpointing, layers in ((False, 32), (True, 1)):
@@ -231,12 +198,6 @@ def test_a_mask_for_packed_rows_takes_memory_and_time() -> None:
         assert added == 2 * 4096**2 * (1 + 2 * layers)
         times = [footprint.step_time(LLAMA_7B, setup, A100) for setup in (plain, masked)]
         assert times[1].attention == pytest.approx(2 * times[0].attention)
-
-
-def test_float32_runs_without_tf32() -> None:
-    """The trainer does not turn it on, so a product runs at the rate of ordinary float32 units."""
-    times = [footprint.step_time(LLAMA_7B, Setup(8, 3, 1, 512, bf16=half), A100) for half in (True, False)]
-    assert times[1].matrices / times[0].matrices == pytest.approx(312 / 19.5)
 
 
 def test_small_batches_under_zero3_wait_for_the_host() -> None:
@@ -282,37 +243,46 @@ def test_ranks_share_the_cores_of_their_host() -> None:
 
 def test_more_of_anything_takes_more() -> None:
     base = Setup(8, 3, 4, 512)
-    gpu = ACCELERATORS["A100-80G"]
-    total = footprint.memory(LLAMA_7B, base).total
-    for change in ({"micro": 8}, {"block": 1024}, {"stage": 2}, {"ranks": 4}, {"cache_mb": 100.0}):
-        assert footprint.memory(LLAMA_7B, dataclasses.replace(base, **change)).total > total, change
-    for change in ({"checkpointing": True}, {"offload_optimizer": True}, {"cost": False}):
-        assert footprint.memory(LLAMA_7B, dataclasses.replace(base, **change)).total < total, change
-    seconds = footprint.step_time(LLAMA_7B, base, gpu).total
-    for change in ({"checkpointing": True}, {"accumulation": 2}, {"offload_optimizer": True}):
-        slower = footprint.step_time(LLAMA_7B, dataclasses.replace(base, **change), gpu).total
-        assert slower > seconds, change
-    assert footprint.step_time(LLAMA_7B, base, ACCELERATORS["H100-80G"]).total < seconds
-    far = dataclasses.replace(base, ranks=64)
-    assert (
-        footprint.step_time(LLAMA_7B, far, gpu, network_gb=1.0).total
-        > footprint.step_time(LLAMA_7B, far, gpu).total
-    )
+
+    def memory(**changes: Any) -> float:
+        return footprint.memory(LLAMA_7B, dataclasses.replace(base, **changes)).total
+
+    def seconds(gpu: footprint.Accelerator = A100, network: float = 200.0, **changes: Any) -> float:
+        return footprint.step_time(LLAMA_7B, dataclasses.replace(base, **changes), gpu, network).total
+
+    more: list[dict[str, Any]] = [
+        {"micro": 8},
+        {"block": 1024},
+        {"stage": 2},
+        {"ranks": 4},
+        {"cache_mb": 100.0},
+    ]
+    assert all(memory(**change) > memory() for change in more)
+    less: list[dict[str, Any]] = [{"checkpointing": True}, {"offload_optimizer": True}, {"cost": False}]
+    assert all(memory(**change) < memory() for change in less)
+    slower: list[dict[str, Any]] = [{"checkpointing": True}, {"accumulation": 2}, {"offload_optimizer": True}]
+    assert all(seconds(**change) > seconds() for change in slower)
+    assert seconds(H100) < seconds() and seconds(network=1.0, ranks=64) > seconds(ranks=64)
+    times = [footprint.step_time(LLAMA_7B, Setup(8, 3, 1, 512, bf16=half), A100) for half in (True, False)]
+    assert times[1].matrices / times[0].matrices == pytest.approx(312 / 19.5), "float32 is without TF32"
 
 
-def test_device_names_are_known() -> None:
-    assert footprint.accelerator("NVIDIA A100-SXM4-80GB") == ACCELERATORS["A100-80G"]
-    assert footprint.accelerator("NVIDIA H100 80GB HBM3") == ACCELERATORS["H100-80G"]
-    assert footprint.accelerator("NVIDIA GeForce RTX 4090") == ACCELERATORS["RTX4090-24G"]
+def test_names_and_sizes() -> None:
+    for name, kind in (
+        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090-24G"),
+    ):
+        assert footprint.accelerator(name) == ACCELERATORS[kind]
     assert footprint.accelerator("TPU v5") is None
-
-
-def test_sizes_are_counted() -> None:
-    found = model_sizes(load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", []))
-    assert found == LLAMA_7B
+    assert model_sizes(load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])) == LLAMA_7B
     gpt2 = model_sizes(load_config(REPO / "launch/recipes/gpt2-wikitext2.yaml", []))
     assert (gpt2.inner, gpt2.gated, gpt2.key_values) == (3072, False, 768)
     assert gpt2.parameters - gpt2.body == 50257 * 768  # the tied head counts once
+    hf_config = CONFIG_MAPPING["mamba"](num_hidden_layers=2)  # a model without attention
+    with torch.device("meta"):
+        mamba = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
+    assert mamba.idle == 0 and footprint.memory(mamba, Setup(8, 3, 1, 2048)).total > 0
 
 
 def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,38 +301,33 @@ def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[
     assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=fitting)).total <= room
 
 
-def _numbers(line: str) -> tuple[float, list[float]]:
-    """The total and the parts of a line as `plan` prints it."""
-    total, parts = line.split(" = ")
-    return float(total.split()[0]), [float(part.split()[-1]) for part in parts.split(" + ")]
-
-
-@pytest.mark.parametrize("micro", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_printed_parts_sum_to_the_printed_total(micro: int, stage: int) -> None:
-    """defects D5: 21.3 GiB of parts under a total of 18.2."""
-    found = footprint.memory(LLAMA_7B, Setup(8, stage, micro, 256))
-    for digits in (1, 2):
-        total, parts = _numbers(sum_line({k: v / GIB for k, v in found.peak.items()}, digits, "GiB"))
-        assert sum(parts) == pytest.approx(total, abs=1e-9)
-        assert total == pytest.approx(found.total / GIB, abs=0.51 * 10**-digits)
+def test_printed_parts_sum_to_the_printed_total(stage: int) -> None:
+    for micro in (1, 2, 8, 64):
+        result = footprint.memory(LLAMA_7B, Setup(8, stage, micro, 256))
+        for digits in (1, 2):
+            line = sum_line({k: v / GIB for k, v in result.peak.items()}, digits, "GiB")
+            total, parts = line.split(" GiB = ")
+            assert sum(float(p.split()[-1]) for p in parts.split(" + ")) == pytest.approx(
+                float(total), abs=1e-9
+            )
+            assert float(total) == pytest.approx(result.total / GIB, abs=0.51 * 10**-digits)
+    assert memory_line({"weights": 2.0 * 2**20, "optimizer": 0.0}, 2) == "2.0 MiB = weights 2.0"
+    assert memory_line({"weights": 0.0}, 2) == "0.0 MiB"
 
 
-def test_what_fits_only_if_the_estimate_is_exact_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
-    """defects D5: "fits: yes" at 34.4 of 36 GiB with an error of 25 %."""
-    cluster = parse_cluster("8xA100-80G")
-    needed = footprint.memory(LLAMA_7B, setup := Setup(8, 3, 4, 256)).total
+def test_what_fits_only_if_the_estimate_is_exact_is_tight() -> None:
+    cluster, setup = parse_cluster("8xA100-80G"), Setup(8, 3, 4, 256)
+    needed = footprint.memory(LLAMA_7B, setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):
         assert fit(LLAMA_7B, setup, room, cluster).startswith(answer)
-    assert "25% too low; to be safe set train.micro_batch=" in fit(LLAMA_7B, setup, needed * 1.02, cluster)
 
 
 def test_an_unknown_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(REPO / "launch/recipes/llama-7b-wikitext103.yaml")
-    assert main(["plan", recipe, "--gpus", "8xB300"]) == 2
-    assert "give NUMBERxKIND, for example 8xA100-80G; kinds: A100-40G" in capsys.readouterr().err
-    with pytest.raises(UserError):
-        parse_cluster("A100-80G")
+    for cluster in ("8xB300", "A100-80G"):
+        assert main(["plan", recipe, "--gpus", cluster]) == 2
+    assert capsys.readouterr().err.count("error: --gpus") == 2
 
 
 @pytest.fixture(scope="module")
@@ -409,13 +374,9 @@ def _peak(recipe: Path) -> float:
         "train.Engine.train_step = fresh\n"
         f"sys.exit(cli.run_recipe('text', stop.Watch(), [{str(recipe)!r}]))\n"
     )
-    environment = launching.ENVIRONMENT | {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, env=environment, capture_output=True, text=True
-    )
+    trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command, environment = [sys.executable, "-c", program], launching.ENVIRONMENT | trim
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
     return float(line.split()[1]) * 1024

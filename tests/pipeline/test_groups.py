@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from common.errors import UserError
 from pipeline.config import LoraConfig, ModelConfig
 from pipeline.model import add_lora
-from pipeline.planning.optimizer import parameter_groups
+from pipeline.planning.ds_file import parameter_groups
 from tests.helpers.families import family as of_family
 from tests.pipeline.test_export import FAMILIES
 

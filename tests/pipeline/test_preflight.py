@@ -1,12 +1,15 @@
-"""Preflight on this host: what is well, and what is not."""
+"""Preflight on this host: what is well, and what is not; and the network that NCCL would use."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.planning import preflight as module
+from pipeline.planning.preflight import Fabric, expected_bandwidth, fabric, judged_bandwidth, used_network
 from tests.helpers import launching
 
 
@@ -15,56 +18,107 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
 
 
-def preflight(ranks: int, *arguments: str, limit: str = "") -> subprocess.CompletedProcess[str]:
-    launcher = [f"{launching.BIN}/deepspeed", f"--num_gpus={ranks}", f"--master_port={launching.free_port()}"]
-    command = [*launcher, "--module"] if ranks > 1 else [f"{launching.BIN}/python", "-m"]
-    return subprocess.run(
-        ["bash", "-c", f'{limit} exec "$@"', "sh", *command, "pipeline", "preflight", *arguments],
-        cwd=launching.REPO,
-        env=launching.ENVIRONMENT | {"COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+def preflight(recipe: Path, *settings: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [f"{launching.BIN}/python", "-m", "pipeline", "preflight", str(recipe), *settings]
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "COLUMNS": "200"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())}
+    own = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return launching.run_forked(command, own if ranks > 1 else [{"COLUMNS": "200"}])
+
+
+CHECKS = "GPUs,C compiler,threads,2 ranks,/dev/shm,open files,run directory,versions,clock,all-reduce"
 
 
 def test_a_fit_host(recipe: Path, tmp_path: Path) -> None:
-    done = preflight(2, str(recipe), f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stdout
-    for check in (
-        "GPUs",
-        "C compiler",
-        "threads",
-        "2 ranks",
-        "/dev/shm",
-        "open files",
-        "run directory",
-        "versions",
-        "clock",
-        "all-reduce",
-    ):
-        assert check in done.stdout, done.stdout
+    done = preflight(recipe, f"run_dir={tmp_path / 'run'}", ranks=2)
+    assert done.returncode == 0 and all(check in done.stdout for check in CHECKS.split(",")), done.stdout
     assert not (tmp_path / "run").exists()  # nothing stays behind
 
 
 def test_an_unfit_host(recipe: Path, tmp_path: Path) -> None:
-    arguments = [str(recipe), f"run_dir={tmp_path / 'run'}", f"data.dir={tmp_path / 'none'}"]
-    done = preflight(1, *arguments, limit="ulimit -n 1000;")
-    assert done.returncode == 1, done.stdout
-    assert "ulimit -n" in done.stdout
-    assert "cannot start" in done.stdout and "python -m data_prep prepare" in done.stdout
-
-
-def test_a_recipe_that_cannot_start(recipe: Path, tmp_path: Path) -> None:
-    """defects D4: preflight passed recipes that training refused."""
-    done = preflight(1, str(recipe), f"run_dir={tmp_path / 'run'}", "objective.name=emoo")
-    assert done.returncode == 1, done.stdout
-    assert "cannot start" in done.stdout and "did you mean emo" in done.stdout
-
-
-def test_a_run_directory_that_cannot_be(recipe: Path, tmp_path: Path) -> None:
+    """No data, and a run directory that cannot be: each with what to do."""
     (tmp_path / "file").write_text("")
-    done = preflight(1, str(recipe), f"run_dir={tmp_path / 'file' / 'run'}")
+    done = preflight(recipe, f"run_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}")
     assert done.returncode == 1, done.stdout
-    assert "set run_dir to where you may write" in done.stdout
+    cures = ("cannot start", "python -m data_prep prepare", "set run_dir to where you may write")
+    assert all(cure in done.stdout for cure in cures), done.stdout
+
+
+def host(
+    directory: Path, *ports: tuple[str, str, str, str], uverbs: bool = True, **environment: str
+) -> Fabric:
+    """Return the network of a host with ports of (driver, link layer, rate, state)."""
+    for number, (driver, layer, rate, state) in enumerate(ports):
+        device = directory / "class" / f"device_{number}"
+        port = device / "ports/1"
+        port.mkdir(parents=True)
+        for name, text in (("link_layer", layer), ("rate", rate), ("state", state)):
+            (port / name).write_text(f"{text}\n")
+        (directory / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "device").mkdir()
+        (device / "device/driver").symlink_to(directory / "drivers" / driver)
+    (directory / "dev").mkdir()
+    if uverbs:
+        (directory / "dev/uverbs0").touch()
+    return fabric(directory / "class", directory / "dev", environment)
+
+
+NDR = ("mlx5_core", "InfiniBand", "400 Gb/sec (4X NDR)", "4: ACTIVE")
+ROCE = ("mlx5_core", "Ethernet", "100 Gb/sec (4X EDR)", "4: ACTIVE")
+EFA = ("efa", "Unspecified", "100 Gb/sec (4X EDR)", "4: ACTIVE")
+DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
+
+
+@pytest.mark.parametrize(
+    ("ports", "options", "missing", "kind", "gbytes", "advised"),
+    [
+        ([], {}, "", "sockets", None, False),
+        ([DOWN], {}, "", "sockets", None, False),
+        ([NDR] * 8, {}, "", "InfiniBand", 400, False),
+        ([NDR, DOWN, ROCE], {}, "", "InfiniBand", 50, False),
+        ([ROCE, ROCE], {}, "", "RoCE", 25, False),
+        ([EFA] * 4, {}, "", "EFA", 50, False),
+        ([EFA], {}, "libnccl-net.so", "sockets", None, True),
+        ([NDR], {}, "libibverbs.so.1", "sockets", None, True),  # an image without it: TCP without a word
+        ([NDR], {"uverbs": False}, "", "sockets", None, True),  # a container without the device
+        ([NDR], {"NCCL_IB_DISABLE": "1"}, "", "sockets", None, True),
+        ([ROCE], {"NCCL_NET": "Socket"}, "", "sockets", None, True),
+    ],
+)
+def test_the_network_that_nccl_would_use(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ports: list[tuple[str, str, str, str]],
+    options: dict[str, Any],
+    missing: str,
+    kind: str,
+    gbytes: float | None,
+    advised: bool,
+) -> None:
+    monkeypatch.setattr(module, "_loads", lambda library: library != missing)
+    network = host(tmp_path, *ports, **options)
+    assert (network.kind, network.gbytes, bool(network.advice)) == (kind, gbytes, advised)
+
+
+@pytest.mark.parametrize(
+    ("device", "gbytes", "several", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, False, 337.5),  # NVLink
+        ("NVIDIA H100 80GB HBM3", 400.0, True, 300.0),
+        ("NVIDIA A100-SXM4-80GB", 400.0, True, 225.0),  # the links in a node are slower
+        ("NVIDIA A100-SXM4-80GB", 25.0, True, 18.75),
+        ("NVIDIA A100-SXM4-80GB", None, True, None),  # sockets over who knows what
+        ("NVIDIA A100-PCIE-40GB", None, False, None),
+        ("", None, False, None),
+    ],
+)
+def test_expected_bandwidth(device: str, gbytes: float | None, several: bool, expected: float | None) -> None:
+    """Less than half of it fails: TCP in place of InfiniBand is a hundredth."""
+    assert expected_bandwidth(device, Fabric("InfiniBand", gbytes, ""), several) == expected
+    assert bool(judged_bandwidth(2.0, expected, "InfiniBand").advice) == (expected is not None)
+    assert not judged_bandwidth(0.6 * (expected or 0), expected, "InfiniBand").advice
+
+
+def test_what_nccl_says_counts() -> None:
+    log = "node:7:9 [0] NCCL INFO NET/IB : No device found.\nnode:7:9 [0] NCCL INFO Using network Socket\n"
+    assert used_network(log) == "Socket" and used_network("") is None

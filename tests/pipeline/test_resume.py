@@ -17,7 +17,7 @@ from pipeline import checkpoint, resume
 from pipeline.config import FREE, RunConfig, dump_config, load_config
 from pipeline.identity import check_same
 from pipeline.loss.cost_files import load_cost
-from pipeline.planning.order import Holding
+from pipeline.order import Holding
 from pipeline.ranks import World
 from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
 from tests.conftest import REPO

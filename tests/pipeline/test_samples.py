@@ -20,47 +20,31 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
 
 
-def config(recipe: Path, prompts: list[str], *more: str) -> RunConfig:
-    return load_config(
-        recipe, [f"train.sample_prompts={json.dumps(prompts)}", "train.sample_tokens=4", *more]
-    )
+def config(recipe: Path, *prompts: str, tokens: int = 4, **settings: object) -> RunConfig:
+    overrides = [f"train.sample_prompts={json.dumps(prompts)}", f"train.sample_tokens={tokens}"]
+    return load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def test_prompts_begin_as_documents_do(recipe: Path) -> None:
-    tokenizer = load_tokenizer(recipe.parent / "data" / "tokenizer")
-    (found,) = prompt_ids(config(recipe, ["The man"]))
-    assert found[0] == tokenizer.bos_token_id and tokenizer.decode(found[1:]) == "The man"
-    assert prompt_ids(config(recipe, [""])) == [[tokenizer.bos_token_id]], "a document from its beginning"
-    assert prompt_ids(config(recipe, [])) == []
-
-
-def test_what_does_not_fit_is_one_line(recipe: Path) -> None:
+def test_prompts_begin_as_documents_do_and_fit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are of 32 tokens, and the model has seen no longer ones."""
-    long = "The man saw a fish on day 3. " * 5
-    with pytest.raises(
-        UserError, match=r"train.sample_prompts\[1\] has \d+ tokens, .* data.block=32; shorten"
-    ):
-        prompt_ids(config(recipe, ["The man", long]))
-    done = launching.run_alone(str(recipe), 'train.sample_prompts=["The"]', "train.sample_tokens=99")
-    assert done.returncode == 2 and "set fewer train.sample_tokens" in done.stdout
-    assert not (recipe.parent / "run").exists(), "nothing is written"
-
-
-def test_an_empty_prompt_needs_something_to_begin_with(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(recipe.parent / "data" / "tokenizer")
+    (ids,) = prompt_ids(config(recipe, "The man"))
+    assert ids[0] == tokenizer.bos_token_id and tokenizer.decode(ids[1:]) == "The man"
+    assert prompt_ids(config(recipe, "")) == [[tokenizer.bos_token_id]], "a document from its beginning"
+    assert prompt_ids(config(recipe)) == []
     tokenizer.bos_token = None
     monkeypatch.setattr("pipeline.report.samples.load_tokenizer", lambda _: tokenizer)
-    with pytest.raises(UserError, match=r"train.sample_prompts\[0\] has no token"):
-        prompt_ids(config(recipe, [""]))
+    long = "The man saw a fish on day 3. " * 5
+    for mistake in (config(recipe, "The", long), config(recipe, "The", tokens=99), config(recipe, "")):
+        with pytest.raises(UserError) as error:
+            prompt_ids(mistake)
+        assert error.value.code == "sample-prompts"
 
 
 def test_a_resumed_run_drops_what_it_samples_again(recipe: Path, tmp_path: Path) -> None:
     """Also when the prompts are gone from the recipe, which may change."""
     lines = ['{"step": 3, "prompt": "a", "text": "b"}', '{"step": 6, "prompt": "a", "text": "c"}', '{"st']
     (tmp_path / SAMPLES).write_text("\n".join(lines))
-    Samples(config(recipe, [], f"run_dir={tmp_path}"), step=3, writes=False)
-    assert len(read_records(tmp_path / SAMPLES)[0]) == 2, "that is rank 0's"
-    Samples(config(recipe, [], f"run_dir={tmp_path}"), step=3, writes=True)
-    assert [r["step"] for r in read_records(tmp_path / SAMPLES)[0]] == [3]
-    Samples(config(recipe, [], f"run_dir={tmp_path}"), step=0, writes=True)
-    assert not read_records(tmp_path / SAMPLES)[0], "from the beginning all is sampled again"
+    for step, writes, steps in ((3, False, [3, 6]), (3, True, [3]), (0, True, [])):
+        Samples(config(recipe, run_dir=tmp_path), step=step, writes=writes)
+        assert [r["step"] for r in read_records(tmp_path / SAMPLES)[0]] == steps

@@ -33,7 +33,7 @@ sys.exit(max(code & 255 for code in codes))
 RANK = """
 import os, sys, time
 from pathlib import Path
-from pipeline.report.streams import split
+from pipeline.report.console import split
 from pipeline.stop import StopRequest, Watch
 watch = Watch()
 chatter = split()

@@ -1,14 +1,24 @@
-"""Which rows each step consumes: an order that no rank, restart or topology changes, with or without shares
+"""Which rows each step consumes: an order that no rank, restart or topology changes, with or without shares.
 
 Without a mixture step s consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of
 the rows per epoch, one epoch after the other. With one every domain has such a sequence of its own, and
 
     k_d(s) = the rows of domain d whose middle is due by t(s),     sum_d k_d(s) = s B
 
-says how far each has come: the middles of its rows, in tokens from the first, are laid against what
-`mixture.py` says is due, and the clock t(s) is moved until the rows are s whole batches. The tokens of a
-domain are therefore never further than a row from its share, however uneven its rows are, and any step is
-found at once. Nothing of it depends on the number of ranks, the micro-batch or the accumulation.
+says how far each has come: the middles of its rows, in tokens from the first, are laid against what is due,
+and the clock t(s) is moved until the rows are s whole batches. The tokens of a domain are therefore never
+further than a row from its share, however uneven its rows are, and any step is found at once. Nothing of it
+depends on the number of ranks, the micro-batch or the accumulation.
+
+What is due is known before any row is looked at. With shares w_d of tokens and a mean of mu_d tokens in a row
+of domain d, a step of B rows holds
+
+    g_d = B w_d / sum_j (w_j / mu_j)
+
+tokens of d, and what is due of d by a time is the integral of g_d. A ramp is climbed in stairs, a domain
+that has had all its epochs gives its share to the others in proportion, and between two such moments g is
+constant. So the integral is linear piece by piece, and known for any step at once. With shares of rows the
+same holds with mu = 1. Only additions and the like are used here, which give the same bits on every host.
 """
 
 from __future__ import annotations
@@ -16,17 +26,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import UserError
-from pipeline.config import MixtureConfig
-from pipeline.planning.mixture import Domain, Flow, mixture_flow, normalised
+from common.errors import UserError, nearest
+from pipeline.config import MixtureConfig, RampConfig
+from pipeline.loss.registry import Ramp
 
 NEWTON = 6  # steps towards t(s) by the number of rows that are missing, before it is enclosed by halves
 KEPT = 2  # epochs of a domain that are kept at hand
+STAIRS = 1024  # of a ramp at most
+DIGITS = 12  # of a share by temperature: a power may differ in its last bit from host to host
+
+# Up to so many epochs of the same text are almost as good as new text: Muennighoff et al., "Scaling
+# Data-Constrained Language Models" (2023), section 6.
+REPEATED = 4
 
 
 def shuffled(seed: int, epoch: int, rows: int, domain: int = 0) -> np.ndarray:
@@ -59,6 +76,116 @@ class Holding(NamedTuple):
 
     step: int
     mixture: MixtureConfig | None
+
+
+class Domain(NamedTuple):
+    """The rows of a domain, and their amount in rows or tokens."""
+
+    name: str
+    rows: int
+    amount: int  # of one epoch, in what shares are of: tokens, or rows
+
+
+class Flow(NamedTuple):
+    """The amount of each domain that is due by a time, which is in steps: linear between knots."""
+
+    times: list[float]  # [K] of the knots, ascending
+    due: np.ndarray  # [K, D] by each knot
+    rates: np.ndarray  # [K, D] per step from each knot on
+
+    def at(self, time: float) -> np.ndarray:
+        """Return the amounts due by `time`, not before the first knot, [D]; they never fall."""
+        knot = max(0, bisect_right(self.times, time) - 1)
+        return self.due[knot] + (time - self.times[knot]) * self.rates[knot]
+
+    @property
+    def dry(self) -> bool:
+        """Return whether nothing comes any more after the last knot."""
+        return not self.rates[-1].any()
+
+
+def mixture_flow(
+    mixture: MixtureConfig, domains: Sequence[Domain], batch: int, start: int, done: Sequence[float]
+) -> Flow:
+    """Return the flow of `mixture` from step `start` on, by when so much of each domain is `done`.
+
+    Ramps begin at `start`; epochs count from the beginning of the run. Raises UserError for domains that do
+    not fit.
+    """
+    weights = shares(mixture, domains)
+    most = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
+    edges = {0.0}  # of the stairs of all ramps, in steps from their beginning
+    for weight in weights:
+        count = min(weight.steps, STAIRS) if weight.first != weight.last else 0
+        edges |= {weight.steps * stair / count for stair in range(count + 1)} if count else set()
+    stairs = sorted(edges)
+    times, due, rates = [float(start)], [np.array(done, dtype=np.float64)], []
+    for begin, end in zip(stairs, [*stairs[1:], math.inf], strict=True):
+        middle = begin if end == math.inf else (begin + end) / 2
+        current = [weight.at(middle) for weight in weights]
+        while True:
+            left = [m - d if w else math.inf for m, d, w in zip(most, due[-1], current, strict=True)]
+            current = [0.0 if have <= 0 else w for have, w in zip(left, current, strict=True)]
+            terms = [w * d.rows / d.amount for w, d in zip(current, domains, strict=True) if w]
+            rows = math.fsum(terms)  # for shares that add up to 1
+            rate = [batch * w / rows if w else 0.0 for w in current]
+            ends = [h / r if r else math.inf for h, r in zip(left, rate, strict=True)]
+            stop = min(times[-1] + min(ends), start + end)
+            rates.append(np.array(rate))
+            if stop == math.inf or not any(rate):  # who would have a share has run out
+                return Flow(times, np.array(due), np.array(rates))
+            reached = due[-1] + (stop - times[-1]) * rates[-1]
+            if ran_out := times[-1] + min(ends) < start + end:
+                last = ends.index(min(ends))
+                reached[last] = most[last]
+            times.append(stop)
+            due.append(reached)
+            if not ran_out:
+                break
+    raise AssertionError("the last stair has no end")
+
+
+def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
+    """Return each domain's share over the steps since the mixture holds; they need not add up to 1.
+
+    Raises UserError for a domain that the data lack, or that the mixture forgets.
+    """
+    names = [domain.name for domain in domains]
+    for key, section in (("shares", mixture.shares), ("max_epochs", mixture.max_epochs)):
+        for name in section:
+            if name not in names:
+                hint = nearest(name, names)
+                problem = f"train.mixture.{key} names {name}, of which the data hold no rows; {hint}"
+                raise UserError(problem, code="mixture-domains")
+    if mixture.temperature is not None:
+        most = max(domain.amount for domain in domains)  # divided by it: a power of it alone may overflow
+        raised = [(domain.amount / most) ** (1 / mixture.temperature) for domain in domains]
+        total = math.fsum(raised)
+        parts = (round(power / total, DIGITS) for power in raised)
+        return [Ramp(part, part, 1) for part in parts]
+    forgotten = [name for name in names if name not in mixture.shares]
+    if forgotten:
+        raise UserError(
+            f"train.mixture.shares says nothing of {', '.join(forgotten)}; give every domain of the data a "
+            "share, 0 leaves it out",
+            code="mixture-domains",
+        )
+    return [
+        Ramp(getattr(share, "from"), share.to, share.steps)
+        if isinstance(share, RampConfig)
+        else Ramp(share, share, 1)
+        for share in (mixture.shares[name] for name in names)
+    ]
+
+
+def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
+    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended.
+
+    They add up to 1. Epochs that run out are not looked at.
+    """
+    ramps = shares(mixture, domains)
+    first, last = ([ramp.at(step) for ramp in ramps] for step in (0, max(ramp.steps for ramp in ramps)))
+    return [(a / math.fsum(first), b / math.fsum(last)) for a, b in zip(first, last, strict=True)]
 
 
 class Stream:
@@ -116,11 +243,6 @@ class Leg(NamedTuple):
     streams: list[Stream]
     flow: Flow
     shares: list[tuple[float, float]]  # [D] at its beginning, and when its ramps have ended
-
-    def due(self, time: float) -> np.ndarray:
-        """Return rows of each domain whose middle is due by `time`, [D]."""
-        due = self.flow.at(time).tolist()
-        return np.array([stream.count(amount) for stream, amount in zip(self.streams, due, strict=True)])
 
 
 class Portion(NamedTuple):
@@ -180,9 +302,17 @@ class MixedOrder:
 
         Raises UserError where all that have a share have run out of epochs by then.
         """
-        if self._last is None or self._last[0] != step:
-            self._last = step, self._taken(step)
-        return self._last[1]
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        if step > self._bare:
+            counts = self._clocked(self._leg_at(step), step * self.batch)
+        else:
+            epoch, remainder = divmod(step * self.batch, len(self._domain))
+            begun = self._domain[self._plain.permutation(epoch)[:remainder]]
+            pairs = zip(self._indices, self._rows, strict=True)
+            counts = np.array([epoch * len(rows) + int((begun == index).sum()) for index, rows in pairs])
+        self._last = step, counts
+        return counts
 
     def portions(self, steps: int) -> list[Portion]:
         """Return each domain's part of the first `steps` steps."""
@@ -217,20 +347,13 @@ class MixedOrder:
     def _leg_at(self, step: int) -> Leg:
         return next(leg for leg in reversed(self._legs) if leg.start <= step)
 
-    def _taken(self, step: int) -> np.ndarray:
-        if step > self._bare:
-            return self._clocked(self._leg_at(step), step * self.batch)
-        epoch, remainder = divmod(step * self.batch, len(self._domain))
-        begun = self._domain[self._plain.permutation(epoch)[:remainder]]
-        pairs = zip(self._indices, self._rows, strict=True)
-        return np.array([epoch * len(rows) + int((begun == index).sum()) for index, rows in pairs])
-
     def _clocked(self, leg: Leg, rows: int) -> np.ndarray:
         """Return the rows of each domain when they are `rows` together, [D]: the module's k_d."""
         time, low, high = float(rows / self.batch), float(leg.start), math.inf
         below = above = leg.taken
         for tries in itertools.count():
-            counts = leg.due(time)
+            due = zip(leg.streams, leg.flow.at(time).tolist(), strict=True)
+            counts = np.array([stream.count(amount) for stream, amount in due])
             missing = rows - int(counts.sum())
             if missing == 0:
                 return counts
