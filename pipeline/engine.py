@@ -36,8 +36,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from common.errors import FailureError, UserError, one_line
 from pipeline.batches import DOMAIN
-from pipeline.loss.documents import BOUNDS, by_document
-from pipeline.loss.sums import BINS
+from pipeline.loss.fused import BINS
+from pipeline.loss.head import BOUNDS, by_document
 from pipeline.planning.ds_file import zero_stage
 from pipeline.planning.host import check_gpus, threads
 from pipeline.planning.optimizer import import_muon, muon, parameter_groups
@@ -62,7 +62,7 @@ class Sums(NamedTuple):
     tokens: int
     stop: bool
     applied: bool = True  # whether the weights were updated
-    weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/sums.py)
+    weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/fused.py)
     domains: tuple[DomainSums, ...] = ()  # of each domain, where there are several
 
 

@@ -34,8 +34,7 @@ from common.provenance import REPOSITORY
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline.config import Batch, RunConfig
-from pipeline.loss.objectives import BUILT_IN
-from pipeline.loss.registry import ENTRY_POINTS, Objective
+from pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
 from pipeline.planning.ds_file import decisive
 
 Identity = dict[str, Any]  # part -> JSON value

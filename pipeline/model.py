@@ -47,7 +47,7 @@ from pipeline.loss import (
     weighted_sum,
 )
 from pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
-from pipeline.loss.documents import by_segments, refusal
+from pipeline.loss.head import by_segments, refusal
 from pipeline.planning.attention import usable_attention, without_segments
 from pipeline.ranks import gather_objects, lost_a_peer
 from pipeline.run_dir import INITIAL

@@ -27,7 +27,7 @@ from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
 from pipeline.identity import Identity
 from pipeline.loss.cost_files import FILES, load_cost
-from pipeline.loss.registry import Objective
+from pipeline.loss.objectives import Objective
 from pipeline.model import (
     add_lora,
     check_fits,

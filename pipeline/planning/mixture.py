@@ -21,7 +21,7 @@ import numpy as np
 
 from common.errors import UserError, nearest
 from pipeline.config import MixtureConfig, RampConfig
-from pipeline.loss.registry import Ramp
+from pipeline.loss.objectives import Ramp
 
 STAIRS = 1024  # of a ramp at most
 DIGITS = 12  # of a share by temperature: a power may differ in its last bit from host to host

@@ -22,7 +22,7 @@ from common.text import counted
 from data_prep.config import DataConfig
 from pipeline.config import Batch, RunConfig
 from pipeline.export import unwrap
-from pipeline.loss.registry import Objective
+from pipeline.loss.objectives import Objective
 from pipeline.model import model_config
 from pipeline.planning import footprint
 from pipeline.planning.checks import Ready, check, meta_model

@@ -15,7 +15,7 @@ from common.errors import UserError
 from pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding, twins
 from pipeline.loss.cost_files import load_cost, number_cost
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import get_objective
+from pipeline.loss.objectives import get_objective
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
 
@@ -369,7 +369,7 @@ def test_small_costs_keep_their_digits_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("pipeline.loss.tensors._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("pipeline.loss.cost._lacks_instructions", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)

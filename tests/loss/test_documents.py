@@ -13,7 +13,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 from common.errors import UserError
 from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from pipeline.loss.documents import (
+from pipeline.loss.head import (
     BOUNDS,
     LONGEST,
     SEGMENTS,

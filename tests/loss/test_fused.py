@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss, token_nll
+from pipeline.loss.fused import LossSums, fused_linear_loss, token_nll
 from pipeline.loss.head import FusedHead, fuse_head
-from pipeline.loss.sums import LossSums
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, composes, make
 

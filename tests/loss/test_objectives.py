@@ -15,8 +15,7 @@ from common.errors import UserError
 from pipeline.loss.checking import Rows, check_objective, gradient, scalars_of
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import OBJECTIVES, Scalars
-from pipeline.loss.registry import Objective, get_objective
+from pipeline.loss.objectives import OBJECTIVES, Objective, Scalars, get_objective
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, stored_for, token_losses
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())

@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import Objective, Ramp, get_objective, weighted_sum
+from pipeline.loss.objectives import Objective, Ramp, get_objective, weighted_sum
 from tests.conftest import REPO
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_fused import inputs

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.loss import sums as loss_sums
+from pipeline.loss import fused as loss_sums
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
 from tests.loss.test_fused import inputs

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.loss import tensors
-from pipeline.loss.cost import CostEmbedding
+from pipeline.loss import cost as tensors
+from pipeline.loss.cost import ALIGNMENT, CostEmbedding, padded_rows, padded_width, touchable
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.tensors import ALIGNMENT, padded_rows, padded_width, touchable
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_objectives import make
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.labels import IGNORE
-from pipeline.loss.cost import LIVE, CostEmbedding
+from pipeline.loss.cost import LIVE, CostEmbedding, plan_tokens
 from pipeline.loss.fused import fused_linear_loss
 from pipeline.loss.objectives import OBJECTIVES
-from pipeline.loss.token_plan import plan_tokens
 from tests.helpers.waits import waits
 from tests.loss.test_objectives import make
 

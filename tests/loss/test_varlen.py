@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from pipeline.config import ModelConfig
 from pipeline.loss import fuse_model, get_objective, probe_model
-from pipeline.loss.documents import segments
+from pipeline.loss.head import segments
 from pipeline.loss.varlen import attend_at_once, varlen_attention
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import FAMILIES, family, tiny_llama
