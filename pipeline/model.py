@@ -33,7 +33,6 @@ from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
 from pipeline.engine import Engine
-from pipeline.faults import broken_hardware
 from pipeline.loss import (
     CostEmbedding,
     LiveCost,
@@ -49,7 +48,7 @@ from pipeline.loss import (
 from pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from pipeline.loss.head import by_segments, refusal
 from pipeline.planning.attention import usable_attention, without_segments
-from pipeline.ranks import gather_objects, lost_a_peer
+from pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)

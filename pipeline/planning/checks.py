@@ -22,7 +22,7 @@ from data_prep.config import TRAIN
 from data_prep.scores import Scores
 from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from pipeline import identity, resume
+from pipeline import identity
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import unwrap
 from pipeline.identity import Identity
@@ -109,10 +109,10 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
             name = config.objective.scores  # of the column that the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
             facts |= identity.of_scores(scores)
-        resume.compare(config, facts)
+        identity.compare(config, facts)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
-    history = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
+    history = [Holding(0, config.train.mixture)] if data is None else identity.mixtures(config)
     order = None if data is None or steps is None else _order(config, data, history, steps)
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, data, validation, scores, history, order, facts)

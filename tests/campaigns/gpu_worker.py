@@ -30,7 +30,7 @@ from pipeline.planning.checks import check
 from pipeline.planning.plan import setup_of, sizes_of
 from pipeline.ranks import end_world
 from pipeline.report.console import Console
-from pipeline.saving import Saver
+from pipeline.checkpoint import Saver
 from pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
 

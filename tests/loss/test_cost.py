@@ -109,12 +109,6 @@ def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch
     assert relative_error(sums.demd, want.demd) <= 1e-5
 
 
-def test_negative_cache() -> None:
-    with pytest.raises(UserError) as error:
-        CostEmbedding(torch.ones(2, 2), cache_mb=-1)
-    assert error.value.code == "option-range"
-
-
 def test_live_head() -> None:
     """The adaptive variant: costs from the head as it is now, without a gradient through them."""
     torch.manual_seed(0)
@@ -129,14 +123,6 @@ def test_live_head() -> None:
             assert relative_error(got, want[key]) <= 1e-5
         with torch.no_grad():
             w += 0.3 * torch.randn_like(w)
-
-
-def test_half_precision_models_use_half_precision_costs() -> None:
-    cost = CostEmbedding.from_weight(torch.randn(50, 8))
-    placed = cost.placed(torch.device("cpu"), torch.bfloat16)
-    assert placed.rows.dtype == torch.bfloat16
-    assert cost.placed(torch.device("cpu"), torch.bfloat16) is placed
-    assert cost.placed(torch.device("cpu"), torch.float32) is cost
 
 
 def tiny_model(kind: str, tied: bool) -> torch.nn.Module:
@@ -267,50 +253,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         assert source.split(".")[0] in str(error.value)
 
 
-def test_costs_come_from_the_requested_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configuration and weights alike."""
-    import transformers
-    import transformers.utils
-
-    tiny_model("llama", False).save_pretrained(tmp_path)
-    revisions = []
-    config, file = transformers.AutoConfig.from_pretrained, transformers.utils.cached_file
-
-    def from_pretrained(name: str, revision: str | None = None, **options: object) -> object:
-        revisions.append(revision)
-        return config(tmp_path)
-
-    def cached_file(name: str, file_name: str, revision: str | None = None, **options: object) -> object:
-        revisions.append(revision)
-        return file(tmp_path, file_name, **options)
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
-    load_cost("owner/name", 96, revision="abc")
-    assert len(revisions) > 1
-    assert set(revisions) == {"abc"}
-
-
-def test_constant_costs_have_no_geometry() -> None:
-    cost = CostEmbedding.constant(7)
-    assert torch.equal(cost.costs(torch.arange(7)), 1 - torch.eye(7))
-
-
-def test_emo_with_constant_costs_is_a_weighted_likelihood() -> None:
-    """Its gradient is w grad m with w = (1 + p_y m / (1 - p_y)) / 2: nothing but reweighting."""
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(9, 4, dtype=torch.float64)
-    labels = torch.tensor([0, 3, 8, 3, 1])
-    fused_linear_loss(hidden, weight, labels, get_objective("emo"), CostEmbedding.constant(9)).loss.backward()
-    gradient, hidden.grad = hidden.grad, None
-    m = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none")
-    p = (-m).exp().detach()
-    ((1 + p * m.detach() / (1 - p)) / 2 * m).sum().backward()
-    assert gradient is not None and hidden.grad is not None
-    assert torch.allclose(gradient, hidden.grad, atol=1e-9)
-
-
 def test_permuted_costs_are_those_of_other_tokens() -> None:
     torch.manual_seed(0)
     cost = CostEmbedding.from_weight(torch.randn(30, 6))
@@ -336,27 +278,6 @@ def test_costs_of_numbers() -> None:
     with pytest.raises(UserError) as error:
         number_cost(["a", "7"], 10)
     assert error.value.code == "no-numbers"
-
-
-@pytest.mark.parametrize("cache_mb", [0.0, 0.01])
-def test_the_number_token_loss(cache_mb: float) -> None:
-    """demd is sum_i p_i |v_i - v_y| over the digits, less for what is further off, and nothing elsewhere."""
-    torch.manual_seed(0)
-    pieces = ["a", "b", *map(str, range(10)), "100"]
-    values = torch.tensor([torch.nan, torch.nan, *range(10), 100.0], dtype=torch.float64)
-    h, w = torch.randn(20, 6).requires_grad_(), torch.randn(13, 6).requires_grad_()
-    labels = torch.randint(13, (20,))
-    cost = number_cost(pieces, 13).cached(cache_mb)
-    sums = fused_linear_loss(h, w, labels, get_objective("demd"), cost)
-    sums.loss.backward()
-    wide = h.detach().double().requires_grad_()
-    distance = (values[None] - values[labels][:, None]).abs().nan_to_num(nan=0.0)
-    distance = torch.where(distance <= 9, distance, 9 * (1 + (distance.clamp(min=9) / 9).log()))
-    want = ((wide @ w.detach().double().T).softmax(-1) * distance).sum()
-    want.backward()
-    bound = 2e-3 if cache_mb else 1e-5
-    assert sums.loss.item() == pytest.approx(want.item(), rel=bound)
-    assert relative_error(h.grad, wide.grad) < bound
 
 
 @pytest.mark.parametrize("instructions", [False, True])

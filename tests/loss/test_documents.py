@@ -87,14 +87,6 @@ def test_segments_among_the_inputs_are_not_computed_again(
         assert inputs["max_length_q"] == inputs["max_length_k"] == 8
 
 
-def test_missing_segments_are_computed() -> None:
-    positions = rows([5, 3], [8])
-    inputs: dict[str, Any] = {"position_ids": positions}
-    keep_apart(stand_in("positions", "varlen"), positions, inputs)
-    assert inputs["cu_seq_lens_k"].tolist() == [0, 5, 8, 16]
-    assert inputs["max_length_k"] == 8
-
-
 def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() -> None:
     model = stand_in("positions", "varlen")
     plain, packed = rows([8]), rows([5, 3])

@@ -39,13 +39,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_set_up_logging", lambda *_: Console())
 
 
-def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
-    """defects D1"""
-    argv = ["--local_rank=0", "plan", str(RECIPE), "--gpus", "8xA100-80G", "train.micro_batch=1"]
-    assert cli.main(argv) in (ExitCode.DONE, ExitCode.FAILURE)
-    assert "micro" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("command", "first", "second"),
     [
@@ -77,26 +70,6 @@ def test_a_mistake_is_a_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "exit code 2"
     assert said[-2].startswith("error: ") and "run launch/continual.sh" in said[-2]
-
-
-def test_an_unknown_option_is_reported_too() -> None:
-    watch = Nothing()
-    assert cli.run_recipe("text", watch, [str(RECIPE), "--nonsense"]) == ExitCode.MISTAKE == watch.code
-
-
-def test_what_the_user_called_is_what_a_mistake_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("PIPELINE_RANK_REPORTS", raising=False)
-    cli.run_recipe("text", Nothing(), [])
-    said = capsys.readouterr().err
-    assert "usage: deepspeed launch/continual.sh" in said and "are required: recipe\n" in said
-    cli.run_recipe("text", Nothing(), ["--num_gpus", "2", str(RECIPE)])
-    assert "come first and end with --: launch/continual.sh --num_gpus 2 -- RECIPE" in capsys.readouterr().err
-    monkeypatch.setenv("PIPELINE_COMMAND", "emo-continual")
-    cli.run_recipe("text", Nothing(), [str(RECIPE), "--num_gpus", "2"])
-    said = capsys.readouterr().err
-    assert "usage: emo-continual " in said and "with --: emo-continual --num_gpus 2 -- RECIPE" in said
 
 
 @pytest.mark.parametrize(
@@ -132,15 +105,6 @@ def test_a_crash_is_reported_and_worth_another_start_once_a_step_is_done(
     assert ("Traceback" in said) == traceback
     line, last = [line for line in said.splitlines() if line.startswith(("error: ", "exit code"))][:2]
     assert ("before the first step" in line) == (not stepped) and last == f"exit code {code}"
-
-
-def test_what_libraries_do_at_the_end_does_not_change_the_exit_code() -> None:
-    program = (
-        "import atexit, os; from pipeline.cli import leave\n"
-        "atexit.register(os.abort); print('last words'); leave(75)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
-    assert (done.returncode, done.stdout) == (ExitCode.STOPPED, "last words\n")
 
 
 def test_a_mistake_of_another_host_is_said_there(

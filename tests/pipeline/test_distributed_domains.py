@@ -74,15 +74,6 @@ def test_the_parts_are_the_whole(recipe: Path, mixed: Path) -> None:
         before = {name: part["tokens"] for name, part in parts.items()}
 
 
-def test_one_rank_and_one_pass_tell_the_same(recipe: Path, mixed: Path) -> None:
-    run_dir = recipe.parent / "alone"
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", "train.micro_batch=8")
-    assert done.returncode == 0, done.stdout
-    for found, expected in zip(trained(run_dir), trained(mixed), strict=True):
-        for name, part in expected["domains"].items():
-            assert found["domains"][name] == pytest.approx(part, rel=1e-4)
-
-
 def test_a_mixture_changes_at_a_resume(recipe: Path, mixed: Path) -> None:
     """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early."""
     run_dir = recipe.parent / "changed"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from common.exit_codes import ExitCode
-from pipeline.run_dir import checkpoints
 from tests.helpers import launching
 from tests.helpers.launching import losses
 
@@ -62,20 +58,6 @@ def test_a_failure_before_the_first_step_is_not_tried_again(recipe: Path, tmp_pa
     assert "run the same command again" not in done.stdout.split("error: OSError")[1].split("\n")[0]
 
 
-def test_a_rank_that_aborts_after_some_steps_is_a_failure(recipe: Path, tmp_path: Path) -> None:
-    """NCCL's watchdog aborts ranks that have lost another one; job files start such runs again."""
-    run_dir = tmp_path / "run"
-    options = [f"run_dir={run_dir}", "train.steps=100000", "train.schedule=constant", "train.save_every=2"]
-    process = launching.popen(launching.script_command(2, str(recipe), *options))
-    launching.wait_for_step(run_dir, 4)
-    rank = launching.member(run_dir, "rank 1")
-    assert rank is not None
-    rank.send_signal(signal.SIGABRT)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == ExitCode.FAILURE, output
-    assert checkpoints(run_dir)
-
-
 def test_a_gpu_that_cannot_be_used_is_refused(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CUDA_BUILD)
     command = [
@@ -105,27 +87,3 @@ def test_muon_with_copies_of_weights_in_each_host(recipe: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stdout
     nll = [found for _, found, _ in losses(run_dir)]
     assert nll[-1] < nll[0] - 0.1
-
-
-def test_adapters_have_the_dtype_of_their_model(recipe: Path, tmp_path: Path) -> None:
-    """Under ZeRO-3, too, which builds them partitioned."""
-    run_dir = tmp_path / "run"
-    options = [
-        "model.dtype=bfloat16",
-        "model.lora.r=4",
-        "train.steps=2",
-        "train.lr=0.05",
-        "objective.name=mle",
-    ]
-    done = launching.run_ranks(2, str(recipe), f"run_dir={run_dir}", *options)
-    assert done.returncode == 0, done.stdout
-    dtypes = set()
-    for path in checkpoints(run_dir)[-1].rglob("*model_states.pt"):
-        state = torch.load(path, weights_only=False)
-        dtypes |= {tensor.dtype for name, tensor in state["module"].items() if "lora_" in name}
-    assert dtypes == {torch.bfloat16}
-    exported = load_file(run_dir / "export/model.safetensors")
-    first = load_file(run_dir / "initial/model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    assert exported[name].dtype == torch.bfloat16
-    assert (exported[name].float() - first[name].float()).abs().max() > 1e-3

@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -65,17 +63,6 @@ def test_sft_trainer(place: Path) -> None:
     module = example("sft_trainer")
     losses = module.main(str(place / "model"), str(place / "rows.jsonl"), OWN, str(place / "out"))
     assert len(losses) == 5
-
-
-@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
-def test_without_arguments(name: str) -> None:
-    """The usage, before anything is imported that takes seconds."""
-    command = [sys.executable, "-X", "importtime", str(REPO / "examples" / f"{name}.py")]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert result.returncode == 2
-    assert "usage: " in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "| torch" not in result.stderr
 
 
 def test_the_snippet_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,21 +86,6 @@ def test_a_merge_that_cannot_work_is_refused_at_the_start(monkeypatch: pytest.Mo
         rehearse(adapted, config)
 
 
-def test_names_that_the_configuration_does_not_have_are_refused() -> None:
-    plain, config = model("llama")
-    plain.extra = nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"extra.bias would be \[2\] where LlamaForCausalLM has nothing"):
-        rehearse(plain, config)
-
-
-def test_generation_defaults_that_cannot_be_saved_are_refused() -> None:
-    plain, config = model("llama")
-    plain.generation_config.num_beams = 1  # type: ignore[union-attr]
-    plain.generation_config.cache_implementation = "nonsense"  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="could not be exported"):
-        rehearse(plain, config)
-
-
 def test_a_full_disk_is_kept_until_all_ranks_can_hear_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,13 +125,3 @@ def test_weights_that_cannot_be_read_again_are_no_mistake_of_the_model(tmp_path:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FailureError, match=r"cannot be read again .*model.safetensors"):
         check_aside(tmp_path, torch.arange(4)[None], torch.zeros(1, 4, 64))
-
-
-def test_a_host_without_git_can_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects B6"""
-    from common.provenance import REPOSITORY, code_version
-
-    if not (REPOSITORY / ".git").exists():
-        pytest.skip("not a git checkout")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert code_version() == "unknown"

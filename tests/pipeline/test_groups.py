@@ -9,8 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
 from common.errors import UserError
-from pipeline.config import LoraConfig, ModelConfig
-from pipeline.model import add_lora
 from pipeline.planning.optimizer import parameter_groups
 from tests.helpers.families import family as of_family
 from tests.pipeline.test_export import FAMILIES
@@ -39,19 +37,6 @@ def test_the_groups_are_those_of_trainer(family: str) -> None:
     assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
     assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
-
-
-def test_adapters_are_one_group() -> None:
-    config = ModelConfig(architecture={"model_type": "gpt2"}, lora=LoraConfig(r=4))
-    adapted = add_lora(model("gpt2"), config, 0)  # type: ignore[arg-type]
-    (group,) = parameter_groups(adapted, 0.1)
-    assert group["weight_decay"] == 0.1
-    assert len(group["params"]) == sum(p.requires_grad for p in adapted.parameters())
-
-
-def test_without_decay_there_is_one_group() -> None:
-    (group,) = parameter_groups(model("llama"), 0.0)
-    assert len(group["params"]) == len(list(model("llama").parameters()))
 
 
 def test_partitioned_parameters_count_with_their_whole_shape() -> None:
@@ -83,11 +68,6 @@ def test_muon_takes_the_matrices_of_the_body(family: str) -> None:
 def test_muon_refuses_matrices_that_are_stored_transposed() -> None:
     with pytest.raises(UserError, match="this model stores them transposed"):
         parameter_groups(model("gpt2"), 0.1, use_muon=True)
-
-
-def test_only_gains_do_not_decay() -> None:
-    (group,) = parameter_groups(nn.LayerNorm(4), 0.1)
-    assert group["weight_decay"] == 0.0
 
 
 def test_muon_refuses_experts_in_one_tensor() -> None:

@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer
 
 from common.errors import UserError
-from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm
-from pipeline.loss import CostEmbedding, fused_linear_loss
+from pipeline.hf import EMOLoss, fuse_causal_lm
+from pipeline.loss import CostEmbedding
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import relative_error
-from tests.loss.test_objectives import make
 from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters, rows
 
 DOCUMENTS = (7, 3, 10, 1, 6)
@@ -150,28 +149,6 @@ def test_label_smoothing_of_the_trainer(tmp_path: Path) -> None:
         )
 
 
-def test_autocast_does_not_round_the_costs() -> None:
-    """float32 logits keep a float32 loss, whatever the mode around them; so do fused gradients."""
-    # defects D8
-    torch.manual_seed(0)
-    z, E = torch.randn(2, LENGTH, 300), torch.randn(300, 16)
-    labels = torch.randint(300, (2, LENGTH))
-    results = []
-    for on in (False, True):
-        leaf = z.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            loss = EMOLoss("demd")(leaf, labels, E)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad))
-    for with_autocast, without in zip(results[1], results[0], strict=True):
-        assert relative_error(with_autocast, without) <= 1e-6
-    h, w = torch.randn(30, 8).bfloat16(), torch.randn(300, 8).bfloat16()
-    cost, y = CostEmbedding.from_weight(E), torch.randint(300, (30,))
-    plain = fused_linear_loss(h, w, y, make("demd"), cost).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(fused_linear_loss(h, w, y, make("demd"), cost).loss, plain)
-
-
 @pytest.mark.parametrize("change", ["in place", "data", "out of sight"])
 def test_a_changed_cost_embedding_is_seen(change: str) -> None:
     # defects D8
@@ -189,29 +166,6 @@ def test_a_changed_cost_embedding_is_seen(change: str) -> None:
     assert after != before
     assert after == EMOLoss("demd")(z, labels, other)
     assert EMOLoss("demd")(z, labels, CostEmbedding.from_weight(other)) == after
-
-
-class CountingTrainer(FusedLossMixin, Trainer):
-    """A Trainer that keeps what TRL's SFTTrainer keeps."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._total_train_tokens, self._metrics = 0, {"train": {}, "eval": {}}
-        super().__init__(*args, **kwargs)
-
-
-def test_tokens_are_counted_as_trl_logs_them(tmp_path: Path) -> None:
-    # defects D8
-    data = [{"input_ids": r["input_ids"], "attention_mask": r["attention_mask"], "labels": r["labels"]}
-            for r in padded(packed_rows(), left=False)]  # fmt: skip
-    with pytest.warns(UserWarning, match="entropy and mean_token_accuracy are not logged"):
-        trainer = CountingTrainer(
-            model=tiny_llama(VOCAB),
-            args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=len(data)),
-            train_dataset=data,
-            objective="mle",
-        )
-    trainer.train()
-    assert trainer._metrics["train"]["num_tokens"] == [6 * sum(DOCUMENTS)]
 
 
 @pytest.fixture

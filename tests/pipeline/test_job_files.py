@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -116,20 +115,6 @@ def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     assert (job.code, job.again) == (1, False)
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "evaluate.sbatch"])
-def test_every_rank_gets_its_cores(tmp_path: Path, name: str) -> None:
-    """srun has not taken over --cpus-per-task since Slurm 22.05."""
-    job = Job(tmp_path, name, 0)
-    assert job.environment["SRUN_CPUS_PER_TASK"] == "12"
-    assert job.environment["OMP_NUM_THREADS"] == "12"
-
-
-def test_every_job_file_that_calls_srun_is_tested_for_it() -> None:
-    files = (REPO / "launch/slurm").glob("*")
-    calling = {path.name for path in files if re.search(r"^ *srun ", path.read_text(), re.MULTILINE)}
-    assert calling == {"train.sbatch", "evaluate.sbatch"}
-
-
 def outcome(rules: list[dict[str, Any]], code: int) -> str:
     """What the first rule of a podFailurePolicy that fits makes of a container's exit code."""
     for rule in rules:
@@ -184,42 +169,6 @@ def test_a_scheduled_pass_without_work_ends_well(tmp_path: Path, state: str, eva
     assert done.returncode == 0 and ("called: watch" in done.stdout) == evaluates
 
 
-def test_with_infiniband_a_pod_does_not_fall_back_to_tcp() -> None:
-    patch = yaml.safe_load((REPO / "launch/k8s/rdma/train.yaml").read_text())
-    (container,) = patch["spec"]["template"]["spec"]["containers"]
-    assert {"name": "NCCL_NET", "value": "IB"} in container["env"]
-
-
-def test_a_pod_does_not_wait_for_ever_for_the_first() -> None:
-    """The wait ends with a failure, which is tried again."""
-    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
-    (line,) = (line for line in container["args"][0].splitlines() if "getent" in line)
-    short = line.replace("600", "0.2").replace("getent hosts", "false")
-    assert subprocess.run(["sh", "-c", short], timeout=30).returncode == 1
-
-
-def test_the_pods_of_the_cron_job_are_those_of_jobs() -> None:
-    pods, deeper = kubernetes("pod.yaml"), kubernetes("pod-cron.yaml")
-    assert deeper["spec"]["jobTemplate"]["spec"] == pods["spec"]
-
-
-def test_pods_run_as_the_image_does() -> None:
-    (user,) = re.findall(r"^USER (.*)$", (REPO / "Dockerfile").read_text(), re.MULTILINE)
-    pod = kubernetes("pod.yaml")["spec"]["template"]["spec"]
-    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user)}
-    mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-    assert {"/emo/runs", "/tmp"} <= mounts  # all that the image writes to
-
-
-def test_pods_are_probed_by_the_images_health_check() -> None:
-    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
-    command = container["livenessProbe"]["exec"]["command"]
-    assert (
-        f"HEALTHCHECK --interval=60s --timeout=10s --retries=1 CMD {json.dumps(command)}"
-        in (REPO / "Dockerfile").read_text()
-    )
-
-
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)
 def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     command = installed_kustomize()
@@ -231,27 +180,3 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
-
-
-def test_disagreement_and_rights_are_seen() -> None:
-    """What the test above and the campaign rely on."""
-    pod = kubernetes("pod.yaml")["spec"]["template"]
-    train, prepare = kubernetes("train.yaml"), kubernetes("prepare.yaml")
-    for job in (train, prepare):
-        own = job["spec"]["template"]["spec"]["containers"][0]
-        container = pod["spec"]["containers"][0] | own
-        job["spec"]["template"] = pod | {"spec": pod["spec"] | {"containers": [container]}}
-        job["metadata"]["labels"]["app.kubernetes.io/part-of"] = "emo"
-    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
-    data = dict(one.split("=") for one in literals["configMapGenerator"][0]["literals"])
-    labels = {"app.kubernetes.io/part-of": "emo", "app.kubernetes.io/component": "common"}
-    settings = {"kind": "ConfigMap", "metadata": {"name": "emo-settings", "labels": labels}, "data": data}
-    documents = [settings, train, prepare]
-    assert problems(documents) == []
-    data["NODES"] = "4"
-    train["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"] = {"drop": []}
-    assert problems(documents) == [
-        "NODES: ['4', 2, 2]",
-        "emo-train: capabilities",
-        "emo-prepare: capabilities",
-    ]

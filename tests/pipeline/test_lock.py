@@ -96,18 +96,6 @@ def test_who_was_superseded_learns_of_it(tmp_path: Path) -> None:
     assert "another launch took over" in (first.problem or "")
 
 
-def test_a_released_lock_is_free(tmp_path: Path) -> None:
-    for _ in range(3):
-        one = RunLock(tmp_path, active=True)
-        one.take()
-        one.release("finished")
-
-
-def test_of_many_only_one_gets_it(tmp_path: Path) -> None:
-    got = [lease.Lease(tmp_path, "lock", 10.0).acquire() for _ in range(5)]
-    assert got == [True, False, False, False, False]
-
-
 def test_one_that_slept_does_not_take_a_number_that_was_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,12 +117,6 @@ def test_one_that_slept_does_not_take_a_number_that_was_cleared(
     monkeypatch.setattr(lease, "_alive", others_first)
     assert not late.acquire()
     assert last[1].held()
-
-
-def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        RunLock(tmp_path / "file" / "run", active=True).take()
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, FailureError), (errno.EROFS, UserError)])

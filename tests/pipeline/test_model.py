@@ -26,11 +26,9 @@ from pipeline.model import (
     add_lora,
     check_fits,
     check_model,
-    load_losses,
     load_pretrained,
     measuring,
     model_config,
-    training_objective,
 )
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
@@ -56,20 +54,7 @@ def test_measuring_reports_demd_for_mle_and_leaves_training_as_it_was() -> None:
     assert model(input_ids=ids, labels=ids).demd.isnan()
 
 
-def test_adapters_leave_the_head_alone() -> None:
-    model = small("llama")
-    wrapped = add_lora(model, ModelConfig(path="x", lora={"r": 2}), 0)  # type: ignore[arg-type]
-    trainable = [n for n, p in wrapped.named_parameters() if p.requires_grad]
-    assert trainable
-    assert all(".lora_" in n and "lm_head" not in n for n in trainable)
-    fuse_model(model, get_objective("mle"))
-    ids = torch.randint(0, 61, (1, 8))
-    wrapped(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is None for n, p in wrapped.named_parameters() if not p.requires_grad)
-
-
 Change = Callable[[dict[str, Tensor]], Any]  # of the tensors of a checkpoint
-MASK = {"transformer.h.0.attn.bias": torch.ones(4), "transformer.h.0.attn.masked_bias": torch.ones(1)}
 
 
 def choice(**keys: Any) -> ModelConfig:
@@ -80,12 +65,6 @@ def choice(**keys: Any) -> ModelConfig:
 def without_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-
-
-def test_attention_auto_says_sdpa_without_a_gpu(caplog: pytest.LogCaptureFixture, without_gpu: None) -> None:
-    with caplog.at_level("INFO"):
-        assert usable_attention(choice(), family("llama").config) == "sdpa"
-    assert "attention: sdpa; not varlen: no GPU; not flash_attention_2: no GPU" in caplog.text
 
 
 @pytest.fixture
@@ -168,12 +147,6 @@ def test_adapters_on_layers_that_do_not_exist(targets: str | list[str], message:
         add_lora(model, choice(lora={"r": 2, "targets": targets}), 0)
     assert "\n" not in str(caught.value)
     assert [n for n, _ in model.named_parameters()] == names
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ".*self_attn.[qv]_proj", ["self_attn.q_proj"]])
-def test_adapters_where_they_are_wanted(targets: str | list[str]) -> None:
-    wrapped = add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}), 0)
-    assert any("q_proj.lora_A" in n for n, _ in wrapped.named_parameters())
 
 
 def saved(
@@ -276,35 +249,6 @@ def test_tied_weights_that_differ_are_refused(
         assert "\n" not in str(caught.value)
 
 
-def test_integers_that_old_checkpoints_carry_are_no_mistake(tmp_path: Path) -> None:
-    masks = {"transformer.h.0.attn.bias": torch.ones(4, dtype=torch.uint8)}
-    path = saved(tmp_path, lambda tensors: tensors.update(masks), "gpt2")
-    load_pretrained(run_config(path, tmp_path), "sdpa")
-
-
-@pytest.mark.parametrize(
-    ("name", "keys", "extra"),
-    [
-        ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
-        ("llama", {"tie_word_embeddings": True}, {}),
-        (
-            "gpt2",
-            {},
-            {"transformer.h.0.attn.bias": torch.ones(4), "transformer.h.0.attn.masked_bias": torch.ones(1)},
-        ),
-        ("gpt_neox", {}, {"gpt_neox.layers.0.attention.masked_bias": torch.ones(1)}),
-        ("opt", {}, {}),
-    ],
-)
-def test_ties_and_buffers_that_old_checkpoints_carry_are_no_mistake(
-    name: str, keys: dict[str, Any], extra: dict[str, Tensor], tmp_path: Path
-) -> None:
-    # defects A4
-    path = saved(tmp_path, lambda tensors: tensors.update(extra), name, **keys)
-    loaded = load_pretrained(run_config(path, tmp_path), "sdpa")
-    torch.testing.assert_close(dict(loaded.named_parameters()), dict(family(name, **keys).named_parameters()))
-
-
 def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
     # defects A4
     from transformers import LlamaForSequenceClassification, T5Config, T5ForConditionalGeneration
@@ -327,24 +271,6 @@ def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"model.path={path} {message}") as caught:
             load_pretrained(run_config(path, tmp_path), "sdpa")
         assert "\n" not in str(caught.value)
-
-
-def test_the_revision_of_the_model_is_that_of_its_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # defects A7
-    asked: list[tuple[str, str | None]] = []
-
-    def load(source: str, vocab_size: int, revision: str | None = None, **_: Any) -> CostEmbedding:
-        asked.append((source, revision))
-        return CostEmbedding(torch.ones(vocab_size, 2))
-
-    monkeypatch.setattr("pipeline.model.load_cost", load)
-    config = run_config("owner/name", tmp_path, revision="abc")
-    load_losses(config, training_objective(config), 61)
-    other = config.objective.model_copy(update={"cost": "other/model"})
-    load_losses(config.model_copy(update={"objective": other}), training_objective(config), 61)
-    assert asked == [("owner/name", "abc"), ("other/model", None)]
 
 
 def manifest(**changes: object) -> SimpleNamespace:
@@ -373,24 +299,6 @@ def test_the_architecture_must_be_that_of_the_weights(shared_data: Path) -> None
     wrong = ModelConfig(path=path, architecture={"model_type": "llama", "hidden_size": 65})
     with pytest.raises(UserError, match=r"has hidden_size=64, but model.architecture says 65"):
         model_config(wrong)
-
-
-def test_the_probe_reaches_the_model_inside_its_adapters() -> None:
-    # defects A1, A2
-    model = family("opt")
-    wrapped = add_lora(model, choice(lora={"r": 2}), 0)
-    fuse_model(model, get_objective("mle"))
-    engine = SimpleNamespace(model=wrapped, ds=wrapped, world=SimpleNamespace(device=torch.device("cpu")))
-    config = run_config("x", Path("x"), lora={"r": 2})
-    shards = [SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])]
-    check_model(engine, config, shards)  # type: ignore[arg-type]
-    assert model.packing == "mask"
-    model.set_attn_implementation("eager")
-    check_model(engine, config, shards)  # type: ignore[arg-type]
-    assert model.packing == "mask"
-    model.set_attn_implementation("varlen")
-    check_model(engine, config, shards)  # type: ignore[arg-type]
-    assert model.packing == "positions"
 
 
 def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:

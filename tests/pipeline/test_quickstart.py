@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,18 +55,6 @@ def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) ->
     assert [load_config(Path(path), []).data for path in recipes] == [base.data, runs["emo"].data]
 
 
-def test_objectives_differ_by_their_name_only(runs: dict[str, RunConfig]) -> None:
-    mle, emo = (runs[name].model_dump() for name in ("mle", "emo"))
-    assert (mle["objective"].pop("name"), emo["objective"].pop("name")) == ("mle", "emo")
-    assert mle.pop("run_dir") != emo.pop("run_dir")
-    assert mle == emo
-
-
-def test_the_base_model_has_not_read_what_it_is_continued_on(runs: dict[str, RunConfig]) -> None:
-    read = {name: [source.embedded for source in runs[name].data.sources] for name in runs}
-    assert read == {"pretrain": ["world-home"], "mle": ["world-abroad"], "emo": ["world-abroad"]}
-
-
 WAITING = """
 import signal
 import sys
@@ -102,29 +89,6 @@ def test_a_request_to_stop_reaches_every_command(how: signal.Signals) -> None:
     assert said.startswith(quickstart.ABOUT)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nothing of it is left
-
-
-@pytest.fixture
-def handler() -> Iterator[None]:
-    """main() takes SIGTERM for itself."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("handler")
-def test_a_step_that_fails_ends_it(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for code, expected in ((2, 2), (-9, 1)):
-        failing = [
-            sys.executable,
-            "-c",
-            f"import os; os.kill(os.getpid(), 9) if {code} < 0 else exit({code})",
-        ]
-        monkeypatch.setattr(quickstart, "steps", lambda failing=failing: [("Fail", [failing])])
-        assert quickstart.main([]) == expected
-        assert f"step 1 ended with exit code {code}" in capfd.readouterr().err
 
 
 def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

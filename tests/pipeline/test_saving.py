@@ -95,14 +95,6 @@ def test_an_export_that_cannot_be_written_ends_all_ranks_alike(
     assert not list(run_dir.glob("step-*"))
 
 
-def test_a_write_that_never_ends_ends_the_run(recipe: Path, tmp_path: Path) -> None:
-    done = run("hung", 2, recipe, tmp_path / "run", "train.export_checkpoints=false")
-    assert done.returncode == ExitCode.FAILURE, done.stdout
-    (line,) = errors(done.stdout)
-    assert "after step 2 cannot be written (nothing was written for 0.05 minutes" in line
-    assert not checkpoints(tmp_path / "run")
-
-
 def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
     """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
     options = ["train.save_every=1", "train.export_checkpoints=false", "train.async_save=false"]

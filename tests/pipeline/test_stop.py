@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser as torchrun_parser
 
 from common.exit_codes import ExitCode
 from pipeline.stop import REPORTS, StopRequest, Watch, _grace
@@ -122,13 +121,6 @@ class Nothing(Watch):
         self.signal, self.launcher_gone = None, False
 
 
-def test_a_file_is_a_request(tmp_path: Path) -> None:
-    request = StopRequest(tmp_path, None, Nothing())
-    assert request.reason is None
-    (tmp_path / "STOP").touch()
-    assert "STOP" in (request.reason or "")
-
-
 def test_a_time_limit_is_a_request(tmp_path: Path) -> None:
     assert StopRequest(tmp_path, 60, Nothing()).reason is None
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, Nothing()).reason or "")
@@ -156,8 +148,3 @@ def test_a_rank_takes_the_time_that_its_launcher_gives(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert _grace(command.split()) == seconds
-
-
-def test_torchrun_still_has_the_options_that_the_docs_name() -> None:
-    options = {option for action in torchrun_parser()._actions for option in action.option_strings}
-    assert {"--shutdown-timeout", "--signals-to-handle"} <= options
