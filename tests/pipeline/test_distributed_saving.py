@@ -160,8 +160,6 @@ def test_a_stop_is_honoured_within_two_steps(long_run: list[str], tmp_path: Path
     assert not (run_dir / "STOP").exists()
 
 
-
-
 def test_torchrun_restarts_what_was_killed(recipe: Path, tmp_path: Path) -> None:
     """The launcher's own restarts: the same path as any other start."""
     run_dir = tmp_path / "run"

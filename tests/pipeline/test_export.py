@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import FailureError, UserError
 from pipeline import export
 from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.export import ExportError, ShardWriter, check_aside, exported_tensors
+from pipeline.export import check_aside, exported_tensors, write_shards
 from pipeline.model import add_lora
-from pipeline.planning.checks import meta_model
 from pipeline.planning.rehearsal import rehearse
 from tests.conftest import REPO
 
@@ -67,51 +66,38 @@ def test_merged_tensors_give_the_adapted_model(family: str, targets: str) -> Non
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_rehearsed_on_the_meta_device(family: str) -> None:
-    for lora in ({}, {"r": 4}):
-        config = load_config(
-            REPO / "launch/recipes/quickstart-pretrain.yaml", [f"model.lora.{k}={v}" for k, v in lora.items()]
-        )
-        settings = AutoConfig.for_model(family, vocab_size=64, max_position_embeddings=32, **FAMILIES[family])
-        rehearse(meta_model(config, settings), config)
-
-
 def test_a_merge_that_cannot_work_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects B2: as it was, with the delta not transposed, GPT-2 is told before its first step."""
+    """GPT-2 stores its weights transposed: a delta that is not would be noticed before the first step."""
     adapted, config = model("gpt2", r=4)
-    real = export._adapted
-    monkeypatch.setattr(export, "_adapted", lambda *a: real(*a)._replace(transposed=False))
+    real = export.Exported
+    monkeypatch.setattr(export, "Exported", lambda *a, **k: real(*a[:4]))
     with pytest.raises(UserError, match=r"exported: transformer.h.0.attn.c_attn.weight would be"):
         rehearse(adapted, config)
 
 
-def test_a_full_disk_is_kept_until_all_ranks_can_hear_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gathers of the other ranks must still find rank 0: nothing is raised where a shard is written."""
+def test_a_full_disk_leaves_the_gathers_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks must still find rank 0 in them: the error is returned, and the tensors can be drained."""
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "save_file", full)
     monkeypatch.setattr(export, "SHARD_BYTES", 100)
-    writer = ShardWriter(tmp_path / "x")
-    for i in range(5):
-        writer.keep(f"t{i}", torch.zeros(20))
-    writer.finish()
-    assert (writer.problem or "").endswith("cannot be written ([Errno 28] No space left on device)")
-    assert issubclass(ExportError, UserError)
+    plain, config = model("llama")
+    copied = export.Copied(plain, torch.zeros(1), torch.zeros(1), (t for t in tensors(5)))  # type: ignore[arg-type]
+    error = export.write_export(copied, config, tmp_path / "x", {}, export.check)
+    assert isinstance(error, FailureError) and not (tmp_path / "x").exists()
+    assert len(list(copied.tensors)) == 3  # two were taken when the first shard was full
+
+
+def tensors(count: int) -> list[tuple[str, torch.Tensor]]:
+    return [(f"t{i}", torch.zeros(20)) for i in range(count)]
 
 
 def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "SHARD_BYTES", 100)
-    writer = ShardWriter(tmp_path / "x")
-    for i in range(3):
-        writer.keep(f"t{i}", torch.zeros(20))
-    writer.finish()
+    write_shards(tmp_path / "x", tensors(3))
     names = sorted(p.name for p in (tmp_path / "x").iterdir())
-    assert writer.problem is None
     assert names == [
         *(f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)),
         "model.safetensors.index.json",

@@ -122,5 +122,3 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
         watch.ended(int(end.code or 0))
     assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"
     assert node_name() == "node-7"
-
-

@@ -102,7 +102,6 @@ def test_states_are_converted_as_data(tmp_path: Path) -> None:
 # --- config.yaml and metrics ------------------------------------------------------------------------------
 
 
-
 # --- recipes ----------------------------------------------------------------------------------------------
 
 
@@ -120,8 +119,6 @@ def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
         load_config(recipe, [f"run_dir=runs/{OWN}"])
     assert load_config(recipe, [f"objective.sum={parts}"]).objective.sum
     assert config(tmp_path, f"objective.name={OWN}").objective.name == OWN
-
-
 
 
 # --- what is shown ----------------------------------------------------------------------------------------

@@ -57,8 +57,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-
-
 def test_a_copy_is_a_checkpoint(tmp_path: Path) -> None:
     source, pieces = checkpoint(tmp_path / "run", 3), []
     copy_checkpoint(source, str(tmp_path / "copies"), lambda: pieces.append(1))
