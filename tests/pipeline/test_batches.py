@@ -7,21 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.labels import IGNORE
 from data_prep.config import DataConfig
 from data_prep.shards import open_prepared
-from pipeline.batches import Batches, Loader, check_content, rank_rows
-from pipeline.config import load_config
+from pipeline.batches import Batches, Loader, check_content
 from pipeline.engine import _detached
 from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
 from pipeline.model import tell_by_token
 from pipeline.planning.order import BatchOrder
-from pipeline.planning.plan import print_plan
 from pipeline.ranks import World
 from pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import data_config, run, texts, write_jsonl
@@ -29,13 +24,6 @@ from tests.helpers.families import tiny_llama
 from tests.helpers.waits import waits
 
 CPU = torch.device("cpu")
-
-
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 9))
-def test_the_ranks_together_take_the_global_batch(ranks: int, step: int) -> None:
-    rows = BatchOrder(100, 16, 3).step_rows(step)
-    parts = [rank_rows(rows, r, ranks) for r in range(ranks)]
-    assert np.array_equal(np.concatenate(parts), rows)
 
 
 @pytest.fixture
@@ -138,29 +126,3 @@ def test_a_shard_changed_in_place_stops_every_start(
     for place in (run_dir, tmp_path):
         with pytest.raises(UserError, match=rf"{shard.name} was changed after it was prepared; run: "):
             check_content(place, [data], world)
-
-
-def test_a_dry_run_refuses_data_of_another_recipe(config: DataConfig, tmp_path: Path) -> None:
-    """defects A6: prepared with one block, planned with another."""
-    recipe = tmp_path / "recipe.yaml"
-    tree = {
-        "run_dir": str(tmp_path / "run"),
-        "data": config.model_dump(mode="json"),
-        "model": {
-            "architecture": {
-                "model_type": "llama",
-                "vocab_size": 400,
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
-            "dtype": "float32",
-        },
-        "train": {"epochs": 1, "batch": 2, "micro_batch": 2},
-    }
-    recipe.write_text(yaml.safe_dump(tree))
-    print_plan(load_config(recipe, []), ranks=1)
-    for steps in ([], ["train.epochs=null", "train.steps=3"]):
-        with pytest.raises(UserError, match=r"with data.block=32, the recipe says 128; "):
-            print_plan(load_config(recipe, ["data.block=128", *steps]), ranks=1)

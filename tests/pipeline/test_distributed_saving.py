@@ -116,19 +116,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(
     assert losses(run_dir) == losses(whole)
 
 
-def test_one_killed_rank_ends_all_soon_and_the_run_resumes(long_run: list[str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = launching.start(2, *long_run, f"run_dir={run_dir}")
-    wait_for_step(run_dir, 4)
-    launching.ranks_of(process)[1].send_signal(signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode not in (ExitCode.DONE, ExitCode.STOPPED)
-    assert "rank 0 lost another rank" in output
-    stopped = launching.run_ranks(2, *long_run, f"run_dir={run_dir}", "train.max_minutes=0.02")
-    assert stopped.returncode == ExitCode.STOPPED, stopped.stdout
-    assert "resumed from" in stopped.stdout
-
-
 def test_a_rank_that_hangs_is_given_up(long_run: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.timeout_minutes=0.05")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import re
@@ -10,10 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
 
-from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import family, tiny_llama
@@ -75,37 +71,3 @@ def test_the_snippet_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch)
     (place / "text.txt").rename(place / "notes.txt")
     monkeypatch.chdir(place)
     exec(snippet.replace(hub, str(place / "model")), {"__name__": "snippet"})
-
-
-def test_the_same_losses_through_every_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused model, Trainer with the mixin, Trainer with a loss function, plain module, and plain PyTorch."""
-    monkeypatch.chdir(REPO)
-    model = tiny_llama(VOCAB).eval()
-    ids = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
-    batch = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
-
-    log_p = model(ids).logits[:, :-1].log_softmax(-1)
-    H, m = -(log_p.exp() * log_p).sum(-1), -log_p.gather(2, ids[:, 1:, None])[..., 0]
-    want = ((1 + 0.5 * H / (1 + H)).detach() * m).mean().item()
-
-    found = {"module": EMOLoss(OWN)(model(ids).logits, ids).item()}
-    fused = copy.deepcopy(model)
-    fuse_causal_lm(fused, OWN)
-    found["fused"] = fused(input_ids=ids, labels=ids).loss.item()
-
-    class FusedTrainer(FusedLossMixin, Trainer):
-        pass
-
-    settings = {"max_steps": 1, "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": []}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", disable_tqdm=True, **settings)
-    doors = {
-        "mixin": FusedTrainer(copy.deepcopy(model), args, train_dataset=batch, objective=OWN),
-        "loss function": Trainer(
-            copy.deepcopy(model), args, train_dataset=batch, compute_loss_func=loss_function(OWN)
-        ),
-    }
-    for name, trainer in doors.items():
-        trainer.train()
-        found[name] = trainer.state.log_history[0]["loss"]
-    for name, loss in found.items():
-        assert loss == pytest.approx(want, rel=1e-6), name

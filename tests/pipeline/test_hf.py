@@ -95,14 +95,6 @@ def test_accumulation_does_not_change_training(kind: str, tmp_path: Path) -> Non
     assert losses_of_pieces == pytest.approx(losses, rel=1e-5)
 
 
-def test_mle_mixin_is_the_ordinary_trainer(tmp_path: Path) -> None:
-    """With `mle` nothing changes but memory."""
-    fused, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
-    EmoTrainer(model=fused, args=arguments(tmp_path), train_dataset=rows(), objective="mle").train()
-    Trainer(model=plain, args=arguments(tmp_path), train_dataset=rows()).train()
-    assert relative_error(parameters(fused), parameters(plain)) <= 1e-6
-
-
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
     model = tiny_llama(VOCAB)

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM
 
-from common.errors import UserError
-from pipeline.hf import EMOLoss, fuse_causal_lm
-from pipeline.loss import CostEmbedding
+from pipeline.hf import fuse_causal_lm
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import relative_error
-from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters, rows
+from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters
 
 DOCUMENTS = (7, 3, 10, 1, 6)
 
@@ -104,23 +102,6 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
         assert relative_error(got, want) <= 1e-3, left
 
 
-def test_positions_beside_a_padding_mask(tmp_path: Path) -> None:
-    """A mask of ones would switch off the look at the positions; contradictions are refused."""
-    # defects A3
-    model = family("llama")
-    fuse_causal_lm(model, "mle")
-    row = {key: torch.tensor([value]) for key, value in packed_rows()[0].items()}
-    want = model(**row).loss
-    ones = torch.ones_like(row["input_ids"])
-    torch.testing.assert_close(model(**row, attention_mask=ones).loss, want)
-    plain = family("llama")(input_ids=row["input_ids"], labels=row["labels"]).loss
-    assert abs(plain - want) > 1e-2
-    mask = ones.clone()
-    mask[0, :2] = 0  # padding whose positions run on into the document
-    with pytest.raises(UserError, match="contradict each other"):
-        model(**row, attention_mask=mask)
-
-
 def test_the_signature_of_the_model_stays() -> None:
     # defects A3
     model = tiny_llama(VOCAB)
@@ -129,43 +110,6 @@ def test_the_signature_of_the_model_stays() -> None:
     fuse_causal_lm(model, "emo")
     assert inspect.signature(model.forward) == want
     assert inspect.signature(type(model).forward) == inspect.signature(LlamaForCausalLM.forward)
-
-
-def test_label_smoothing_of_the_trainer(tmp_path: Path) -> None:
-    """It is honoured, and is the Trainer's own; two different ones are a contradiction."""
-    # defects D8
-    results = []
-    for kind in (EmoTrainer, Trainer):
-        model = tiny_llama(VOCAB)
-        extra: dict[str, Any] = {"objective": "mle"} if kind is EmoTrainer else {}
-        args = arguments(tmp_path, label_smoothing_factor=0.3, max_steps=1)
-        kind(model=model, args=args, train_dataset=rows()[:1] * 6, **extra).train()
-        results.append(parameters(model))
-    assert relative_error(results[0], results[1]) <= 1e-5
-    args = arguments(tmp_path, label_smoothing_factor=0.3)
-    with pytest.raises(UserError, match=r"label_smoothing_factor=0.3 .* give one of them"):
-        EmoTrainer(
-            model=tiny_llama(VOCAB), args=args, train_dataset=rows(), loss_options={"label_smoothing": 0.1}
-        )
-
-
-@pytest.mark.parametrize("change", ["in place", "data", "out of sight"])
-def test_a_changed_cost_embedding_is_seen(change: str) -> None:
-    # defects D8
-    z, E = torch.randn(2, LENGTH, VOCAB), torch.randn(VOCAB, 5)
-    labels = torch.randint(VOCAB, (2, LENGTH))
-    module, other = EMOLoss("demd"), torch.randn(VOCAB, 5)
-    before = module(z, labels, E)
-    if change == "in place":
-        E.copy_(other)
-    elif change == "data":
-        E.data.copy_(other)
-    else:
-        E.numpy()[:] = other.numpy()
-    after = module(z, labels, E)
-    assert after != before
-    assert after == EMOLoss("demd")(z, labels, other)
-    assert EMOLoss("demd")(z, labels, CostEmbedding.from_weight(other)) == after
 
 
 @pytest.fixture

@@ -221,28 +221,6 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
         assert error.value.code == "prompt-packed"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_evaluation_prediction_and_generation(tmp_path: Path) -> None:
-    model, rows = tiny_llama(VOCAB), Dataset.from_list(prompted())
-    want, _ = naive(copy.deepcopy(model), documents(False), "emo", model.lm_head.weight.detach())
-    trainer = FusedSFTTrainer(
-        model,
-        settings(tmp_path),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer(),
-    )
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-5)
-    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(want, rel=1e-5)
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < want
-    prompt = torch.tensor([[1, 2, 3]])
-    fresh = tiny_llama(VOCAB)
-    fresh.load_state_dict(model.state_dict())
-    written = [m.generate(prompt, max_new_tokens=4, do_sample=False).tolist() for m in (model, fresh)]
-    assert written[0] == written[1]
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [Trainer, trl.SFTTrainer, FusedTrainer])
 def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:

@@ -7,15 +7,11 @@ import re
 import shutil
 import subprocess
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from common import __version__
 from tests.conftest import REPO
-
-DOCKERFILE = (REPO / "Dockerfile").read_text()
 
 
 @pytest.fixture
@@ -62,26 +58,3 @@ def test_health_is_how_long_a_run_has_been_at_what_it_does(image: Path) -> None:
         )
         assert health().returncode == code
     assert re.fullmatch(r"no progress for 20\d s\n", health().stdout)
-
-
-def argument(name: str) -> str:
-    """What an ARG of the Dockerfile is unless given."""
-    found = re.search(rf"^ARG {name}=(.*)$", DOCKERFILE, re.MULTILINE)
-    assert found
-    return found[1].strip('"')
-
-
-def locked(package: str) -> str:
-    found = re.search(rf"^{package}==([^\s;+]+)", (REPO / "requirements.lock").read_text(), re.MULTILINE)
-    assert found
-    return found[1]
-
-
-def test_what_the_dockerfile_says_of_the_packages_is_what_is_locked() -> None:
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    assert argument("BASE") == "debian:bookworm-slim"  # whose Python is 3.11, as the Dockerfile says
-    assert project["requires-python"] == ">=3.11"
-    assert f"torch {'.'.join(locked('torch').split('.')[:2])} " in DOCKERFILE
-    assert f'image.version="{__version__}"' in DOCKERFILE
-    assert f'image.licenses="{project["license"]}"' in DOCKERFILE
-    assert "flash" not in (REPO / "requirements.lock").read_text()

@@ -103,13 +103,6 @@ def test_a_node_whose_hardware_failed_is_excluded(
     assert job.again and job.updated == (f"update JobId=17 ExcNodeList={excluded}" if excluded else "")
 
 
-def test_jobs_may_be_submitted_from_anywhere(tmp_path: Path) -> None:
-    """Slurm runs a copy of the file; paths of the command are those of the directory that it was given in."""
-    job = Job(tmp_path, "train.sbatch", 0)
-    assert job.called[0] == str(tmp_path) and f"{REPO}/launch/continual.sh" in job.called
-    assert job.environment["PATH"].startswith(f"{REPO}/.venv/bin:")
-
-
 def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     job = Job(tmp_path, "train.sbatch", 1, SLURM_RESTART_COUNT="3", RETRIES="3")
     assert (job.code, job.again) == (1, False)
@@ -134,39 +127,6 @@ def test_kubernetes_starts_again_what_may_pass() -> None:
     rules = kubernetes("train.yaml")["spec"]["podFailurePolicy"]["rules"]
     found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
     assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
-
-
-def test_pods_avoid_nodes_that_are_marked_and_name_their_own() -> None:
-    pod = kubernetes("train.yaml")["spec"]["template"]["spec"]
-    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
-        "nodeSelectorTerms"
-    ]
-    assert term == {"matchExpressions": [{"key": "emo/broken", "operator": "DoesNotExist"}]}
-    (container,) = pod["containers"]
-    assert container["env"][0]["name"] == "NODE_NAME"  # pipeline.stop.node_name
-    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-
-
-@pytest.mark.parametrize(("state", "evaluates"), [("absent", False), ("training", True), ("done", False)])
-def test_a_scheduled_pass_without_work_ends_well(tmp_path: Path, state: str, evaluates: bool) -> None:
-    run = tmp_path / "emo"
-    if state != "absent":
-        run.mkdir()
-    if state == "done":
-        (run / "eval/watch/done").mkdir(parents=True)
-        (run / "eval/watch/done/emo.json").touch()
-    entry = tmp_path / "launch/entrypoint.sh"
-    entry.parent.mkdir()
-    entry.write_text('#!/bin/sh\necho "called: $*"\n')
-    entry.chmod(0o755)
-    job = kubernetes("evaluate.yaml")["spec"]
-    assert job["concurrencyPolicy"] == "Forbid"
-    (container,) = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    environment = os.environ | {"RUN_DIR": str(run), "DATA": "hub"}
-    done = subprocess.run(
-        ["sh", "-c", *container["args"]], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and ("called: watch" in done.stdout) == evaluates
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)

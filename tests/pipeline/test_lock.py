@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common import lease
 from common.errors import FailureError, UserError
 from common.lease import Lease
 from pipeline import lock
@@ -96,29 +95,6 @@ def test_who_was_superseded_learns_of_it(tmp_path: Path) -> None:
     assert "another launch took over" in (first.problem or "")
 
 
-def test_one_that_slept_does_not_take_a_number_that_was_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the look at the newest number and the next number's creation others may come and go."""
-    late, judged = Lease(tmp_path, "lock", 10.0), tmp_path / "lock.000001"
-    judged.write_text(json.dumps({"released": True}))
-
-    def others_first(path: Path, seconds: float) -> bool:
-        monkeypatch.undo()
-        for _ in range(2):
-            other = Lease(tmp_path, "lock", 10.0)
-            assert other.acquire()
-            last.append(other)
-            if len(last) == 1:
-                other.release()
-        return False
-
-    last: list[Lease] = []
-    monkeypatch.setattr(lease, "_alive", others_first)
-    assert not late.acquire()
-    assert last[1].held()
-
-
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, FailureError), (errno.EROFS, UserError)])
 def test_a_disk_that_is_full_for_now_is_no_mistake(
     number: int, kind: type[UserError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,12 +145,3 @@ def test_a_container_gets_its_own_copy_of_the_heartbeat(
     one.release("finished")
     assert not copy.exists()  # what comes after the run has no heartbeat
     assert (run / HEARTBEAT).exists()
-
-
-def test_other_ranks_hold_nothing(tmp_path: Path) -> None:
-    other = RunLock(tmp_path, active=False)
-    other.take()
-    other.now("training")
-    assert other.problem is None
-    other.release("finished")
-    assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,6 @@ from pipeline.model import (
     check_model,
     load_pretrained,
     measuring,
-    model_config,
 )
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
@@ -62,12 +61,6 @@ def choice(**keys: Any) -> ModelConfig:
 
 
 @pytest.fixture
-def without_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-
-
-@pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
     monkeypatch.setattr("pipeline.planning.attention.on_gpu", lambda: True)
@@ -75,21 +68,6 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-
-
-def test_attention_that_cannot_run_is_refused(without_gpu: None) -> None:
-    """What is asked for by name and cannot run is a mistake, told in one line."""
-    # defects D1
-    llama, xglm = family("llama").config, family("xglm").config
-    flash = choice(attn_implementation="flash_attention_2")
-    with pytest.raises(UserError, match=r"flash_attention_2 cannot be used: no GPU; set .*=auto"):
-        usable_attention(flash, llama)
-    assert usable_attention(choice(attn_implementation="eager"), llama) == "eager"
-    assert usable_attention(choice(attn_implementation="varlen"), llama) == "varlen"
-    for name in ("sdpa", "varlen"):
-        with pytest.raises(UserError, match=rf"={name} cannot be used: xglm models have no {name}") as caught:
-            usable_attention(choice(attn_implementation=name), xglm)
-        assert "\n" not in str(caught.value)
 
 
 def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
@@ -290,15 +268,6 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
     check_fits(config, ModelConfig(path=str(stories)), manifest(tokenizer_fingerprint=own))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="another tokenizer than that of"):
         check_fits(config, ModelConfig(path=str(stories)), manifest())  # type: ignore[arg-type]
-
-
-def test_the_architecture_must_be_that_of_the_weights(shared_data: Path) -> None:
-    path = str(shared_data / "models" / "stories260K")
-    right = ModelConfig(path=path, architecture={"model_type": "llama", "hidden_size": 64})
-    assert model_config(right).hidden_size == 64
-    wrong = ModelConfig(path=path, architecture={"model_type": "llama", "hidden_size": 65})
-    with pytest.raises(UserError, match=r"has hidden_size=64, but model.architecture says 65"):
-        model_config(wrong)
 
 
 def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:

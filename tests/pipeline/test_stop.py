@@ -74,15 +74,6 @@ def test_a_rank_that_is_still_starting_ends_at_once(tmp_path: Path, number: sign
     assert rank.returncode == ExitCode.STOPPED
 
 
-def test_the_launch_scripts_watch_before_they_import() -> None:
-    """defects B9"""
-    for script in ("continual", "instruct"):
-        lines = (REPO / "launch" / f"{script}.sh").read_text().split('"""')[2].splitlines()
-        watch = next(i for i, line in enumerate(lines) if line.startswith("watch = Watch()"))
-        imported = [line for line in lines[:watch] if "import" in line]
-        assert imported == ["import sys", "from pathlib import Path", "from pipeline.stop import Watch"]
-
-
 @pytest.mark.parametrize("phase", ["starting", "loading", "training"])
 def test_a_lost_launcher_is_noticed_in_every_phase(tmp_path: Path, phase: str) -> None:
     """defects B5"""

@@ -155,25 +155,6 @@ def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
     assert seconds > 1
 
 
-@pytest.mark.parametrize("script", ["continual", "instruct"])
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
-)
-def test_threads_that_wait_leave_the_cpu_to_others(script: str, given: dict[str, str], found: str) -> None:
-    """Before torch, with its OpenMP, is imported; what the user sets is left."""
-    program = (
-        "import os, runpy, sys; import pipeline.cli as cli; cli.leave = lambda _: None\n"
-        "def run(*_): assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT')); return 0\n"
-        "cli._run = run\n"
-        f"runpy.run_path('launch/{script}.sh')"
-    )
-    kept = os.environ.keys() - {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-    environment = {key: os.environ[key] for key in kept} | given
-    said = subprocess.check_output([sys.executable, "-c", program], cwd=REPO, env=environment, text=True)
-    assert said == f"{found}\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

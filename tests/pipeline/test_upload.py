@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pipeline import checkpoint as checkpoint_module
 from pipeline import upload
 from pipeline.checkpoint import Saver, prune
-from pipeline.run_dir import COMPLETE, checkpoints, problem
+from pipeline.run_dir import COMPLETE, checkpoints
 from pipeline.upload import UPLOADING, Uploads, copy_checkpoint
 
 FILES = {"state.json": b"{}", "state/rank-0.pt": b"zero" * 100, "state/rank-1.pt": b"one" * 100}
@@ -57,13 +57,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_copy_is_a_checkpoint(tmp_path: Path) -> None:
-    source, pieces = checkpoint(tmp_path / "run", 3), []
-    copy_checkpoint(source, str(tmp_path / "copies"), lambda: pieces.append(1))
-    (copied,) = checkpoints(tmp_path / "copies")
-    assert problem(copied) is None and len(pieces) == len(FILES)
-
-
 def test_what_is_there_is_not_copied_again(tmp_path: Path, opened: list[str]) -> None:
     source, system = checkpoint(tmp_path, 3), fsspec.filesystem("memory")
     copy_checkpoint(source, "memory://bucket", lambda: None)
@@ -82,14 +75,6 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path, opened: list[str]) ->
     copy_checkpoint(source, "memory://bucket", lambda: None)
     assert sorted(opened) == ["rank-0.pt", "state.json"]
     assert system.cat_file(f"{root}/state/rank-0.pt") == FILES["state/rank-0.pt"]
-
-
-def test_another_checkpoint_of_the_same_name_and_sizes_is_replaced(tmp_path: Path, opened: list[str]) -> None:
-    other = {name: content[::-1] for name, content in FILES.items()}
-    for run, files in (("first", FILES), ("second", other)):
-        copy_checkpoint(checkpoint(tmp_path / run, 3, files), "memory://bucket", lambda: None)
-        copied = fsspec.filesystem("memory").cat_file("/bucket/step-000003/state/rank-1.pt")
-        assert copied == files["state/rank-1.pt"]
 
 
 def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
