@@ -54,25 +54,25 @@ def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
 def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
     """While a step computes the next is read, after the last nothing; a step out of turn is right, too."""
     data, _ = open_prepared(config)
-    asked: list[int] = []
+    steps_read: list[int] = []
 
     class Noting(BatchOrder):
         def step_rows(self, step: int) -> np.ndarray:
-            asked.append(step)
+            steps_read.append(step)
             return super().step_rows(step)
 
     order = BatchOrder(len(data), 4, 0)
     loader = Loader(Noting(len(data), 4, 0), Batches(data, None, 2, CPU), 10**6, World(1, 2, CPU))
     for step in (5, 6, 9):
-        found = loader.step(step, last=step == 9)
+        result = loader.step(step, last=step == 9)
         rows = order.step_rows(step)
-        assert np.array_equal(found.rows, rows)
-        assert found.valid == data.valid[rows].sum()
-        assert found.damage is None
-        mine = data.batch(rows[2:])["input_ids"]
-        assert np.array_equal(np.concatenate([part["input_ids"] for part in found.micro]), mine)
+        assert np.array_equal(result.rows, rows)
+        assert result.valid == data.valid[rows].sum()
+        assert result.damage is None
+        chosen = data.batch(rows[2:])["input_ids"]
+        assert np.array_equal(np.concatenate([part["input_ids"] for part in result.micro]), chosen)
     loader.close()
-    assert asked == [5, 6, 7, 9]
+    assert steps_read == [5, 6, 7, 9]
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo"])
@@ -89,23 +89,23 @@ def test_losses_are_summed_apart_by_domain(objective: str) -> None:
 
     def sums(mine: torch.Tensor) -> torch.Tensor:
         plan = plan_tokens(labels.masked_fill(~mine[:, None], IGNORE))
-        with waits() as found:
+        with waits() as result:
             totals = _detached(head(hidden, plan), domain, 3)
-        assert found == []
+        assert result == []
         return totals
 
     whole = sums(torch.ones(5, dtype=torch.bool))[-6:].view(2, 3)
-    for place in range(3):
-        loss, nll = sums(domain == place)[:2]
-        torch.testing.assert_close(whole[:, place], torch.stack((loss, nll)), rtol=1e-5, atol=1e-9)
+    for number in range(3):
+        loss, nll = sums(domain == number)[:2]
+        torch.testing.assert_close(whole[:, number], torch.stack((loss, nll)), rtol=1e-5, atol=1e-9)
 
 
 def test_the_loader_hands_on_damage(config: DataConfig) -> None:
     data, _ = open_prepared(config)
     loader = Loader(BatchOrder(len(data), 4, 0), Batches(data, None, 2, CPU), 2, World(0, 1, CPU))
-    found = loader.step(0, last=True)
-    assert found.damage is not None and "of a vocabulary of 2" in found.damage
-    assert found.micro == []
+    result = loader.step(0, last=True)
+    assert result.damage is not None and "of a vocabulary of 2" in result.damage
+    assert result.micro == []
 
 
 def test_a_shard_changed_in_place_stops_every_start(
@@ -123,6 +123,6 @@ def test_a_shard_changed_in_place_stops_every_start(
     changed = bytearray(shard.read_bytes())
     changed[len(changed) // 2] ^= 1
     shard.write_bytes(changed)
-    for place in (run_dir, tmp_path):
+    for folder in (run_dir, tmp_path):
         with pytest.raises(UserError, match=rf"{shard.name} was changed after it was prepared; run: "):
-            check_content(place, [data], world)
+            check_content(folder, [data], world)

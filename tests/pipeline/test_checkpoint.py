@@ -63,8 +63,8 @@ def test_damage_is_found(tmp_path: Path, name: str) -> None:
 def test_the_parts_of_a_check_together_find_a_flip(tmp_path: Path) -> None:
     directory = write(tmp_path, 7)
     _flip(directory)
-    found = [problem(directory, part, 3) for part in range(3)]
-    assert sum(f is not None for f in found) == 1
+    result = [problem(directory, part, 3) for part in range(3)]
+    assert sum(f is not None for f in result) == 1
 
 
 def test_prune_keeps_the_newest_and_clears_partial_ones(tmp_path: Path) -> None:

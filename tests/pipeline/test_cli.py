@@ -58,16 +58,16 @@ def test_overrides_are_read_wherever_they_stand(
         [*first, *second, str(RECIPE), wrong, right],
     ):
         assert cli.main([command, *argv]) == ExitCode.MISTAKE
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("error: unknown key train.btch; did you mean batch"), argv
+        output = capsys.readouterr().err.splitlines()[-1]
+        assert output.startswith("error: unknown key train.btch; did you mean batch"), argv
 
 
 def test_a_mistake_is_a_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Nothing()
     assert cli.run_recipe("instruct", watch, [str(RECIPE)]) == ExitCode.MISTAKE == watch.code
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "exit code 2"
-    assert said[-2].startswith("error: ") and "run launch/continual.sh" in said[-2]
+    output = capsys.readouterr().err.splitlines()
+    assert output[-1] == "exit code 2"
+    assert output[-2].startswith("error: ") and "run launch/continual.sh" in output[-2]
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_a_crash_is_reported_and_worth_another_start_once_a_step_is_done(
     watch = Nothing()
     assert cli.run_recipe("text", watch, [str(RECIPE)]) == code == watch.code
     assert left == [code]
-    said = capsys.readouterr().err
-    assert ("Traceback" in said) == traceback
-    line, last = [line for line in said.splitlines() if line.startswith(("error: ", "exit code"))][:2]
+    output = capsys.readouterr().err
+    assert ("Traceback" in output) == traceback
+    line, last = [line for line in output.splitlines() if line.startswith(("error: ", "exit code"))][:2]
     assert ("before the first step" in line) == (not stepped) and last == f"exit code {code}"
 
 
@@ -114,8 +114,8 @@ def test_a_mistake_of_another_host_is_said_there(
         raise UserError("on node-2: no GPU")
 
     monkeypatch.setattr(cli, "_run", run)
-    for rank, local, said in (("8", "0", True), ("9", "1", False), ("0", "0", True)):
+    for rank, local, output in (("8", "0", True), ("9", "1", False), ("0", "0", True)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         assert cli.run_recipe("text", Nothing(), [str(RECIPE)]) == ExitCode.MISTAKE
-        assert ("error: on node-2: no GPU" in capsys.readouterr().err) == said
+        assert ("error: on node-2: no GPU" in capsys.readouterr().err) == output

@@ -40,9 +40,9 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("gcc", "cc", "uname", "sh"):  # torch asks for these
-        found = subprocess.run(["which", name], capture_output=True, text=True).stdout.strip()
-        if found:
-            (tools / name).symlink_to(found)
+        result = subprocess.run(["which", name], capture_output=True, text=True).stdout.strip()
+        if result:
+            (tools / name).symlink_to(result)
     done = subprocess.run(
         [str(launching.BIN / "python"), "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
          f"model.architecture={shape}", "model.lora.r=4", "train.steps=2", "train.lr=0.1"],

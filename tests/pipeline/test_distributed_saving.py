@@ -138,12 +138,12 @@ def test_a_stop_is_honoured_within_two_steps(long_run: list[str], tmp_path: Path
     process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.save_every=0")
     wait_for_step(run_dir, 3)
     (run_dir / "STOP").touch()
-    seen = read_metrics(run_dir)[-1]["step"]
+    last = read_metrics(run_dir)[-1]["step"]
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     (saved,) = checkpoints(run_dir)
     # one step may end, and one may be under way, between the file and the look at the metrics
-    assert step_of(saved) <= seen + 3
+    assert step_of(saved) <= last + 3
     assert not (run_dir / "STOP").exists()
 
 

@@ -35,11 +35,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """A command of the product with more in its environment; an empty value takes away."""
-    given = {key: value for key, value in (launching.ENVIRONMENT | environment).items() if value}
+    settings = {key: value for key, value in (launching.ENVIRONMENT | environment).items() if value}
     return subprocess.run(
         command,
         cwd=launching.REPO,
-        env=given,
+        env=settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -85,5 +85,5 @@ def test_muon_with_copies_of_weights_in_each_host(recipe: Path, tmp_path: Path) 
     options += ["train.muon_lr=0.02", "train.clip=0", "train.weight_decay=0.1"]
     done = launching.run_ranks(2, *options)
     assert done.returncode == 0, done.stdout
-    nll = [found for _, found, _ in losses(run_dir)]
+    nll = [result for _, result, _ in losses(run_dir)]
     assert nll[-1] < nll[0] - 0.1

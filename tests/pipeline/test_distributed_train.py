@@ -94,10 +94,10 @@ def killed(recipe: Path) -> Path:
 def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, killed: Path) -> None:
     """And sampling under ZeRO-3 changes no number: the undisturbed run did without."""
     assert losses(killed) == losses(undisturbed)
-    kept = [
+    records = [
         [r | {"time": None} for r in read_metrics(run_dir) if "set" in r] for run_dir in (killed, undisturbed)
     ]
-    assert kept[0] == kept[1] and len(kept[0]) == 4 * len(SETS)
+    assert records[0] == records[1] and len(records[0]) == 4 * len(SETS)
     files = [
         {path.relative_to(run_dir): path.read_bytes() for path in (run_dir / VALIDATION).rglob("*.npz")}
         for run_dir in (killed, undisturbed)
@@ -128,17 +128,17 @@ def test_documents_are_measured_as_the_model_alone_reads_them(
                 counted = int((labels[a:b] != IGNORE).sum())
                 parts[source] = nll_so_far + float(each.sum()), tokens_so_far + counted
     nll, tokens = zip(*(parts[source] for source in sorted(parts)), strict=True)
-    found = read(undisturbed, name, step)
-    assert found is not None and found.tokens.tolist() == list(tokens)
-    assert found.fingerprint == data.fingerprint
-    assert found.nll.tolist() == pytest.approx(list(nll), rel=1e-4)
+    result = read(undisturbed, name, step)
+    assert result is not None and result.tokens.tolist() == list(tokens)
+    assert result.fingerprint == data.fingerprint
+    assert result.nll.tolist() == pytest.approx(list(nll), rel=1e-4)
     record = next(r for r in read_metrics(undisturbed) if (r["step"], r.get("set")) == (step, name))
     assert record["validation_nll"] == pytest.approx(sum(nll) / sum(tokens), rel=1e-4)
     if step:
         start = read(undisturbed, name, 0)
         assert start is not None
         limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
-        assert change(start, found) == pytest.approx((*limits, len(tokens)))
+        assert change(start, result) == pytest.approx((*limits, len(tokens)))
         assert limits[1] < limits[0] < 0, "it learns"
 
 
@@ -233,5 +233,5 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
     done = launching.run_alone(str(recipe), f"run_dir={run_dir}")
     assert done.returncode == 0, done.stdout
     assert "was saved by 2 ranks: converting it for 1" in done.stdout
-    for found, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for result, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
+        assert result == pytest.approx(expected, rel=1e-5)

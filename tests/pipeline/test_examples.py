@@ -28,7 +28,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with its tokenizer, a text, and the repository as the working directory."""
     from data_prep.tokenizer import load_tokenizer
 
@@ -42,32 +42,34 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("objective", ["emo", OWN])
-def test_plain_loop(place: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = example("plain_loop").main(str(place / "model"), str(place / "text.txt"), objective)
+def test_plain_loop(folder: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = example("plain_loop").main(str(folder / "model"), str(folder / "text.txt"), objective)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert "step 5" in capsys.readouterr().out
 
 
-def test_trainer(place: Path) -> None:
-    losses = example("trainer").main(str(place / "model"), str(place / "text.txt"), OWN, str(place / "out"))
+def test_trainer(folder: Path) -> None:
+    losses = example("trainer").main(
+        str(folder / "model"), str(folder / "text.txt"), OWN, str(folder / "out")
+    )
     assert len(losses) == 5
     assert all(0 < loss < 20 for loss in losses)
 
 
-def test_sft_trainer(place: Path) -> None:
+def test_sft_trainer(folder: Path) -> None:
     module = example("sft_trainer")
-    losses = module.main(str(place / "model"), str(place / "rows.jsonl"), OWN, str(place / "out"))
+    losses = module.main(str(folder / "model"), str(folder / "rows.jsonl"), OWN, str(folder / "out"))
     assert len(losses) == 5
 
 
-def test_the_snippet_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippet_of_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As printed, on a machine without a GPU too; only the model is another GPT-2."""
     text = (REPO / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     hub = "openai-community/gpt2"
     assert hub in snippet
-    family("gpt2", vocab_size=VOCAB, n_positions=256).save_pretrained(place / "model")
-    (place / "text.txt").rename(place / "notes.txt")
-    monkeypatch.chdir(place)
-    exec(snippet.replace(hub, str(place / "model")), {"__name__": "snippet"})
+    family("gpt2", vocab_size=VOCAB, n_positions=256).save_pretrained(folder / "model")
+    (folder / "text.txt").rename(folder / "notes.txt")
+    monkeypatch.chdir(folder)
+    exec(snippet.replace(hub, str(folder / "model")), {"__name__": "snippet"})

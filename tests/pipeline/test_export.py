@@ -62,8 +62,8 @@ def test_merged_tensors_give_the_adapted_model(family: str, targets: str) -> Non
     plain.load_state_dict(merged, strict=False)
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        found, expected = plain(input_ids=ids).logits, adapted(input_ids=ids).logits
-    assert torch.allclose(found, expected, atol=1e-4)
+        result, expected = plain(input_ids=ids).logits, adapted(input_ids=ids).logits
+    assert torch.allclose(result, expected, atol=1e-4)
 
 
 def test_a_merge_that_cannot_work_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

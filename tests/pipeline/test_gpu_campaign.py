@@ -14,10 +14,10 @@ from tests.campaigns.gpu_figures import RESULTS
 
 def records(directory: Path) -> dict[str, list[dict[str, Any]]]:
     """What is kept, by part."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for record in json.loads((directory / RESULTS).read_text())["records"]:
-        found.setdefault(record["part"], []).append(record)
-    return found
+        result.setdefault(record["part"], []).append(record)
+    return result
 
 
 @pytest.mark.slow
@@ -28,13 +28,13 @@ def test_parts_run_on_a_cpu(
     out = ["--out", str(tmp_path)]
     monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
     assert gpu.main(["--quick", "--parts", "6", "9", *out]) == 0
-    found = records(tmp_path)
-    assert all(record["met"] is not False for part in found.values() for record in part)
-    leaks = [r for r in found["attention"] if "leak" in r["what"]]
+    result = records(tmp_path)
+    assert all(record["met"] is not False for part in result.values() for record in part)
+    leaks = [r for r in result["attention"] if "leak" in r["what"]]
     assert leaks and all(r["met"] and r["target"] == "<= 0.0001" for r in leaks)
-    assert [r["note"] for r in found["compiled"]] == ["left out: needs a GPU"]
-    said = capsys.readouterr().out
-    assert "sdpa: packed and alone" in said and f"0 missed; {tmp_path / RESULTS}" in said
+    assert [r["note"] for r in result["compiled"]] == ["left out: needs a GPU"]
+    output = capsys.readouterr().out
+    assert "sdpa: packed and alone" in output and f"0 missed; {tmp_path / RESULTS}" in output
 
 
 def test_the_parts_fit_into_25_minutes() -> None:

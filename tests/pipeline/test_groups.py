@@ -21,7 +21,7 @@ def model(family: str) -> nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_groups_are_those_of_trainer(family: str) -> None:
-    found = model(family)
+    result = model(family)
     forbidden = [
         r"bias",
         r"layernorm",
@@ -31,9 +31,9 @@ def test_the_groups_are_those_of_trainer(family: str) -> None:
         r"\.ln_",
         r"^ln_",
     ]
-    decaying = set(get_parameter_names(found, [nn.LayerNorm], forbidden))
-    names = {id(p): n for n, p in found.named_parameters()}
-    first, second = parameter_groups(found, 0.1)
+    decaying = set(get_parameter_names(result, [nn.LayerNorm], forbidden))
+    names = {id(p): n for n, p in result.named_parameters()}
+    first, second = parameter_groups(result, 0.1)
     assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
     assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
@@ -51,17 +51,17 @@ def test_partitioned_parameters_count_with_their_whole_shape() -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 def test_muon_takes_the_matrices_of_the_body(family: str) -> None:
-    found = model(family)
-    first, *rest = parameter_groups(found, 0.1, use_muon=True)
-    names = {id(p): n for n, p in found.named_parameters()}
+    result = model(family)
+    first, *others = parameter_groups(result, 0.1, use_muon=True)
+    names = {id(p): n for n, p in result.named_parameters()}
     taken = {names[id(p)] for p in first["params"]}
     assert first["use_muon"] and first["weight_decay"] == 0.1
-    assert taken and all(found.get_parameter(name).dim() == 2 for name in taken)
-    tables = [found.get_input_embeddings().weight, found.get_output_embeddings().weight]
+    assert taken and all(result.get_parameter(name).dim() == 2 for name in taken)
+    tables = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
     assert not taken & {names[id(p)] for p in tables if id(p) in names}
     assert not any(word in name for name in taken for word in ("embed", "lm_head", "wte", "wpe"))
-    assert [group["weight_decay"] for group in rest] == [0.1, 0.0]
-    together = [p for group in (first, *rest) for p in group["params"]]
+    assert [group["weight_decay"] for group in others] == [0.1, 0.0]
+    together = [p for group in (first, *others) for p in group["params"]]
     assert len(together) == len({id(p) for p in together}) == len(names)
 
 

@@ -74,12 +74,12 @@ def parameters(model: torch.nn.Module) -> Tensor:
 def train(kind: str, directory: Path, **changes: Any) -> tuple[Tensor, list[float]]:
     """Train three steps; parameters and logged losses."""
     model = tiny_llama(VOCAB)
-    given = {"args": arguments(directory, **changes), "train_dataset": rows()}
+    settings = {"args": arguments(directory, **changes), "train_dataset": rows()}
     if kind == "mixin":
-        trainer: Trainer = EmoTrainer(model=model, objective="emo", **given)
+        trainer: Trainer = EmoTrainer(model=model, objective="emo", **settings)
     else:
         cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **given)
+        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **settings)
     trainer.train()
     return parameters(model), [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -250,12 +250,12 @@ def test_a_batch_without_anything_to_predict(kind: str, tmp_path: Path) -> None:
     model = tiny_llama(VOCAB)
     before = parameters(model)
     data = [{"input_ids": row["input_ids"], "labels": [-100] * LENGTH} for row in rows()]
-    given: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
+    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
     if kind == "mixin":
-        trainer: Trainer = EmoTrainer(**given)
+        trainer: Trainer = EmoTrainer(**settings)
     else:
         cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **given)
+        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **settings)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == 0
     torch.testing.assert_close(parameters(model), before, rtol=0, atol=0)

@@ -71,10 +71,10 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
     # defects A3, A1
     start = parameters(family(name))
     plain = family(name)
-    own = []
+    losses = []
     for row in packed_rows():
         parts = torch.tensor(row["input_ids"]).split(DOCUMENTS)
-        own += [
+        losses += [
             torch.nn.functional.cross_entropy(
                 plain(input_ids=part[None]).logits[0, :-1], part[1:], reduction="sum"
             )
@@ -82,7 +82,7 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
             if len(part) > 1
         ]
     tokens = 6 * sum(n - 1 for n in DOCUMENTS)
-    (torch.stack(own).sum() / tokens).backward()
+    (torch.stack(losses).sum() / tokens).backward()
     plain_step = torch.cat(
         [(p - 0.1 * p.grad if p.grad is not None else p).detach().flatten() for p in plain.parameters()]
     )

@@ -58,10 +58,10 @@ def complete(directory: Path) -> None:
 def test_what_is_loaded_lies_in_the_run_directory(saved: Path, tmp_path: Path, link: str) -> None:
     """Links are not followed, though COMPLETE be right."""
     assert problem(saved) is None
-    place = saved / link
+    folder = saved / link
     elsewhere = tmp_path / "elsewhere"
-    shutil.move(place, elsewhere)
-    (saved if link == "." else place).symlink_to(elsewhere)
+    shutil.move(folder, elsewhere)
+    (saved if link == "." else folder).symlink_to(elsewhere)
     complete(saved)
     assert "is a link, which the trainer does not write" in (problem(saved) or "")
 
@@ -107,10 +107,10 @@ def test_states_are_converted_as_data(tmp_path: Path) -> None:
 
 def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     """An objective of one's own is one; whoever runs the recipe names it in the command."""
-    own = tmp_path / "own.py"
-    own.write_text("raise SystemExit('ran')\n")
+    losses = tmp_path / "own.py"
+    losses.write_text("raise SystemExit('ran')\n")
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ name: '{own}:f' }}"))
+    recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ name: '{losses}:f' }}"))
     with pytest.raises(UserError, match=r"is a program, .*own.py:f, and no recipe has one run by itself"):
         load_config(recipe, [])
     parts = f"[{{name: mle}}, {{name: '{OWN}'}}]"
@@ -135,9 +135,9 @@ def test_log_lines_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]
 
 def test_a_model_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     """It is published with the model."""
-    named = config(
+    names = config(
         tmp_path / "emo", f"data.sources=[{{files: {tmp_path}/mine/*.jsonl}}]", "model.path=/m/base"
     )
-    card = _model_card(named, {"run": str(tmp_path / "emo"), "objective_params": {"cost": "/mnt/x/cost.pt"}})
+    card = _model_card(names, {"run": str(tmp_path / "emo"), "objective_params": {"cost": "/mnt/x/cost.pt"}})
     assert str(tmp_path) not in card and "/mnt" not in card and "/m/" not in card
     assert "| run | emo |" in card and "Trained from base with" in card and ".jsonl" in card

@@ -25,8 +25,8 @@ def image(tmp_path: Path) -> Path:
 
 
 def call(image: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = os.environ | {"PATH": f"{image}:{os.environ['PATH']}"} | environment
-    return subprocess.run([image / "entrypoint.sh", *arguments], env=given, capture_output=True, text=True)
+    settings = os.environ | {"PATH": f"{image}:{os.environ['PATH']}"} | environment
+    return subprocess.run([image / "entrypoint.sh", *arguments], env=settings, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,18 @@ class Job:
         for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (directory / command).write_text(text)
             (directory / command).chmod(0o755)
-        given = {"SLURM_SUBMIT_DIR": str(directory), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "12"}
-        given |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
-        given |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
-        given["PATH"] = f"{directory}:{os.environ['PATH']}"
-        given |= {"STAND_IN_EXCLUDED": "(null)", "STAND_IN_COMMAND": str(REPO / "launch/slurm" / name)}
+        settings = {"SLURM_SUBMIT_DIR": str(directory), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "12"}
+        settings |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
+        settings |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
+        settings["PATH"] = f"{directory}:{os.environ['PATH']}"
+        settings |= {"STAND_IN_EXCLUDED": "(null)", "STAND_IN_COMMAND": str(REPO / "launch/slurm" / name)}
         spooled = directory / "slurm_script"  # as slurmd runs it
         spooled.write_text((REPO / "launch/slurm" / name).read_text())
         done = subprocess.run(
             ["bash", str(spooled), "continual", "recipe.yaml"],
-            env={key: value for key, value in os.environ.items() if "OMP" not in key} | given | environment,
+            env={key: value for key, value in os.environ.items() if "OMP" not in key}
+            | settings
+            | environment,
             capture_output=True,
             text=True,
             timeout=60,
@@ -119,14 +121,14 @@ def outcome(rules: list[dict[str, Any]], code: int) -> str:
 def kubernetes(name: str) -> dict[str, Any]:
     """The job in a file of the base."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base" / name).read_text())
-    (job,) = (one for one in documents if one["kind"] in ("Job", "CronJob"))
+    (job,) = (entry for entry in documents if entry["kind"] in ("Job", "CronJob"))
     return job
 
 
 def test_kubernetes_starts_again_what_may_pass() -> None:
     rules = kubernetes("train.yaml")["spec"]["podFailurePolicy"]["rules"]
-    found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
-    assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
+    result = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
+    assert result == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)

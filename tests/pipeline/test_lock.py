@@ -114,18 +114,18 @@ def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
     def beat() -> dict:
         return json.loads((tmp_path / HEARTBEAT).read_text())
 
-    one = RunLock(tmp_path, active=True)
-    one.take()
+    entry = RunLock(tmp_path, active=True)
+    entry.take()
     assert (beat()["doing"], beat()["step"]) == ("loading", 0)
-    one.now("training")
-    one.reached(7)
-    with one.doing("saving"):
+    entry.now("training")
+    entry.reached(7)
+    with entry.doing("saving"):
         assert (beat()["doing"], beat()["step"]) == ("saving", 7)
     first = beat()
     time.sleep(0.5)
     assert first["doing"] == "training" and beat()["time"] > first["time"]
     assert beat()["since"] == first["since"]
-    one.release("finished")
+    entry.release("finished")
     assert beat()["doing"] == "finished"
 
 
@@ -138,10 +138,10 @@ def test_a_container_gets_its_own_copy_of_the_heartbeat(
     other = RunLock(run, active=False)
     other.take()
     assert not copy.exists()
-    one = RunLock(run, active=True)
-    one.take()
-    one.now("training")
+    entry = RunLock(run, active=True)
+    entry.take()
+    entry.now("training")
     assert copy.read_text() == (run / HEARTBEAT).read_text()
-    one.release("finished")
+    entry.release("finished")
     assert not copy.exists()  # what comes after the run has no heartbeat
     assert (run / HEARTBEAT).exists()

@@ -264,8 +264,8 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
     with pytest.raises(UserError, match=r"longer than the model's context of 64; set data.block=64"):
         check_fits(config, new, manifest(block=65))  # type: ignore[arg-type]
     stories = shared_data / "models" / "stories260K"
-    own = tokenizer_fingerprint(load_tokenizer(stories))
-    check_fits(config, ModelConfig(path=str(stories)), manifest(tokenizer_fingerprint=own))  # type: ignore[arg-type]
+    losses = tokenizer_fingerprint(load_tokenizer(stories))
+    check_fits(config, ModelConfig(path=str(stories)), manifest(tokenizer_fingerprint=losses))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="another tokenizer than that of"):
         check_fits(config, ModelConfig(path=str(stories)), manifest())  # type: ignore[arg-type]
 
@@ -280,9 +280,9 @@ def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
         SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2), SimpleNamespace(segments=4, rows=4)])
         for n in (2, 3)
     )
-    for found in ([packed], [single, packed]):  # training or validation data
+    for result in ([packed], [single, packed]):  # training or validation data
         with pytest.raises(UserError, match="BloomForCausalLM lets documents that share a row see"):
-            check_model(engine, config, found)  # type: ignore[arg-type]
+            check_model(engine, config, result)  # type: ignore[arg-type]
     check_model(engine, config, [single])  # type: ignore[arg-type]
     # a document and the padding after it, as the loader brings them
     ids = torch.randint(1, 61, (1, 9))
@@ -301,8 +301,8 @@ def test_attention_that_is_told_of_documents_in_vain_gives_way(caplog: pytest.Lo
 
         @functools.wraps(body)
         def forgets(*args: Any, body: Any = body, **kwargs: Any) -> Any:
-            told = ("cu_seq_lens", "max_length")
-            return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(told)})
+            bounds = ("cu_seq_lens", "max_length")
+            return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(bounds)})
 
         model.model.forward = forgets
         fuse_model(model, get_objective("mle"))

@@ -88,16 +88,16 @@ def test_a_mixture_holds_from_the_checkpoint_on(tmp_path: Path) -> None:
 def test_a_changed_mixture_is_recorded_and_needs_its_key_once(tmp_path: Path) -> None:
     claim_mixed(tmp_path)
     first, other = config(tmp_path, MIXED), config(tmp_path, OTHER, "train.mixture_from=3")
-    held = [Holding(0, first.train.mixture), Holding(3, other.train.mixture)]
-    assert identity.mixtures(other) == held
+    holdings = [Holding(0, first.train.mixture), Holding(3, other.train.mixture)]
+    assert identity.mixtures(other) == holdings
     identity.claim(other, DATA)
     for again in (other, config(tmp_path, OTHER)):
         identity.compare(again, DATA)
-        assert identity.mixtures(again) == held
+        assert identity.mixtures(again) == holdings
         identity.check_mixture(again, 0)  # an older checkpoint is read again: the record says what held there
     back = config(tmp_path, MIXED, "train.mixture_from=5")
-    assert identity.mixtures(back) == [*held, Holding(5, first.train.mixture)]
-    assert identity.mixtures(config(tmp_path, MIXED, "train.mixture_from=3")) == held[:1]
+    assert identity.mixtures(back) == [*holdings, Holding(5, first.train.mixture)]
+    assert identity.mixtures(config(tmp_path, MIXED, "train.mixture_from=3")) == holdings[:1]
     third = config(tmp_path, "train.mixture={temperature: 2}", "train.mixture_from=0")
     assert identity.mixtures(third) == [Holding(0, third.train.mixture)]
 

@@ -48,9 +48,9 @@ def start(
     """A rank in `phase`, once it is ready, started by the command `before`."""
     (directory / "rank.py").write_text(RANK)
     command = [*before, sys.executable, str(directory / "rank.py"), phase, str(directory)]
-    given = os.environ | {"PYTHONPATH": str(REPO)} | (environment or {})
+    settings = os.environ | {"PYTHONPATH": str(REPO)} | (environment or {})
     process = subprocess.Popen(
-        command, cwd=REPO, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=REPO, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process

@@ -93,12 +93,12 @@ class Supervised:
             start_new_session=True,
         )
         assert self.process.stdout is not None
-        said = ""
-        while said.count("ready") < 2:  # two processes write; their lines may run into each other
+        output = ""
+        while output.count("ready") < 2:  # two processes write; their lines may run into each other
             line = self.process.stdout.readline()
-            assert line, f"it ended with {self.process.wait()}: {said}"
-            said += line
-        assert "chatter" not in said, "a user sees what is for users"
+            assert line, f"it ended with {self.process.wait()}: {output}"
+            output += line
+        assert "chatter" not in output, "a user sees what is for users"
 
     def end(self, disturb: Callable[[], object]) -> tuple[int, float]:
         """Exit code and seconds after a disturbance."""
