@@ -88,23 +88,3 @@ def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
     product = tensors.with_rows(y, matrix)
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double(), y.double() @ matrix.double(), rtol=1e-5, atol=1e-4)
-
-
-def test_products_are_widened_without_bfloat16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an x86 CPU without bfloat16 instructions, for half precision; nowhere else."""
-    lacks_instructions = tensors._lacks_instructions.__wrapped__
-    for capability, has_bf16, has_amx, lacks in (
-        ("AVX512", False, False, True),
-        ("AVX2", False, False, True),
-        ("AVX512", True, False, False),
-        ("AVX512", True, True, False),
-        ("DEFAULT", False, False, False),
-    ):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda it=has_bf16: it)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda it=has_amx: it)
-        assert lacks_instructions() == lacks
-    monkeypatch.setattr(tensors, "_lacks_instructions", lambda: True)
-    assert tensors.widens(torch.empty(1, dtype=torch.bfloat16))
-    assert not tensors.widens(torch.empty(1))
-    assert not tensors.widens(torch.empty(1, dtype=torch.bfloat16, device="meta"))

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
 from pipeline.config import ModelConfig
 from pipeline.loss import fuse_model, get_objective, probe_model
 from pipeline.loss.head import segments
-from pipeline.loss.varlen import attend_at_once, varlen_attention
+from pipeline.loss.varlen import varlen_attention
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import FAMILIES, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
@@ -83,19 +82,6 @@ def test_unsupported_arguments_are_errors(keys: dict[str, Any]) -> None:
         varlen_attention(LAYER, x, x, x, None, **bounded, **keys)
     with pytest.raises(ValueError):
         varlen_attention(LAYER, x[:, :, -1:], x, x, None, **bounded)
-
-
-@pytest.mark.parametrize("left", [-1, 3])
-def test_torchs_kernel_takes_these_arguments(left: int) -> None:
-    """Names, shapes and the gradient of the operation that a GPU runs, without values and so without one."""
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(16, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
-        )
-        bounds = torch.empty(4, dtype=torch.int32)
-        out = attend_at_once(q, k, v, bounds, 6, 0.25, left)
-        assert out.shape == q.shape
-        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
 # Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.

@@ -1,4 +1,4 @@
-"""Real runs: adapters reach their export, one launch per run directory, and what decays."""
+"""Real runs: adapters reach their export and stay with their base, losses that are not finite, Muon."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.exit_codes import ExitCode
 from pipeline.run_dir import BAD_BATCHES, HEARTBEAT
 from tests.helpers import launching
+from tests.helpers.launching import losses
 
 # An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
 LOST = """
@@ -34,7 +35,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path, tmp_path: Path) -> None:
-    """defects B2 and B6"""
     run_dir = tmp_path / "run"
     shape = "{model_type: gpt2, vocab_size: 384, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 64}"
     tools = tmp_path / "bin"
@@ -96,3 +96,18 @@ def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
     again = launching.run_alone(*options)
     assert again.returncode == 0, again.stdout
     assert "resumed from" in again.stdout
+
+
+def test_muon_with_copies_of_weights_in_each_host(recipe: Path, tmp_path: Path) -> None:
+    """Muon and hpZ by recipe; `test_distributed_optimizers.py` compares them with others and resumes them."""
+    run_dir, file = tmp_path / "run", tmp_path / "hpz.json"
+    tree = json.loads((launching.REPO / "ds_configs/zero3_hpz.json").read_text())
+    # as in a model of real size, no parameter is small enough to stay whole
+    tree["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    file.write_text(json.dumps(tree))
+    options = [str(recipe), f"run_dir={run_dir}", f"deepspeed={file}", "train.optimizer=muon"]
+    options += ["train.muon_lr=0.02", "train.clip=0", "train.weight_decay=0.1"]
+    done = launching.run_ranks(2, *options)
+    assert done.returncode == 0, done.stdout
+    nll = [result for _, result, _ in losses(run_dir)]
+    assert nll[-1] < nll[0] - 0.1
