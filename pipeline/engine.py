@@ -185,7 +185,8 @@ class Engine:
             group["lr"] = lr * rate
         # Dropout follows from (seed, rank) alone, so a resumed run needs no saved generator state.
         torch.manual_seed(seed * 1_000_003 + self.world.rank)
-        self.ds.train()
+        if not self.ds.module.training:
+            self.ds.train()
         totals = self._zeros(len(domains))
         totals[4] = float(stop)
         for micro in micro_batches:

@@ -82,14 +82,11 @@ def conversations() -> list[dict[str, Any]]:
     ]
 
 
-def conversed(only_assistant: bool) -> list[Document]:
-    """Return what a conversation is as tokens."""
-    user, assistant = VOCAB - 3, VOCAB - 2
-    result = []
-    for p, c in parts():
-        question, answer = [user, *p, assistant], [*c, EOS]
-        result.append((question + answer, ([-100] * len(question) if only_assistant else question) + answer))
-    return result
+def answers() -> list[Document]:
+    """Return what a conversation is as tokens, of which the assistant's alone are learned."""
+    questions = [[VOCAB - 3, *p, VOCAB - 2] for p, _ in parts()]
+    replies = [[*c, EOS] for _, c in parts()]
+    return [(q + r, [-100] * len(q) + r) for q, r in zip(questions, replies, strict=True)]
 
 
 def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
@@ -126,17 +123,14 @@ def naive(
 CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
     "text": (texts(), documents(True), {}),
     "completions": (prompted(), documents(False), {}),
-    "prompts too": (prompted(), documents(True), {"completion_only_loss": False}),
     "accumulated": (
         prompted(),
         documents(False),
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     ),
-    "packed": (texts(), documents(True), {"packing": True, "max_length": 16}),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
     "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
-    "conversations": (conversations(), conversed(False), {}),
-    "answers": (conversations(), conversed(True), {"assistant_only_loss": True}),
+    "answers": (conversations(), answers(), {"assistant_only_loss": True}),
     "smoothed": (texts(), documents(True), {"label_smoothing_factor": 0.2}),
     "in chunks": (texts(), documents(True), {"loss_type": "chunked_nll"}),
     "in bfloat16": (texts(), documents(True), {"bf16": True}),
