@@ -15,7 +15,7 @@ AGAIN = "run the same command again to resume"
 
 
 def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
-    """Return the exit code of a command: what `work` returns; 1 a failure that may pass, 2 a mistake, 130 Ctrl-C.
+    """Return what `work` returns as exit code; 1 for a failure that may pass, 2 a mistake, 130 Ctrl-C.
 
     alone: False where another process of this host says the errors that all of them meet; a function where
     that is known only then.

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from common.errors import UserError
-from pipeline.loss.checking import Rows, gradient, scalars_of
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import OBJECTIVES, Objective, get_objective
+from pipeline.loss.objectives import OBJECTIVES, Objective, Rows, get_objective, gradient, scalars_of
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, stored_for
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
