@@ -14,18 +14,19 @@ from common.files import may_pass
 AGAIN = "run the same command again to resume"
 
 
-def outcome(work: Callable[[], int], alone: bool = True) -> int:
-    """The exit code of a command: what `work` returns; 1 a failure that may pass, 2 a mistake, 130 Ctrl-C.
+def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
+    """Return what `work` returns as exit code; 1 for a failure that may pass, 2 a mistake, 130 Ctrl-C.
 
-    alone: False where another process of this host says the errors that all of them meet.
+    alone: False where another process of this host says the errors that all of them meet; a function where
+    that is known only then.
     """
     try:
         code = work()
         sys.stdout.flush()
         return code
     except UserError as error:
-        if alone:
-            print(f"error: {error}", file=sys.stderr)
+        if alone() if callable(alone) else alone:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and is_unread():

@@ -21,7 +21,7 @@ from common.exit_codes import ExitCode
 from common.files import write_text
 from common.outcome import outcome
 from pipeline.loss import OBJECTIVES, Objective, get_objective
-from pipeline.loss.checking import Rows, gradient, scalars_of
+from pipeline.loss.objectives import Rows, gradient, scalars_of
 
 OTHERS, STORED = 9, 0.5
 COLUMNS = 5  # panels beside each other

@@ -42,7 +42,7 @@ OWN = RECIPES / "quickstart-own.yaml"
 
 
 def steps() -> list[tuple[str, list[list[str]]]]:
-    """Title and commands of every step, in order; the commands of a step run side by side."""
+    """Return title and commands of every step, in order; the commands of a step run side by side."""
     python = str(BIN / "python")
     train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
@@ -56,7 +56,7 @@ def steps() -> list[tuple[str, list[list[str]]]]:
     report = [python, "-m", "eval", "report", str(RUN / "results"), "--out", f"{RUN}/", "--notice", NOTICE]
     report += ["--title", "Quickstart"]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
-    compare, found = [python, "-m", "eval", "compare"], ["--results", str(RUN / "results")]
+    compare, results_of = [python, "-m", "eval", "compare"], ["--results", str(RUN / "results")]
     continued = {o: [f"objective.name={o}", f"run_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
         ("Generate the eight tasks", [[python, "-m", "data_prep", "world", str(RUN / "tasks")]]),
@@ -68,13 +68,13 @@ def steps() -> list[tuple[str, list[list[str]]]]:
         ("Score all three models on the eight tasks", evaluate),
         ("Sample text from all three", generate),
         ("Write the report", [report]),
-        ("Compare MLE with the base model", [[*compare, "base", "mle", *found]]),
-        ("Compare EMO with MLE", [[*compare, "mle", "emo", *found]]),
+        ("Compare MLE with the base model", [[*compare, "base", "mle", *results_of]]),
+        ("Compare EMO with MLE", [[*compare, "mle", "emo", *results_of]]),
     ]
 
 
 def following(file: str) -> list[list[list[str]]]:
-    """The three lines to run next, on a file of one's own: prepare it, train on it, score and report."""
+    """Return the lines to run next, on a user's file: prepare it, train on it, score and report."""
     python = os.path.relpath(BIN / "python", REPOSITORY)
     recipe = [str(OWN), f"data.sources=[{{files: {file}}}]"]
     results = str(RUN / "results")
@@ -94,12 +94,8 @@ class StopRequestError(Exception):
     """Somebody asked this process to end."""
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopRequestError
-
-
 def run(commands: list[list[str]]) -> list[int]:
-    """Run commands side by side, and wait for all; their exit codes. A request to stop is passed on first."""
+    """Run commands side by side; return their exit codes. A request to stop is passed on to them."""
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -116,7 +112,7 @@ def run(commands: list[list[str]]) -> list[int]:
                 process.terminate()
         for process in running:
             process.wait()
-        raise StopRequestError from None
+        raise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,46 +124,39 @@ def main(argv: list[str] | None = None) -> int:
     )
     offer_completion(parser)
     parse_arguments(parser, argv)
-    signal.signal(signal.SIGTERM, _stop)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StopRequestError
+
+    signal.signal(signal.SIGTERM, stop)
     began = time.perf_counter()
+    plan = steps()
     try:
         print(ABOUT, flush=True)
-        code = _run_all(began)
+        for number, (title, commands) in enumerate(plan, start=1):
+            elapsed = time.perf_counter() - began
+            print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)
+            for command in commands:
+                print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
+            if failed := [code for code in run(commands) if code]:
+                print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
+                return failed[0] if failed[0] > 0 else ExitCode.FAILURE
     except (StopRequestError, KeyboardInterrupt):
         print("\nstopped; run the same command again to resume", file=sys.stderr)
         return ExitCode.STOPPED
-    if code == ExitCode.DONE:
-        _say_what_next(time.perf_counter() - began)
-    return code
-
-
-def _run_all(began: float) -> int:
-    """Run the steps; the exit code of the first that fails."""
-    plan = steps()
-    for number, (title, commands) in enumerate(plan, start=1):
-        elapsed = time.perf_counter() - began
-        print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)
-        for command in commands:
-            print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
-        failed = [code for code in run(commands) if code]
-        if failed:
-            print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
-            return failed[0] if failed[0] > 0 else ExitCode.FAILURE
-    return ExitCode.DONE
-
-
-def _say_what_next(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"\nDone in {seconds:.0f} s ({used.ru_utime + used.ru_stime:.0f} s of CPU time).")
-    print(f"Report:  {REPOSITORY / RUN / 'report.html'}  (open it in a browser)")
-    print(f"Numbers: {REPOSITORY / RUN / 'results.json'}")
+    seconds = time.perf_counter() - began
     print(
-        '\nNext: the same on text of your own, say my.jsonl with {"text": ...} in every line. The last line'
+        f"\nDone in {seconds:.0f} s ({used.ru_utime + used.ru_stime:.0f} s of CPU time).\n"
+        f"Report:  {REPOSITORY / RUN / 'report.html'}  (open it in a browser)\n"
+        f"Numbers: {REPOSITORY / RUN / 'results.json'}\n\n"
+        'Next: the same on text of your own, say my.jsonl with {"text": ...} in every line. The last line\n'
+        "ends in runs/own/report.html: the loss on your text, and what the tasks show to be forgotten."
     )
-    print("ends in runs/own/report.html: the loss on your text, and what the tasks show to be forgotten.")
     for line in following("my.jsonl"):
         print("$ " + " && ".join(map(shlex.join, line)))
     print(f"{OWN} says how to start from a real model.")
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
 from common.exit_codes import ExitCode
+from common.outcome import outcome
 from pipeline.cli import SCRIPTS, recipe_arguments
 from pipeline.config import load_config
 from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
@@ -45,188 +46,153 @@ ELSEWHERE = ("--launcher", "--force_multi")
 OF_TRAINING = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
 
 
-class Rank:
+class Rank(NamedTuple):
     """A rank of this host, as its report shows it."""
 
-    def __init__(self, report: Path) -> None:
-        self.report = report
-        words = report.read_text(encoding="utf-8").split()
-        self.pid = int(words[0]) if words else 0
-        self.code = int(words[1]) if len(words) > 1 else None  # None: it lives, or was killed
+    report: Path
+    pid: int  # 0: it is just starting
+    code: int | None  # None: it lives, or was killed
+
+    @classmethod
+    def all_in(cls, reports: Path) -> list[Rank]:
+        """Return the ranks that have reported so far."""
+        ranks = []
+        for path in sorted(reports.glob("rank-*")):
+            words = path.read_text(encoding="utf-8").split()
+            ranks.append(cls(path, int(words[0]) if words else 0, int(words[1]) if len(words) > 1 else None))
+        return ranks
 
     def lives(self) -> bool:
-        """Whether it holds the lock on its report."""
-        if not self.pid:
-            return False
+        """Return whether it holds the lock on its report."""
         with self.report.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True
+                return self.pid > 0
         return False
 
 
-class Supervisor:
-    """One run of the `deepspeed` command."""
+def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
+    """Run the `deepspeed` command, wait for it and every rank of this host; return the exit code of the run.
 
-    def __init__(self, options: list[str], script: str, arguments: list[str], reports: Path) -> None:
-        self.reports = reports
-        self.script = script
-        self.hosts = HOSTFILE.is_file() or any(one.startswith(("--hostfile", "-H")) for one in options)
-        self.requests: list[int] = []  # signals that arrived here
-        self._told: set[Path] = set()
-        for number in REQUESTS:
-            signal.signal(number, lambda number, _: self.requests.append(number))
-        command = ["deepspeed", *options, script, *arguments]
-        environment = os.environ | {REPORTS: str(reports)}
-        self.log = reports / "launcher.log"
-        if self.hosts or any(one.startswith(ELSEWHERE) for one in options):
-            self.launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-            return
+    The first request (a signal) is passed on to every rank once; a second Ctrl-C kills them.
+    """
+    hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
+    requests: list[int] = []  # signals that arrived here
+    for number in REQUESTS:
+        signal.signal(number, lambda number, _: requests.append(number))
+    command = ["deepspeed", *options, script, *arguments]
+    environment = os.environ | {REPORTS: str(reports)}
+    log = reports / "launcher.log"
+    if hosts or any(option.startswith(ELSEWHERE) for option in options):
+        launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+    else:
         environment[CONSOLE] = "stdin"
-        if not any(one.startswith(MEETING) for one in options):
-            port = environment[CHOSEN_PORT] = _free_port()
+        if not any(option.startswith(MEETING) for option in options):
+            with (
+                socket.socket() as probe
+            ):  # DeepSpeed's usual port may be free, and another run about to take it
+                probe.bind(("", 0))
+                port = environment[CHOSEN_PORT] = str(probe.getsockname()[1])
             command[1:1] = [f"--master_port={port}"]
-        with self.log.open("a+b") as log:
-            self.launcher = subprocess.Popen(
-                command, env=environment, stdin=sys.stdout, stdout=log, start_new_session=True
+        with log.open("a+b") as file:
+            launcher = subprocess.Popen(
+                command, env=environment, stdin=sys.stdout, stdout=file, start_new_session=True
             )
 
-    def run(self) -> int:
-        """Wait for the launcher and for every rank, passing requests on; the exit code of the run.
-
-        A second Ctrl-C kills them.
-        """
-        while self.launcher.poll() is None or self._processes():
-            if self.requests.count(signal.SIGINT) > 1:
-                for process in self._processes():
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-            elif self.requests:
-                self._pass_on(self.requests[0])
-            time.sleep(TICK)
-        ranks = self.ranks()
-        codes = [rank.code for rank in ranks]
-        code = verdict(self.launcher.returncode, codes, bool(self.requests), self.hosts)
-        self._explain(code, ranks)
-        return code
-
-    def _explain(self, code: int, ranks: list[Rank]) -> None:
-        """Say what no rank could have said: that some were killed, or that the launcher failed by itself."""
-        killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
-        if killed and code == ExitCode.FAILURE:
-            print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
-        if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and self.log.is_file():
-            sys.stderr.write(self.log.read_text(errors="replace", encoding="utf-8"))
-
-    def ranks(self) -> list[Rank]:
-        """The ranks that have reported so far."""
-        return [Rank(path) for path in sorted(self.reports.glob("rank-*"))]
-
-    def _pass_on(self, number: int) -> None:
-        """Send a request to every rank once, as soon as it is there to take it."""
-        ranks = self.ranks()
-        if (
-            not ranks and not self._told
-        ):  # none here yet, or all on other hosts: the launcher has to tell them
-            self._told.add(self.reports)
-            self.launcher.terminate()
-        for rank in ranks:
-            if rank.report not in self._told and rank.lives():
-                self._told.add(rank.report)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, number)
-
-    def _processes(self) -> list[psutil.Process]:
-        """The living processes of the launcher's session that launch or run the script."""
-        found = []
+    def processes() -> list[psutil.Process]:
+        """Return the living processes of the launcher's session that launch or run the script."""
+        living = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                ours = os.getsid(process.pid) == self.launcher.pid and self.script in process.cmdline()
+                ours = os.getsid(process.pid) == launcher.pid and script in process.cmdline()
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    living.append(process)
+        return living
 
-
-def _free_port() -> str:
-    """A port for the ranks of this host to meet at.
-
-    DeepSpeed's usual port may look free while another run that has just started is about to take it.
-    """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+    passed_on: set[Path] = set()
+    while launcher.poll() is None or processes():
+        if requests.count(signal.SIGINT) > 1:
+            for process in processes():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        elif requests:
+            ranks = Rank.all_in(reports)
+            if not ranks and not passed_on:  # all start later or run elsewhere: the launcher has to tell them
+                passed_on.add(reports)
+                launcher.terminate()
+            for rank in ranks:
+                if rank.report not in passed_on and rank.lives():
+                    passed_on.add(rank.report)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rank.pid, requests[0])
+        time.sleep(TICK)
+    ranks = Rank.all_in(reports)
+    code = verdict(launcher.returncode, [rank.code for rank in ranks], bool(requests), hosts)
+    killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
+    if killed and code == ExitCode.FAILURE:
+        print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
+    if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
+        sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))
+    return code
 
 
 def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool = False) -> int:
-    """The exit code of a run from those of the `deepspeed` command and of this host's ranks (None: killed).
+    """Return the exit code of a run from those of `deepspeed` and of this host's ranks (None: killed).
 
     Without reports (no rank had started here, or all run on other hosts) the launcher's own code counts; but
     0, which `deepspeed` also returns when its launch.py was killed, only if there are other `hosts`.
     """
+    believed = launcher if launcher in OF_TRAINING else ExitCode.FAILURE
     if not ranks:
         if requested and launcher < 0:
             return ExitCode.STOPPED  # ended from here before anything had begun
-        if launcher == 0 and not hosts:
-            return ExitCode.FAILURE
-        return launcher if launcher in OF_TRAINING else ExitCode.FAILURE
+        return ExitCode.FAILURE if launcher == 0 and not hosts else believed
     codes = set(ranks)
-    if codes == {ExitCode.DONE} and launcher <= 0:  # one that was killed then changes nothing
-        return ExitCode.DONE
-    if codes == {ExitCode.DONE}:  # a rank of another host has not finished
-        return launcher if launcher in OF_TRAINING else ExitCode.FAILURE
+    if codes == {
+        ExitCode.DONE
+    }:  # a launcher that was killed changes nothing; else a rank of another host failed
+        return ExitCode.DONE if launcher <= 0 else believed
     if ExitCode.MISTAKE in {*codes, launcher}:  # its own code is that of a rank, perhaps of another host
         return ExitCode.MISTAKE
-    if codes <= {ExitCode.DONE, ExitCode.STOPPED}:
-        return ExitCode.STOPPED
-    return ExitCode.FAILURE
-
-
-def mistaken(script: Path, arguments: list[str]) -> int:
-    """Return the exit code for arguments or a recipe that no rank could use, said at once; 0 for good ones.
-
-    Answers --help too, which ends the program.
-    """
-    os.environ.setdefault(CALLED, f"./launch/{script.name}")
-    try:
-        args = recipe_arguments(script.stem, arguments)
-        load_config(args.recipe, args.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.MISTAKE
-    return ExitCode.DONE
+    return ExitCode.STOPPED if codes <= {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.FAILURE
 
 
 def main(argv: list[str]) -> int:
-    """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself."""
+    """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself.
+
+    Arguments or a recipe that no rank could use are answered at once, and so is --help.
+    """
     script, *arguments = argv
     options: list[str] = []
     if "--" in arguments:
         at = arguments.index("--")
         options, arguments = arguments[:at], arguments[at + 1 :]
-    if Path(script).stem in SCRIPTS.values() and (code := mistaken(Path(script), arguments)):
-        return code
-    reports = Path(tempfile.mkdtemp(prefix="ranks-"))
-    try:
-        return Supervisor(options, script, arguments, reports).run()
-    except FileNotFoundError as error:
-        name = error.filename
-        print(
-            f"error: {name} is not installed; run make setup, or pip install {name}",
-            file=sys.stderr,
-        )
-        return ExitCode.MISTAKE
-    finally:
-        shutil.rmtree(reports, ignore_errors=True)
+
+    def run() -> int:
+        if (stem := Path(script).stem) in SCRIPTS.values():
+            os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
+            args = recipe_arguments(stem, arguments)
+            load_config(args.recipe, args.overrides)
+        reports = Path(tempfile.mkdtemp(prefix="ranks-"))
+        try:
+            return supervise(options, script, arguments, reports)
+        except FileNotFoundError as error:
+            name = error.filename
+            raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
+        finally:
+            shutil.rmtree(reports, ignore_errors=True)
+
+    return outcome(run)
 
 
 def continual() -> NoReturn:
-    """The command `emo-continual`."""
+    """Run the command `emo-continual`."""
     _installed("emo-continual", "continual.sh")
 
 
 def instruct() -> NoReturn:
-    """The command `emo-instruct`."""
+    """Run the command `emo-instruct`."""
     _installed("emo-instruct", "instruct.sh")
 
 

@@ -20,7 +20,7 @@ from common.labels import IGNORE
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
 from pipeline.loss import plan_tokens
-from pipeline.loss.documents import BOUNDS, LONGEST, segments
+from pipeline.loss.head import BOUNDS, LONGEST, segments
 from pipeline.order import BatchOrder, MixedOrder
 from pipeline.ranks import World, gather_objects
 from pipeline.run_dir import DATA_HASHES

@@ -1,18 +1,56 @@
-"""Writing, publishing and removing the checkpoints of a run.
+"""The checkpoints of a run: written while training continues, published, removed, found valid and read again.
+
+The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
+hashing what was written, and on rank 0 the export, COMPLETE, the final name and pruning; upload.py copies.
+Ranks talk through a process group of their own, so that all learn when one of them could not write.
 
 A checkpoint is written as step-N.partial, hashed, given COMPLETE (every file with its size and hash) and
 renamed. So a directory without a matching COMPLETE is not a checkpoint, and a torn one is never resumed.
-The names and the readers are in `run_dir.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from common.errors import FailureError, UserError, one_line
 from common.files import write_text
-from pipeline.run_dir import COMPLETE, FileFacts, checkpoints, partial_directory, step_directory, step_of
+from common.provenance import code_version, library_versions
+from common.untrusted import read_json
+from data_prep.config import settings
+from pipeline.config import RunConfig
+from pipeline.engine import DamagedError, Engine, to_universal
+from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
+from pipeline.identity import PARTS, Identity, check_same
+from pipeline.lock import RunLock
+from pipeline.ranks import PATIENCE, World, gather_objects, host_group, lost_a_peer, on_main
+from pipeline.run_dir import (
+    COMPLETE,
+    HF,
+    STATE,
+    FileFacts,
+    checkpoints,
+    describe,
+    list_files,
+    partial_directory,
+    problem,
+    step_directory,
+    step_of,
+)
+from pipeline.stop import RESUME
+from pipeline.upload import Uploads
+
+log = logging.getLogger(__name__)
 
 
 def write_complete(directory: Path, files: dict[str, FileFacts]) -> None:
@@ -44,3 +82,287 @@ def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | Non
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time."""
+
+    def __init__(self, engine: Engine, config: RunConfig, lock: RunLock, identity: Identity) -> None:
+        """identity: of what the run has read."""
+        self.engine, self.config, self.lock, self.identity = engine, config, lock, identity
+        self._problem: UserError | None = None
+        self._thread: threading.Thread | None = None
+        self._step, self._deadline = 0, 0.0  # of the thread
+        self.group = host_group()
+        target = config.train.copy_to
+        self._uploads = Uploads(config.run_dir, target) if target and engine.world.is_main else None
+
+    def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
+        """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
+
+        progress: what metrics and guard have counted, for the run that resumes from here. Raises UserError
+        when the checkpoint before could not be written.
+        """
+        self.finish()
+        partial = partial_directory(self.config.run_dir, step)
+        if self.engine.world.is_main:
+            remove(partial)
+        dist.barrier()
+        self.engine.snapshot(partial)
+        copied = copy_model(self.engine) if self.config.train.export_checkpoints else None
+        state = {
+            "step": step,
+            "tokens": tokens,
+            "ranks": self.engine.world.ranks,
+            "groups": self.engine.groups,
+            "frozen": self.engine.frozen,
+            "identity": self.identity,
+            "progress": progress,
+        }
+        self._step, self._deadline = step, time.monotonic() + 60 * PATIENCE
+        self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
+        self._thread.start()
+        if not self.config.train.async_save:
+            self.finish()
+
+    @property
+    def problem(self) -> UserError | None:
+        """Return why the last checkpoint could not be written, on any rank, or None."""
+        writing = self._thread is not None and self._thread.is_alive()
+        if self._problem is None and writing and time.monotonic() > self._deadline:
+            hung = f"nothing was written for {PATIENCE:g} minutes, as when a disk hangs"
+            return self._given_up(FailureError(hung))
+        return self._problem
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; all ranks must call.
+
+        Raises UserError, on all ranks alike, when it could not be written or the run directory was lost.
+        """
+        while self._thread is not None and self._thread.is_alive() and self.problem is None:
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        failed, self._thread = self.problem, None
+        lost = None if self.lock.problem is None else UserError(self.lock.problem, code="lock-lost")
+        error = next((e for e in gather_objects(failed or lost) if e is not None), None)
+        if error is not None:
+            raise error
+
+    def finish_copies(self, stopped: Callable[[], bool]) -> None:
+        """Wait for copies as long as bytes move and no rank is asked to stop; all ranks must call."""
+        uploads, wait = self._uploads, 0.1
+        while True:
+            moves = uploads is not None and uploads.goes_on()
+            states = gather_objects((moves, stopped()), self.group)
+            if not states[0][0] or any(stop for _, stop in states):
+                break
+            self.lock.now("copying")
+            time.sleep(wait)
+            wait = min(2 * wait, 5.0)
+        if uploads is not None and (names := uploads.unfinished()):
+            log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
+
+    def _goes_on(self) -> None:
+        """Give the thread PATIENCE minutes for the next thing that it does."""
+        self._deadline = time.monotonic() + 60 * PATIENCE
+
+    def _given_up(self, why: UserError) -> UserError:
+        """Return the error that ends the run, of the same kind as `why`."""
+        message = f"the checkpoint after step {self._step} cannot be written ({why}); the last complete one"
+        if isinstance(why, DamagedError):
+            return DamagedError(f"{message} remains", code=why.code)
+        if isinstance(why, ExportError):
+            cure = "set train.export_checkpoints=false to go on from it without exports"
+            return ExportError(f"{message} remains; {cure}")
+        return FailureError(f"{message} remains; make room, then {RESUME} from it")
+
+    def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
+        """Write one rank's part, and on rank 0 make a checkpoint of all parts."""
+        error: UserError | None
+        try:
+            error, files = self._write_part(partial, state, copied)
+            self._goes_on()
+            parts = gather_objects((error, files), self.group)
+            error = next((e for e, _ in parts if e is not None), None)
+            self._goes_on()
+            if error is None and self.engine.world.is_main:
+                error = self._publish(partial, {k: v for _, part in parts for k, v in part.items()})
+            error = gather_objects(error, self.group)[0]
+        except Exception as failure:
+            lost = isinstance(failure, RuntimeError) and lost_a_peer(failure)
+            error = FailureError("another rank has not written its part" if lost else one_line(failure))
+        if error is not None:
+            self._problem = self._given_up(error)
+            if self.engine.world.is_main:
+                with contextlib.suppress(OSError):  # the disk that failed may fail again
+                    remove(partial)
+
+    def _write_part(
+        self, partial: Path, state: dict[str, Any], copied: Copied | None
+    ) -> tuple[UserError | None, dict[str, FileFacts]]:
+        """Write this rank's files, and on rank 0 the export; return why that failed, or None, and hashes."""
+        rank = self.engine.world.rank
+        try:
+            if rank == 0:
+                partial.mkdir(parents=True, exist_ok=True)
+                write_text(partial / STATE, json.dumps(state, allow_nan=False))
+            written = self.engine.files.write()
+            self._goes_on()
+            if rank == 0 and copied is not None:
+                info = self.export_info(state["step"], state["tokens"])
+                error = write_export(copied, self.config, partial / HF, info, check_aside)
+                if error is not None:
+                    return type(error)(f"rank 0: {error}"), {}
+                self._goes_on()
+            names = [path.relative_to(partial).as_posix() for path in written]
+            if rank == 0:  # which owns whatever no DeepSpeed rank wrote
+                names += [n for n in list_files(partial) if not n.startswith("state/")]
+            for name in names:
+                with (partial / name).open("rb") as file:
+                    os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
+            return None, describe(partial, names)
+        except DamagedError as damage:
+            return damage, {}
+        except Exception as failure:  # whatever it is: the other ranks wait to hear of it
+            return FailureError(f"rank {rank}: {one_line(failure, 200)}"), {}
+
+    def _publish(self, partial: Path, files: dict[str, FileFacts]) -> UserError | None:
+        """Give a checkpoint its marker and name, and remove old ones; return what failed, or None."""
+        train = self.config.train
+        if self.lock.problem is not None:
+            return FailureError(self.lock.problem)
+        try:
+            write_complete(partial, files)
+            final = publish(self.config.run_dir, self._step)
+            event = {"event": "saved", "step": self._step, "path": str(final)}
+            log.info("saved: %s", final, extra={"event_fields": event})
+            spared = self._uploads.current if self._uploads is not None else None
+            prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
+            if self._uploads is not None:
+                self._uploads.wake()
+        except OSError as error:
+            return FailureError(f"rank 0: {one_line(error, 200)}")
+        return None
+
+    def export_info(self, step: int, tokens: int) -> dict[str, Any]:
+        """Return what an export says of its origin."""
+        config = self.config
+        return {
+            "run": str(config.run_dir),
+            "origin": config.model.path or "new",
+            "objective": config.objective.label,
+            "objective_params": config.objective.params,
+            "cost": config.objective.cost,
+            "step": step,
+            "tokens": tokens,
+            "data_fingerprint": self.identity["data"],
+            "template": settings(config.data)["template_version"],  # how prompts of the model are written
+            "seed": config.train.seed,
+            "lr": config.train.lr,
+            "batch": config.train.batch,
+            "git": code_version(),
+            **library_versions("torch", "transformers", "deepspeed"),
+        }
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is valid by content."""
+
+    directory: Path
+    step: int
+    tokens: int  # supervised tokens up to this step
+    ranks: int
+    groups: list[int]  # parameters in each of the optimizer's groups
+    frozen: int  # of the engine: which weights the adapters belong to
+    identity: Identity  # of what was trained with
+    progress: dict[str, Any]  # of metrics and guard, between two records
+
+
+def newest_valid(run_dir: Path, world: World) -> Saved | None:
+    """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
+
+    Others are passed over with a line that says why. Every rank hashes a part of the files.
+    """
+    for directory in reversed(checkpoints(run_dir)):
+        problems = [p for p in gather_objects(problem(directory, world.rank, world.ranks)) if p is not None]
+        if not problems:
+            return read_saved(directory)
+        log.warning("%s is not used: %s", directory.name, problems[0])
+    return None
+
+
+def read_saved(directory: Path) -> Saved:
+    """Return what state.json says of a checkpoint.
+
+    Raises UserError when the checkpoint is of a version that described it differently.
+    """
+    try:
+        state = read_json(directory / STATE)
+        return Saved(directory, **{key: state[key] for key in Saved._fields[1:]})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{directory} was written by another version of this program ({STATE}: {one_line(error, 80)}); "
+            "continue it with that version, or start a new run_dir",
+            code="other-version",
+        ) from None
+
+
+def check_identity(saved: Saved | None, identity: Identity) -> None:
+    """Raise UserError unless all ranks and the checkpoint have read the same; all ranks must call."""
+    first, *others = gather_objects(identity)
+    for other in others:
+        if other != first:
+            part = next(part for part in first if other.get(part) != first[part])
+            raise UserError(
+                f"hosts read different things as {PARTS[part][0]}; give all of them the same files",
+                code=f"hosts-{part}",
+            )
+    if saved is not None:
+        check_same(saved.directory, saved.identity, identity)
+
+
+def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Path, bool]:
+    """Return the path from which this many ranks can load `saved`, and whether that is a universal copy.
+
+    On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
+    Raises UserError when that would have to hold Muon's state, of which DeepSpeed's universal format knows
+    nothing.
+    """
+    if saved.ranks == world.ranks:
+        return saved.directory, False
+    if ds_config["optimizer"]["type"] == "Muon":
+        raise UserError(
+            f"{saved.directory} was saved by {saved.ranks} ranks, and DeepSpeed cannot convert the state of "
+            f"Muon for {world.ranks}; start {saved.ranks} ranks, or a new run_dir from an export",
+            code="muon-ranks",
+        )
+    copy = saved.directory.with_name(saved.directory.name + ".universal")
+
+    def convert() -> None:
+        log.info(
+            "%s was saved by %d ranks: converting it for %d", saved.directory.name, saved.ranks, world.ranks
+        )
+        shutil.rmtree(copy, ignore_errors=True)
+        to_universal(saved.directory / "state", copy / "state")
+
+    on_main(world, convert)
+    return copy, True
+
+
+def check_engine(saved: Saved, engine: Engine) -> None:
+    """Raise UserError where the engine is not that of the checkpoint.
+
+    Its optimizer may group parameters otherwise, or weights that do not train, which no checkpoint holds, may
+    not be what they were.
+    """
+    if saved.groups != engine.groups:
+        raise UserError(
+            f"{saved.directory} was saved with {saved.groups} parameters in the optimizer's groups, and this "
+            f"run has {engine.groups}: the model or this program has changed; set run_dir to a new directory",
+            code="changed-groups",
+        )
+    if saved.frozen != engine.frozen:
+        raise UserError(
+            f"{saved.directory} holds adapters of another base model than model.path is now; put the old "
+            "weights back, or set run_dir to a new directory",
+            code="changed-base",
+        )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import FailureError, UserError, one_line
+from common.errors import UserError, one_line
 from common.exit_codes import ExitCode
 from common.outcome import outcome
 from common.text import printable, without_secrets
@@ -228,29 +228,31 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
 
 def _reported(run: Callable[[], int], watch: Watch) -> int:
     """Return the exit code of `run`; expected errors become one line each, others keep their traceback."""
-    try:
-        return run()
-    except UserError as error:
-        if _is_main() or (_is_first_of_host() and not watch.is_joined):  # hosts differ until then
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        if error.code == HARDWARE:
-            watch.blame_node()
-        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
-    except Exception as error:
-        from pipeline.faults import broken_device, explain
 
-        if broken_device(error):
-            watch.blame_node()
-        code, line = explain(error, watch.advanced)
-        if line is None:
-            traceback.print_exc()
-            line = f"{type(error).__name__}: {one_line(error)}"
-            if code == ExitCode.MISTAKE:
-                line += " (before the first step: trying again would end alike)"
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    print(f"exit code {code}", file=sys.stderr, flush=True)
-    watch.ended(code)
-    leave(code)  # the other ranks may be waiting for this one in a collective
+    def work() -> int:
+        try:
+            return run()
+        except UserError as error:
+            if error.code == HARDWARE:
+                watch.blame_node()
+            raise
+        except Exception as error:
+            from pipeline.ranks import broken_device, explain
+
+            if broken_device(error):
+                watch.blame_node()
+            code, line = explain(error, watch.advanced)
+            if line is None:
+                traceback.print_exc()
+                line = f"{type(error).__name__}: {one_line(error)}"
+                if code == ExitCode.MISTAKE:
+                    line += " (before the first step: trying again would end alike)"
+            print(f"error: {line}\nexit code {code}", file=sys.stderr, flush=True)
+            watch.ended(code)
+            leave(code)  # the other ranks may be waiting for this one in a collective
+
+    # hosts differ until they are joined
+    return outcome(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_joined))
 
 
 def _is_first_of_host() -> bool:
@@ -329,6 +331,9 @@ def _preflight(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace) -> int:
     from pipeline.config import load_config
 
+    index, _, count = args.part.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise UserError(f"--part {args.part}: give I/N with 0 <= I < N, for example 0/4", code="part")
     settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     settings.append(f"model.revision={args.revision or 'null'}")
     handler = logging.StreamHandler(sys.stdout)
@@ -337,7 +342,7 @@ def _score(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, [*args.overrides, *settings])
     from pipeline.planning.score import score
 
-    if score(config, args.name, _part(args.part), args.force):
+    if score(config, args.name, (int(index), int(count)), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
     else:
         print(f"scores called {args.name}: part {args.part} is done, other parts are missing")
@@ -365,11 +370,3 @@ def _report(args: argparse.Namespace) -> int:
     for line in lines:
         print(printable(line), file=sys.stderr if STDOUT in (out, args.json) else sys.stdout)
     return ExitCode.REGRESSION if any(lost for lost, _ in verdicts) else ExitCode.DONE
-
-
-def _part(text: str) -> tuple[int, int]:
-    """Return I/N as numbers. Raises UserError when it is not that."""
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise UserError(f"--part {text}: give I/N with 0 <= I < N, for example 0/4")
-    return int(index), int(count)

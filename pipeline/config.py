@@ -247,9 +247,9 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` takes the matrices of the body and leaves embeddings, head, biases and norms to AdamW; the
     logged gradient norm is then that of the update."""
-    lr: float = Field(2e-5, gt=0)
+    lr: float = Field(2e-5, gt=0, le=1e6)
     """Peak learning rate of AdamW."""
-    muon_lr: float | None = Field(None, gt=0)
+    muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02; same schedule."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""

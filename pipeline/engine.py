@@ -36,8 +36,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from common.errors import FailureError, UserError, one_line
 from pipeline.batches import DOMAIN
-from pipeline.loss.documents import BOUNDS, by_document
-from pipeline.loss.sums import BINS
+from pipeline.loss.fused import BINS
+from pipeline.loss.head import BOUNDS, by_document
 from pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
 from pipeline.planning.host import check_gpus, threads
 from pipeline.ranks import PATIENCE, World, gather_objects
@@ -61,7 +61,7 @@ class Sums(NamedTuple):
     tokens: int
     stop: bool
     applied: bool = True  # whether the weights were updated
-    weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/sums.py)
+    weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/fused.py)
     domains: tuple[DomainSums, ...] = ()  # of each domain, where there are several
 
 
@@ -100,20 +100,15 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise _port_taken(os.environ["MASTER_PORT"]) from None
+        port = os.environ["MASTER_PORT"]
+        if os.environ.get(CHOSEN_PORT) == port:  # of this program's own choice
+            raise FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}") from None
+        way = "launch/continual.sh --master_port N -- RECIPE"
+        raise UserError(f"port {port} of this host is taken; name another one: {way}", code="port") from None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads())
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-def _port_taken(port: str) -> UserError:
-    """Return the error of a port that another program has: of the user's choice, or of this program's own."""
-    if os.environ.get(CHOSEN_PORT) == port:
-        return FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}")
-    return UserError(
-        f"port {port} of this host is taken; name another one: launch/continual.sh --master_port N -- RECIPE"
-    )
 
 
 def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
@@ -189,7 +184,8 @@ class Engine:
             group["lr"] = lr * rate
         # Dropout follows from (seed, rank) alone, so a resumed run needs no saved generator state.
         torch.manual_seed(seed * 1_000_003 + self.world.rank)
-        self.ds.train()
+        if not self.ds.module.training:
+            self.ds.train()
         totals = self._zeros(len(domains))
         totals[4] = float(stop)
         for micro in micro_batches:
@@ -268,15 +264,13 @@ class Engine:
             part = getattr(parameter, "ds_tensor", None)  # this rank's part under ZeRO-3
             if parameter.requires_grad or (part is None and not self.world.is_main):
                 continue
-            values = parameter if part is None else part[: self._own(parameter)]
+            values: Any = parameter
+            if part is not None:  # without the padding behind the last rank's values
+                size = getattr(parameter, "ds_numel", 0)
+                values = part[: max(0, size - self.world.rank * part.numel())]
             bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
             total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
         return sum(gather_objects(total)) % 2**64
-
-    def _own(self, parameter: Any) -> int:
-        """Return how many values of a partitioned parameter this rank has; what follows is padding."""
-        size = parameter.ds_tensor.numel()
-        return max(0, min(size, parameter.ds_numel - self.world.rank * size))
 
     def _zeros(self, domains: int = 0) -> Tensor:
         return torch.zeros(5 + BINS + 1 + 2 * domains, dtype=torch.float64, device=self.world.device)

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,7 +90,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
     problem = None
     if engine.world.is_main:
         problem = write_export(streamed, config, target, info, check)
-    deque(streamed.tensors, maxlen=0)  # the other ranks take part in the gathers
+    deque(streamed.tensors, maxlen=0)  # all ranks take part in the gathers, whatever has failed on the first
     problem = gather_objects(problem)[0]
     if isinstance(problem, FailureError):
         raise FailureError(f"{problem}; make room, then {RESUME}")
@@ -114,13 +114,9 @@ def write_export(
 ) -> UserError | None:
     """Write and check `target` on rank 0, whole or not at all; return an error as above, or None."""
     partial = target.with_name(target.name + ".partial")
-    writer = ShardWriter(partial)
-    for name, tensor in copied.tensors:
-        writer.keep(name, tensor)
-    writer.finish()
-    if writer.problem is not None:
-        return FailureError(writer.problem)
+    shutil.rmtree(partial, ignore_errors=True)
     try:
+        write_shards(partial, copied.tensors)
         write_rest(copied.base, config, partial, info)
         check(partial, copied.probe, copied.logits)
         shutil.rmtree(target, ignore_errors=True)
@@ -151,85 +147,49 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
         if ".lora_" in name:
             continue
         path, wrapped, _ = name.rpartition(".base_layer.")
-        layer = modules[path] if wrapped else None
+        layer: Any = modules[path] if wrapped else None
         exported = name.replace(".base_layer.", ".")
         if layer is None or not name.endswith(".weight"):
             yield Exported(exported, parameter)
             continue
-        yield _adapted(exported, parameter, layer)
-
-
-def _adapted(name: str, weight: nn.Parameter, layer: Any) -> Exported:
-    """Return the tensor of a layer that carries adapters."""
-    scaling = layer.scaling[ADAPTER]
-    if ADAPTER in layer.lora_A:
-        adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        return Exported(name, weight, adapters, scaling, layer.fan_in_fan_out)
-    if ADAPTER in layer.lora_embedding_A:
-        adapters = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-        return Exported(name, weight, adapters, scaling, transposed=True)
-    raise UserError(f"model.lora.targets: adapters on {name.removesuffix('.weight')} cannot be exported")
-
-
-class ShardWriter:
-    """Streams tensors to safetensors files of at most SHARD_BYTES in `directory`.
-
-    The first failure to write is kept in `problem`, and nothing more is written: other ranks may wait in a
-    gather meanwhile, so that it must not be raised here.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.problem: str | None = None
-        self._shard: dict[str, Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._total = 0
-        self._attempt(self._start)
-
-    def keep(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor in host memory, which nobody else may change."""
-        if self.problem is not None:
-            return
-        if sum(t.nbytes for t in self._shard.values()) + tensor.nbytes > SHARD_BYTES:
-            self._attempt(self._flush)
-        self._shard[name] = tensor
-        self._total += tensor.nbytes
-
-    def finish(self) -> None:
-        """Give the files their final names and write the index."""
-        self._attempt(self._flush)
-        self._attempt(self._rename)
-
-    def _start(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-
-    def _flush(self) -> None:
-        if self._shard:
-            part = self.directory / f"part-{len(self._shards):05d}"
-            save_file(self._shard, str(part), metadata={"format": "pt"})
-            self._shards.append(list(self._shard))
-            self._shard.clear()
-
-    def _rename(self) -> None:
-        count = len(self._shards)
-        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        if count == 1:
-            names = ["model.safetensors"]
+        scaling = layer.scaling[ADAPTER]
+        if ADAPTER in layer.lora_A:
+            adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            yield Exported(exported, parameter, adapters, scaling, layer.fan_in_fan_out)
+        elif ADAPTER in layer.lora_embedding_A:
+            adapters = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+            yield Exported(exported, parameter, adapters, scaling, transposed=True)
         else:
-            weight_map = {t: names[i] for i, tensors in enumerate(self._shards) for t in tensors}
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            write_text(self.directory / "model.safetensors.index.json", json.dumps(index, indent=1))
-        for i, name in enumerate(names):
-            (self.directory / f"part-{i:05d}").rename(self.directory / name)
+            raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        if self.problem is None:
-            try:
-                work()
-            except (OSError, SafetensorError) as error:
-                self.problem = f"{self.directory} cannot be written ({one_line(error, 200)})"
-                self._shard.clear()
+
+def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors in host memory to safetensors files of at most SHARD_BYTES in a new directory."""
+    directory.mkdir(parents=True)
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    total = 0
+
+    def flush() -> None:
+        save_file(shard, str(directory / f"part-{len(shards):05d}"), metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor
+        total += tensor.nbytes
+    flush()
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        weight_map = {t: names[i] for i, contents in enumerate(shards) for t in contents}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+    for i, name in enumerate(names):
+        (directory / f"part-{i:05d}").rename(directory / name)
 
 
 def _probe(engine: Engine) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ from pipeline.loss import (
     probe_model,
     shift_left,
 )
-from pipeline.loss.tensors import is_distributed, is_partitioned
+from pipeline.loss.cost import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
 Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`

@@ -11,7 +11,8 @@
     deepspeed      what DeepSpeed's configuration decides of the numbers
     cost           fingerprint of the cost embedding
 
-It is written into config.yaml and every checkpoint. A run that resumes must be the same in all parts.
+It is written into config.yaml and every checkpoint. A run that resumes must be the same in all parts, and in
+every key of its recipe that is not free.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import re
+import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PretrainedConfig
 
 from common.errors import UserError, one_line
+from common.files import write_text
 from common.provenance import REPOSITORY
+from common.recipe import marked, read_written, shown
 from data_prep.scores import Scores
 from data_prep.shards import TokenDataset
-from pipeline.config import Batch, RunConfig
-from pipeline.loss.objectives import BUILT_IN
-from pipeline.loss.registry import ENTRY_POINTS, Objective
+from pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
+from pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
+from pipeline.order import Holding
 from pipeline.planning.ds_file import decisive
+from pipeline.run_dir import CONFIG, INITIAL, checkpoints, step_of
 
 Identity = dict[str, Any]  # part -> JSON value
 
@@ -60,6 +67,129 @@ PARTS = {
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments", "launch")
+IDENTITY = "identity"  # in config.yaml: what was read
+MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
+
+
+def compare(config: RunConfig, identity: Identity) -> None:
+    """Refuse a run directory that another configuration or other content started.
+
+    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so. Raises UserError
+    naming the first key that was changed, added or removed, or what else is not what it was.
+    """
+    if not (config.run_dir / CONFIG).is_file():
+        if checkpoints(config.run_dir):
+            raise UserError(
+                f"{config.run_dir} holds checkpoints but not the {CONFIG} that they were trained with; "
+                "put it back, or set run_dir to a new directory",
+                code="config-missing",
+            )
+        return
+    claimed = _claimed(config.run_dir)
+    previous, current = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
+    free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
+    for key in dict.fromkeys((*current, *previous)):
+        if current.get(key) == previous.get(key) or any(f"{key}.".startswith(f"{part}.") for part in free):
+            continue
+        if f"{key}.".startswith("train.mixture."):
+            if config.train.mixture is None:
+                raise UserError(
+                    f"{config.run_dir} was trained with a train.mixture, and without one its domains could "
+                    "not go on where they are; train.mixture={temperature: 1} takes all in proportion, or "
+                    "set run_dir to a new directory",
+                    code="mixture-gone",
+                )
+            if config.train.mixture_from is None:
+                newest = max(map(step_of, checkpoints(config.run_dir)), default=0)
+                raise UserError(
+                    f"{config.run_dir} was trained with another train.mixture; set "
+                    f"train.mixture_from={newest} to let this one hold from its newest checkpoint on, or "
+                    "restore the old one",
+                    code="changed-mixture",
+                )
+            continue
+        before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (previous, current))
+        raise UserError(
+            f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
+            "directory, or restore the old value",
+            code="changed-key",
+        )
+    check_same(config.run_dir, claimed.get(IDENTITY), identity)
+
+
+def _claimed(run_dir: Path) -> dict[str, Any]:
+    """Return the content of config.yaml."""
+    path = run_dir / CONFIG
+    try:
+        tree = read_written(path)
+        if not isinstance(tree, dict):
+            raise ValueError("it holds no keys")
+        return tree
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set run_dir to a new "
+            "directory",
+            code="config-unreadable",
+        ) from None
+
+
+def mixtures(config: RunConfig) -> list[Holding]:
+    """Return the mixtures by first step: those that the run was trained with, and the recipe's.
+
+    `compare` has found that it may change, where it does.
+    """
+    recorded, now, start = _recorded(config.run_dir), config.train.mixture, config.train.mixture_from
+    if not recorded or recorded[-1].mixture == now:
+        return recorded or [Holding(0, now)]
+    assert start is not None
+    earlier = [holding for holding in recorded if holding.step < start]
+    return earlier if earlier and earlier[-1].mixture == now else [*earlier, Holding(start, now)]
+
+
+def check_mixture(config: RunConfig, step: int) -> None:
+    """Raise UserError for a mixture that changes at another step than `step`, from which the run goes on."""
+    recorded = _recorded(config.run_dir)
+    if recorded and recorded != mixtures(config) and config.train.mixture_from != step:
+        raise UserError(
+            f"train.mixture_from={config.train.mixture_from}, and the run goes on from step {step}; set "
+            f"train.mixture_from={step}, or restore the old train.mixture",
+            code="mixture-step",
+        )
+
+
+def _recorded(run_dir: Path) -> list[Holding]:
+    """Return the mixtures of a run that was claimed; none of one that was not."""
+    if not (run_dir / CONFIG).is_file():
+        return []
+    tree = _claimed(run_dir)
+    entries = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
+    pairs = ((entry["step"], entry["mixture"]) for entry in entries)
+    return [Holding(step, None if m is None else MixtureConfig.model_validate(m)) for step, m in pairs]
+
+
+def clear_unstarted(config: RunConfig) -> None:
+    """Remove the first weights of a launch that ended before the run was claimed: it may have had others."""
+    if not (config.run_dir / CONFIG).is_file():
+        shutil.rmtree(config.run_dir / INITIAL, ignore_errors=True)
+
+
+def claim(config: RunConfig, identity: Identity) -> None:
+    """Write config.yaml: from now on the run directory belongs to this configuration and what it has read."""
+    tree, history = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}, mixtures(config)
+    if len(history) > 1:
+        entries = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
+        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
+    write_text(config.run_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys and their values; an empty section holds none."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
 
 
 def of_data(data: TokenDataset, validation: Mapping[str, TokenDataset]) -> Identity:
@@ -135,14 +265,10 @@ def _difference(before: Any, now: Any) -> str:
         return f"{key} is new" if key not in before else f"{key}: {_difference(before[key], now[key])}"
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return next(_difference(*pair) for pair in zip(before, now, strict=True) if pair[0] != pair[1])
-    return f"it was {_short(before)} and is {_short(now)}"
-
-
-def _short(value: Any) -> str:
-    """Return a value for a message; of a hash its beginning."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    is_hash = len(text) == 64 and not set(text) - set("0123456789abcdef")
-    return text[:12] if is_hash else one_line(text, 80)
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in (before, now))
+    hashed = re.compile("[0-9a-f]{64}")  # its beginning will do
+    was, is_now = (text[:12] if hashed.fullmatch(text) else one_line(text, 80) for text in texts)
+    return f"it was {was} and is {is_now}"
 
 
 def _digest(value: Any) -> str:

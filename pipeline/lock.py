@@ -37,7 +37,8 @@ class RunLock:
     def __init__(self, run_dir: Path, active: bool) -> None:
         self.run_dir = run_dir
         self._lease = Lease(run_dir, LOCK, LOCK_SECONDS, BEAT) if active else None
-        self._step, self._doing, self._since = 0, "loading", time.time()
+        self.step = 0  # the last one that this launch has taken
+        self._doing, self._since = "loading", time.time()
         self.lost = False  # whether another launch took over, as of the last beat
         self._writing = threading.Lock()  # the main thread writes as well
         self._copy = Path(os.environ[COPY]) if active and os.environ.get(COPY) else None
@@ -51,33 +52,29 @@ class RunLock:
         if self._lease is None:
             return
         try:
-            if not self._lease.acquire(self._beat):
-                self._outlast(self._lease)
+            began, first = time.monotonic(), None
+            while not self._lease.acquire(self._beat):
+                holder = self._lease.holder()
+                if holder is not None and first is None:
+                    first = holder
+                    if not first.here:
+                        line = "%s is locked by %s: waiting up to %.0f s to see whether it still runs"
+                        log.info(line, self.run_dir, first, LOCK_SECONDS)
+                if holder is not None and first is not None:
+                    renewed = holder.renewed > first.renewed
+                    if renewed or (holder.here and time.monotonic() - began > 2 * BEAT):
+                        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+                        raise UserError(
+                            f"{self.run_dir} is in use by {holder}, started {when}; wait until it has ended, "
+                            "or set run_dir to another directory",
+                            code="run-in-use",
+                        )
+                time.sleep(LOOK)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
-            raise kind(f"run_dir={self.run_dir} cannot be written ({error}); set another") from None
+            text = f"run_dir={self.run_dir} cannot be written ({error}); set another"
+            raise kind(text, code="unwritable") from None
         self._beat()
-
-    def _outlast(self, lease: Lease) -> None:
-        """Wait until the holder is found dead; UserError as soon as it is seen to live."""
-        first, began = lease.holder(), time.monotonic()
-        if first is not None and not first.here:
-            log.info(
-                "%s is locked by process %d on %s: waiting up to %.0f s to see whether it still runs",
-                self.run_dir, first.pid, first.host, LOCK_SECONDS,
-            )  # fmt: skip
-        while not lease.acquire(self._beat):
-            time.sleep(LOOK)
-            now = lease.holder()
-            if now is None:
-                continue
-            renewed = first is not None and now.renewed > first.renewed
-            if renewed or (now.here and time.monotonic() - began > 2 * BEAT):
-                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now.since))
-                raise UserError(
-                    f"{self.run_dir} is in use by process {now.pid} on {now.host}, started {when}; "
-                    "wait until it has ended, or set run_dir to another directory"
-                )
 
     @property
     def problem(self) -> str | None:
@@ -86,14 +83,9 @@ class RunLock:
             return None
         return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
 
-    @property
-    def step(self) -> int:
-        """Return the last step that this launch has taken; 0 before its first."""
-        return self._step
-
     def reached(self, step: int) -> None:
-        """Step `step` has been taken."""
-        self._step, self._since = step, time.time()
+        """Note that step `step` has been taken."""
+        self.step, self._since = step, time.time()
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -123,7 +115,7 @@ class RunLock:
             return
         # Where the disk is full, what must be written reports it.
         with self._writing:
-            beat = {"time": time.time(), "step": self._step, "doing": self._doing, "since": self._since}
+            beat = {"time": time.time(), "step": self.step, "doing": self._doing, "since": self._since}
             beat |= {"host": socket.gethostname(), "pid": os.getpid()}
             for path in (self._copy, self.run_dir / HEARTBEAT):  # the run directory's disk may hang
                 with contextlib.suppress(OSError):

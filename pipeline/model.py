@@ -28,12 +28,11 @@ from transformers import (
 )
 
 from common.errors import UserError, nearest, one_line
-from common.weights import Loaded, load_causal_lm, load_config
+from common.weights import load_causal_lm, load_config
 from data_prep.shards import Manifest
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
 from pipeline.engine import Engine
-from pipeline.faults import broken_hardware
 from pipeline.loss import (
     CostEmbedding,
     LiveCost,
@@ -47,9 +46,9 @@ from pipeline.loss import (
     weighted_sum,
 )
 from pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
-from pipeline.loss.documents import by_segments, refusal
+from pipeline.loss.head import by_segments, refusal
 from pipeline.planning.attention import usable_attention, without_segments
-from pipeline.ranks import gather_objects, lost_a_peer
+from pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
 from pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,12 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     parts = parts or objective_parts(config)
     objective = parts[0]
     if chosen.sum:
-        weights = [_weight(part.weight) for part in chosen.sum]
+        weights: list[float | Ramp] = [
+            Ramp(getattr(part.weight, "from"), part.weight.to, part.weight.steps)
+            if isinstance(part.weight, RampConfig)
+            else part.weight
+            for part in chosen.sum
+        ]
         objective = weighted_sum(list(zip(parts, weights, strict=True)))
     if objective.dense:
         raise UserError(
@@ -156,12 +160,6 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     return objective
 
 
-def _weight(weight: float | RampConfig) -> float | Ramp:
-    if isinstance(weight, RampConfig):
-        return Ramp(getattr(weight, "from"), weight.to, weight.steps)
-    return weight
-
-
 def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:
     """Return the objective with its cost embedding.
 
@@ -175,7 +173,9 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
     elif kind == "constant":
         cost = CostEmbedding.constant(vocab_size).cached(megabytes)
     elif kind == "numbers":
-        cost = number_cost(_pieces(config), vocab_size).cached(megabytes)
+        tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
+        pieces = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(len(tokenizer))]
+        cost = number_cost(pieces, vocab_size).cached(megabytes)
     elif kind not in ("pretrained", "permuted"):
         cost = load_cost(kind, vocab_size, cache_mb=megabytes)
     elif config.model.path is not None or objective.needs_cost:
@@ -194,12 +194,6 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
                 TWIN_COST,
             )
     return Losses(objective, cost if objective.needs_cost else None, cost)
-
-
-def _pieces(config: RunConfig) -> list[str]:
-    """Return the tokens of the data's tokenizer, in order of ids."""
-    tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
-    return [str(tokenizer.convert_ids_to_tokens(token)) for token in range(len(tokenizer))]
 
 
 def use_objective(model: nn.Module, objective: Objective) -> None:
@@ -225,21 +219,19 @@ def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
         head.spec = training
 
 
-def initial_weights(config: RunConfig) -> Path:
-    """Return the path of a new model's first weights: they are its origin, and its cost embedding's."""
-    return config.run_dir / INITIAL
-
-
 def origin(config: RunConfig) -> tuple[str, str | None]:
-    """Return the path or hub id of the weights before training, and the commit of a hub model."""
+    """Return the path or hub id of the weights before training, and the commit of a hub model.
+
+    A new model's first weights are its origin, and its cost embedding's.
+    """
     if config.model.path is None:
-        return str(initial_weights(config)), None
+        return str(config.run_dir / INITIAL), None
     return config.model.path, config.model.revision
 
 
 def write_initial_weights(config: RunConfig) -> None:
     """Initialise a new model on this rank and save it, so that every world size starts the same."""
-    target = initial_weights(config)
+    target = config.run_dir / INITIAL
     if (target / "config.json").is_file():
         return
     with torch.random.fork_rng(devices=[]):
@@ -265,14 +257,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
         if broken_hardware(error) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
-    _check_complete(path, loaded)
-    _check_finite(path, loaded.model)
-    return loaded.model
-
-
-def _check_complete(path: str, loaded: Loaded) -> None:
-    """Raise UserError unless the checkpoint holds every tensor of the model in its shape, and no other."""
-    for problem, names in (
+    for problem, names in (  # every tensor of the model must be there in its shape, and no other
         ("lacks", loaded.missing),
         ("has another shape for", loaded.mismatched),
         ("holds what this kind of model has not:", loaded.unexpected),
@@ -285,19 +270,11 @@ def _check_complete(path: str, loaded: Loaded) -> None:
             )
     if loaded.fault is not None:
         raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
-
-
-def _check_finite(path: str, model: nn.Module) -> None:
-    """Raise UserError for a weight that is NaN or infinite; every rank looks at its part, and all agree."""
     broken = ""
-    for name, parameter in model.named_parameters():
+    for name, parameter in loaded.model.named_parameters():
         values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
-        # on NVMe a piece is not at hand
-        if (
-            values.numel()
-            and values.device.type != "meta"
-            and not bool(torch.isfinite(torch.stack(values.aminmax())).all())
-        ):
+        at_hand = values.numel() and values.device.type != "meta"  # a piece on NVMe is not
+        if at_hand and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
             broken = broken or name
     if dist.is_initialized() and dist.get_world_size() > 1:
         broken = next((fault for fault in gather_objects(broken) if fault), "")
@@ -305,6 +282,7 @@ def _check_finite(path: str, model: nn.Module) -> None:
         raise UserError(
             f"model.path={path} holds values in {broken} that are not finite; its weights are damaged"
         )
+    return loaded.model
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
@@ -363,8 +341,20 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
 
     assert config.lora is not None
     targets = config.lora.targets
-    for target in [targets] if isinstance(targets, str) else targets:
-        _check_target(model, target, pattern=isinstance(targets, str))
+    layers = [name for name, module in model.named_modules() if name and not list(module.children())]
+    # peft reads a single string as a regular expression for whole names
+    for target in [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets:
+        try:
+            if isinstance(targets, str):
+                matches = any(re.fullmatch(target, name) for name in layers)
+            else:
+                matches = any(name == target or name.endswith(f".{target}") for name in layers)
+        except re.error as error:
+            raise UserError(f"model.lora.targets={target} is not a regular expression: {error}") from None
+        if not matches:
+            suffixes = {name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head")}
+            hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
+            raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,
@@ -380,27 +370,6 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
             return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
-
-
-def _check_target(model: nn.Module, target: str, pattern: bool) -> None:
-    """Raises UserError, naming what is near, when `target` matches no layer of `model`.
-
-    A `pattern` is a regular expression for whole names, as peft reads a single string.
-    """
-    if target == "all-linear" and pattern:
-        return
-    layers = [name for name, module in model.named_modules() if name and not list(module.children())]
-    try:
-        if pattern:
-            matches = any(re.fullmatch(target, name) for name in layers)
-        else:
-            matches = any(name == target or name.endswith(f".{target}") for name in layers)
-    except re.error as error:
-        raise UserError(f"model.lora.targets={target} is not a regular expression: {error}") from None
-    if not matches:
-        suffixes = dict.fromkeys(name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head"))
-        hint = nearest(target, [name for name in suffixes if not name.isdigit()])
-        raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
 
 
 def _unreachable(path: str, error: Exception) -> str:

@@ -34,7 +34,7 @@ import numpy as np
 
 from common.errors import UserError, nearest
 from pipeline.config import MixtureConfig, RampConfig
-from pipeline.loss.registry import Ramp
+from pipeline.loss.objectives import Ramp
 
 NEWTON = 6  # steps towards t(s) by the number of rows that are missing, before it is enclosed by halves
 KEPT = 2  # epochs of a domain that are kept at hand

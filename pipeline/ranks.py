@@ -1,18 +1,38 @@
-"""The ranks of a run as torch.distributed knows them: who waits for whom, and for how long."""
+"""The ranks of a run: who waits for whom and for how long, and which exit code a failed rank ends with.
+
+| class of error | before the first step of a launch | later |
+|---|---|---|
+| the hardware or driver of this host | 1 | 1 |
+| another rank was lost, or never reached | 1 | 1 |
+| a disk, file server or connection that may come back | 1 | 1 |
+| a file that is missing, damaged or may not be opened | 2 | 2 |
+| out of memory, on a GPU or the host | 2 | 1 |
+| anything else, such as a bug or a library that is missing | 2 | 1 |
+
+Code 1 is worth another start, perhaps on another host; code 2 is not. A launch that resumes a run is no
+exception: what it has not reached again may still be a mistake, and a GPU that is broken still is hardware.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from common.errors import UserError
+from common.errors import UserError, one_line
+from common.exit_codes import ExitCode
+from common.files import LASTING, may_pass
+from pipeline.stop import RESUME, node_name
 
 T = TypeVar("T")
 
@@ -29,11 +49,6 @@ class World(NamedTuple):
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
@@ -100,14 +115,31 @@ def patience(minutes: float, spare: Any = None) -> Iterator[None]:
     wait_at_most(minutes, spare)
 
 
+def end_world() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 # What gloo and NCCL say, in small letters, of a rank that is gone or was never reached. Their other errors
 # are about this host: two ranks on one GPU, too little shared memory.
-LOST = (
-    *("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "wait timeout"),
-    *("socket timeout", "connection refused", "no route to host", "network is unreachable"),
-    *("failed to recv, got 0 bytes", "connection was likely closed", "possible application crash on rank"),
-    *("ncclremoteerror", "exit of a remote peer", "communicator was aborted", "watchdog caught"),
+LOST = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|timed out|wait timeout|socket timeout|"
+    r"connection refused|no route to host|network is unreachable|failed to recv, got 0 bytes|"
+    r"connection was likely closed|possible application crash on rank|ncclremoteerror|"
+    r"exit of a remote peer|communicator was aborted|watchdog caught"
 )
+# What CUDA, its libraries and the driver say, in small letters, of a device that fails. A kernel that reads
+# where it must not, and memory that is too small, are not among them.
+DEVICE = re.compile(
+    r"\becc error|nvlink error|uncorrectable (ecc|nvlink)|double.bit|hardware (stack )?error|"
+    r"row remap|\bxid\b|fallen off the bus|gpu is lost|requires reset|busy or unavailable|"
+    r"no (cuda-capable device|cuda gpus)|system not (yet )?initialized|cuda (error: )?unknown error|"
+    r"driver/library version mismatch|(cuda error:|driver) initialization (error|failed)"
+)
+# NCCL's errors name no culprit: this device, a network card, or a host far away.
+NETWORK = re.compile(r"ncclsystemerror|unhandled system error|ncclunhandledcudaerror|unhandled cuda error")
+NEITHER = re.compile(r"out of memory|invalid usage|invalid device ordinal|illegal memory access")
 
 
 def lost_a_peer(error: Exception) -> bool:
@@ -115,11 +147,54 @@ def lost_a_peer(error: Exception) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     several = dist.is_initialized() and dist.get_world_size() > 1
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and several and any(sign in text for sign in LOST)
+    return isinstance(error, RuntimeError) and several and LOST.search(str(error).lower()) is not None
 
 
-def end_world() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def broken_device(error: BaseException) -> bool:
+    """Return whether a device or driver of this host failed, here or in what led to this error."""
+    return _says(error, DEVICE)
+
+
+def broken_hardware(error: BaseException) -> bool:
+    """Return whether hardware failed, on this host or on the way to another one."""
+    return _says(error, DEVICE) or _says(error, NETWORK)
+
+
+def _says(error: BaseException, signs: re.Pattern[str]) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and not isinstance(cause, OutOfMemoryError):
+            text = str(cause).lower()
+            if signs.search(text) and not NEITHER.search(text):
+                return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
+    """Return the exit code of an error, and the line for it where no traceback is needed.
+
+    advanced: a step was done since the start.
+    """
+    line = one_line(error)
+    if broken_device(error):
+        return ExitCode.FAILURE, f"a GPU or driver of {node_name()} failed ({line}); {RESUME} on other hosts"
+    # "os error" is what safetensors calls a failed write
+    if isinstance(error, LASTING) or (isinstance(error, SafetensorError) and "os error" not in line):
+        return ExitCode.MISTAKE, line
+    if lost_a_peer(error):
+        lost = "lost" if dist.is_initialized() else "did not reach"
+        why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
+        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
+    if broken_hardware(error):
+        return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"
+    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
+    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
+        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
+    if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
+        return ExitCode.MISTAKE, (
+            f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
+            "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
+            "stage or offload; `python -m pipeline plan` says what fits"
+        )
+    return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

@@ -1,4 +1,4 @@
-"""What a run directory contains, by name, and how it is read. Standard library only: anybody may import it.
+"""What a run directory contains, by name, and how it is read. Nothing heavy is imported: anybody may.
 
 config.yaml      the resolved configuration, and the identity of what was read (identity.py)
 data_hashes.json the shards that were found to hold what was prepared
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from common.untrusted import parse_json, read_json
 
 CONFIG = "config.yaml"
 DATA_HASHES = "data_hashes.json"
@@ -46,8 +47,6 @@ COMPLETE = "COMPLETE"
 STATE = "state.json"
 
 FileFacts = dict[str, int | str]  # size and sha256 of a file
-MARKER_BYTES = 64 << 20  # of COMPLETE, state.json and export.json at most
-COUNTABLE = 2**53  # numbers beyond it are of no run
 
 
 def step_directory(run_dir: Path, step: int) -> Path:
@@ -76,21 +75,6 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(directories, key=step_of)
 
 
-def read_marker(path: Path) -> Any:
-    """Return the JSON value in a file that says something about a checkpoint or an export.
-
-    Raises OSError when it cannot be read, and ValueError when it is no JSON or too much of it.
-    """
-    with path.open("rb") as file:
-        content = file.read(MARKER_BYTES + 1)
-    if len(content) > MARKER_BYTES:
-        raise ValueError(f"{path} has more than {MARKER_BYTES >> 20} MiB")
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-
-
 def list_files(directory: Path) -> list[str]:
     """Return the relative names of a checkpoint's files except COMPLETE, sorted."""
     files = (p for p in directory.rglob("*") if p.is_file())
@@ -117,12 +101,9 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
     if link is not None:
         return f"{link.relative_to(directory.parent)} is a link, which the trainer does not write"
     listed = listed_files(directory)
-    if listed is None:
-        return f"{COMPLETE} is missing or unreadable"
     if not listed:
-        return f"{COMPLETE} lists no files"
-    if sorted(listed) != list_files(directory):
-        difference = sorted(set(listed) ^ set(list_files(directory)))
+        return f"{COMPLETE} is missing, unreadable or empty"
+    if difference := sorted(set(listed) ^ set(list_files(directory))):
         return f"{difference[0]} is missing or was not written by the trainer"
     return mismatch(directory, listed, part, parts)
 
@@ -133,16 +114,12 @@ def listed_files(directory: Path) -> dict[str, FileFacts] | None:
     No name leads out of the checkpoint.
     """
     try:
-        listed = read_marker(directory / COMPLETE)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        listed = read_json(directory / COMPLETE)["files"]
+        whole = all({"size", "sha256"} <= facts.keys() for facts in listed.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    if not isinstance(listed, dict):
-        return None
-    whole = (isinstance(facts, dict) and {"size", "sha256"} <= facts.keys() for facts in listed.values())
-    inside = (
-        not name.startswith("/") and ".." not in name.split("/") and "\0" not in name for name in listed
-    )
-    return listed if all(whole) and all(inside) else None
+    outside = any(name.startswith("/") or ".." in name.split("/") or "\0" in name for name in listed)
+    return listed if whole and not outside else None
 
 
 def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
@@ -152,8 +129,7 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
             return f"{name} is missing"
         if (directory / name).stat().st_size != listed[name]["size"]:
             return f"{name} has another size than {COMPLETE} says"
-    names = sorted(listed)[part::parts]
-    for name, facts in describe(directory, names).items():
+    for name, facts in describe(directory, sorted(listed)[part::parts]).items():
         if facts != listed[name]:
             return f"{name} has another content than {COMPLETE} says"
     return None
@@ -164,8 +140,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Lines that are torn or damaged are left out.
     """
-    records, _ = read_records(run_dir / METRICS)
-    return [record for record in records if all(_may_hold(*item) for item in record.items())]
+    return read_records(run_dir / METRICS)[0]
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -173,8 +148,8 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         record = None
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
+        with contextlib.suppress(ValueError):
+            record = parse_json(line.decode())
         if isinstance(record, dict) and type(record.get("step")) is int:
             records.append(record)
         elif line.strip():
@@ -185,20 +160,9 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     """Return the content of heartbeat.json; empty where it says nothing."""
     with contextlib.suppress(OSError, ValueError):
-        beat = read_marker(run_dir / HEARTBEAT)
+        beat = read_json(run_dir / HEARTBEAT)
         return beat if isinstance(beat, dict) else {}
     return {}
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a record may hold the value: null stands for a number that is not finite."""
-    return value is None or type(value) is float or (type(value) is int and abs(value) <= COUNTABLE)
-
-
-def _may_hold(name: str, value: Any) -> bool:
-    if name == "domains" and isinstance(value, dict):
-        return all(isinstance(sums, dict) and all(map(_is_number, sums.values())) for sums in value.values())
-    return isinstance(value, str) if name == "set" else _is_number(value)
 
 
 def read_export_info(export: Path) -> dict[str, Any]:
@@ -209,7 +173,7 @@ def read_export_info(export: Path) -> dict[str, Any]:
     path = export / EXPORT_INFO
     if not path.is_file():
         return {}
-    info = read_marker(path)
+    info = read_json(path)
     if not isinstance(info, dict):
         raise ValueError(f"{path} is not a JSON object")
     return info

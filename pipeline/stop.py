@@ -113,13 +113,12 @@ class Watch:
         if self._phase == STARTING:
             self._leave(f"stopped ({name}) before the run was opened")
         if sender == self._chain[0] and self._kill_at is None:
-            self._kill_at = time.monotonic() + _grace(_command(sender))
+            self._kill_at = time.monotonic() + _grace(command_line(sender))
 
     def _lose_launcher(self) -> None:
         self.launcher_gone = True
-        if os.getppid() != self._chain[0] and len(self._chain) > 1 and _is_deepspeed(self._chain[1]):
-            # The `deepspeed` command takes the death of its launch.py by a signal for success.
-            _kill(self._chain[1], signal.SIGTERM)
+        if os.getppid() != self._chain[0]:
+            self._end_deepspeed()  # it takes the death of its launch.py by a signal for success
         if self._phase < TRAINING:
             self._leave("the launcher is gone, and nothing has been trained since the last checkpoint")
 
@@ -129,7 +128,10 @@ class Watch:
         Only if the other ranks of this host live: else it is right to end this one, which waits for them.
         """
         parent = os.getppid()
-        if self._phase < TRAINING or parent != self._chain[0] or not _is_launcher(parent):
+        words = command_line(parent)[:5]
+        names = {"deepspeed.launcher.launch", "torch.distributed.run"}
+        is_launcher = any(word in names or Path(word).name == "torchrun" for word in words)
+        if self._phase < TRAINING or parent != self._chain[0] or not is_launcher:
             return
         import psutil
 
@@ -139,9 +141,14 @@ class Watch:
             if sum(p.status() != psutil.STATUS_ZOMBIE for p in siblings) < ranks:
                 return
         _say(f"{self.signal}: this step takes longer than the launcher waits; the ranks save without it")
+        self._end_deepspeed()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(parent, signal.SIGKILL)
+
+    def _end_deepspeed(self) -> None:
         if len(self._chain) > 1 and _is_deepspeed(self._chain[1]):
-            _kill(self._chain[1], signal.SIGTERM)
-        _kill(parent, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._chain[1], signal.SIGTERM)
 
     def _leave(self, why: str) -> None:
         _say(f"{why}; exit code {ExitCode.STOPPED}; {RESUME}")
@@ -176,7 +183,7 @@ def launchers() -> list[int]:
     killed, would leave the ranks running; above that launch/supervise.py, if it is there.
     """
     chain = [os.getppid()]
-    if "deepspeed.launcher.launch" in _command(chain[0]):
+    if "deepspeed.launcher.launch" in command_line(chain[0]):
         chain.append(_parent(chain[0]) or 1)
         if REPORTS in os.environ and _is_deepspeed(chain[1]):
             chain.append(_parent(chain[1]) or 1)
@@ -195,20 +202,14 @@ def _born_orphan(chain: list[int]) -> bool:
     if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
         return True
     if len(chain) < 2 or _is_deepspeed(chain[1]):
-        return len(chain) > 2 and not any(part.endswith("supervise.py") for part in _command(chain[2]))
+        return len(chain) > 2 and not any(part.endswith("supervise.py") for part in command_line(chain[2]))
     return chain[1] == 1 or REPORTS in os.environ
 
 
 def _is_deepspeed(pid: int) -> bool:
     """Return whether a process is the `deepspeed` command."""
     names = {"deepspeed", "ds", "deepspeed.launcher.runner"}
-    return any(Path(part).name in names for part in _command(pid)[:3])
-
-
-def _is_launcher(pid: int) -> bool:
-    """Return whether a process is one of those that kill their ranks some time after a signal."""
-    names = {"deepspeed.launcher.launch", "torch.distributed.run"}
-    return any(part in names or Path(part).name == "torchrun" for part in _command(pid)[:5])
+    return any(Path(part).name in names for part in command_line(pid)[:3])
 
 
 def _grace(launcher: list[str]) -> float:
@@ -231,7 +232,7 @@ def _grace(launcher: list[str]) -> float:
     return max(seconds - MARGIN, seconds / 2)
 
 
-def _command(pid: int) -> list[str]:
+def command_line(pid: int) -> list[str]:
     """Return the command line of a process; empty when it is gone."""
     with contextlib.suppress(OSError):
         return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
@@ -276,11 +277,6 @@ def _open_report() -> int | None:
         fcntl.flock(report, fcntl.LOCK_EX)
     os.pwrite(report, f"{os.getpid()}\n".encode(), 0)
     return report
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 def _say(text: str) -> None:

@@ -10,20 +10,27 @@ for each step s:
 from __future__ import annotations
 
 import functools
+import gc
+import json
 import logging
+import math
 import socket
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from common.errors import UserError, one_line
 from data_prep.shards import TokenDataset
-from pipeline import engine, resume
+from pipeline import checkpoint, engine, identity
 from pipeline.batches import Batches, Loader, check_content
-from pipeline.config import RunConfig, lr_at
-from pipeline.engine import Engine
+from pipeline.config import RunConfig, TrainConfig, lr_at
+from pipeline.engine import Engine, Sums
 from pipeline.export import export_model
-from pipeline.guard import Guard
 from pipeline.lock import RunLock
 from pipeline.model import (
     Losses,
@@ -53,11 +60,14 @@ from pipeline.report.launches import Launch
 from pipeline.report.metrics import Metrics
 from pipeline.report.samples import Samples
 from pipeline.report.validation import Documents, by_document
-from pipeline.run_dir import EXPORT
-from pipeline.saving import Saver
+from pipeline.run_dir import BAD_BATCHES, EXPORT
 from pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
+
+WINDOW = 50  # applied steps that a spike is measured against
+COLLECT = 10  # steps between collections of garbage, which take a share of every step otherwise
+ENOUGH = 10  # of them before anything is called a spike
 
 
 def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
@@ -72,9 +82,18 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         return True
     lock = RunLock(config.run_dir, world.is_main)
     launch = Launch(config.run_dir, console, world.is_main)
+
+    def take() -> None:
+        """Lock, compare and clear the run directory, before anything is loaded."""
+        lock.take()
+        identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
+        identity.clear_unstarted(config)
+        if config.model.path is None:
+            write_initial_weights(config)
+
     ended = "failed"
     try:
-        on_main(world, lambda: _take(config, ready, lock))
+        on_main(world, take)
         console.open(config.run_dir, world.is_main)
         finished = _train(config, world, watch, ready, lock, launch)
         ended = "finished" if finished else "stopped"
@@ -83,17 +102,10 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         launch.reason = one_line(error)
         raise
     finally:
+        gc.enable()
+        gc.unfreeze()
         launch.ended(ended, lock.step)
         lock.release(ended)
-
-
-def _take(config: RunConfig, ready: Ready, lock: RunLock) -> None:
-    """Lock, compare and clear the run directory on rank 0, before anything is loaded."""
-    lock.take()
-    resume.compare(config, ready.identity)  # again: a launch may have held the lock until now
-    resume.clear_unstarted(config)
-    if config.model.path is None:
-        write_initial_weights(config)
 
 
 def _load(
@@ -101,13 +113,13 @@ def _load(
     world: World,
     ready: Ready,
     losses: Losses,
-    saved: resume.Saved | None,
+    saved: checkpoint.Saved | None,
     console: Console,
 ) -> Engine:
     """Return the model under DeepSpeed, as it was saved where something was."""
     source, ds_config = None, ready.ds_config
     if saved is not None:
-        source, universal = resume.loadable(saved, ds_config, world)
+        source, universal = checkpoint.loadable(saved, ds_config, world)
         if universal:
             ds_config["checkpoint"] = {"load_universal": True}
     with compiling(), console.compiling():
@@ -118,8 +130,7 @@ def _load(
     sets = [data.manifest for data in (ready.data, *ready.validation.values())]
     check_model(trainer, config, sets)
     if saved is not None and source is not None:
-        resume.check_groups(saved, trainer.groups)
-        resume.check_frozen(saved, trainer.frozen)
+        checkpoint.check_engine(saved, trainer)
         trainer.load(source)
         log.info("resumed from %s", saved.directory)
     return trainer
@@ -136,18 +147,18 @@ def _train(
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     scores = ready.scores
     files = (data, *ready.validation.values(), *scores)
-    check_content(config.run_dir, [read for read in files if read is not None], world)
-    saved = resume.newest_valid(config.run_dir, world)
-    agreed(lambda: resume.check_mixture(config, saved))
-    identity = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
-    resume.check_identity(saved, identity)
-    trainer = _load(config, world, ready, losses, saved, launch.console)
+    check_content(config.run_dir, [file for file in files if file is not None], world)
+    saved = checkpoint.newest_valid(config.run_dir, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
+    agreed(lambda: identity.check_mixture(config, step))
+    read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
+    checkpoint.check_identity(saved, read)
+    trainer = _load(config, world, ready, losses, saved, launch.console)
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
-    on_main(world, lambda: resume.claim(config, identity))
+    on_main(world, lambda: identity.claim(config, read))
     launch.begun(config, ready, step, tokens, hosts)
     reporter = functools.partial(
         Metrics,
@@ -163,7 +174,7 @@ def _train(
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
-    saver = Saver(trainer, config, lock, identity)
+    saver = checkpoint.Saver(trainer, config, lock, read)
     micro = ready.batch.micro
     loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
     held_out = {
@@ -196,6 +207,9 @@ def _train(
         tell_by_token(trainer.model)
     lock.now("training")
     metrics.pause()
+    gc.collect()
+    gc.freeze()  # a collection by itself, in any step, would go through all modules again
+    gc.disable()
     while step < steps:
         batch = loader.step(step, last=step + 1 == steps)
         if batch.damage is not None:  # all ranks end alike
@@ -216,6 +230,8 @@ def _train(
         watch.stepped()
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
+        if step % COLLECT == 0:
+            gc.collect()
         lock.reached(step)
         metrics.step(step, sums, trainer.gradient_norm())
         warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
@@ -250,6 +266,75 @@ def _train(
     if not finished and world.is_main:
         stop.file.unlink(missing_ok=True)
     return finished
+
+
+class Guard:
+    """Watches the steps of one rank for losses and gradients that are not finite, and losses that jump.
+
+    A step whose loss or gradient is not finite is never applied (DeepSpeed drops it on all ranks at once). It
+    is counted, and where its rows come from is written to bad_batches.jsonl, so that it can be looked at and
+    replayed. After `train.max_skipped` such steps in a row the run stops: the weights or the data are at
+    fault, not one batch. All ranks see the same sums and decide alike.
+    """
+
+    def __init__(
+        self, run_dir: Path, train: TrainConfig, writes: bool, state: dict[str, Any] | None = None
+    ) -> None:
+        """state: what `state` returned when the checkpoint was saved from which the run resumes."""
+        self.path = run_dir / BAD_BATCHES
+        self.train = train
+        self.writes = writes
+        self.skipped = 0  # in this process
+        state = state or {}
+        self._in_a_row = int(state.get("in_a_row", 0))
+        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=WINDOW)  # NLL
+        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=WINDOW)
+
+    def state(self) -> dict[str, Any]:
+        """Return what later steps are judged by, so that a resumed run judges alike."""
+        return {"in_a_row": self._in_a_row, "recent": list(self._recent), "losses": list(self._losses)}
+
+    def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:
+        """Judge step `step` (from 1). Return a line for the user if something is wrong, else None.
+
+        `rows()` tells where the rows of the batch come from. Raises UserError when the run must end.
+        """
+        loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
+        if not sums.applied or not math.isfinite(loss):
+            self.skipped += 1
+            self._in_a_row += 1
+            self._record("not finite", step, loss, nll, rows)
+            if self._in_a_row >= self.train.max_skipped:
+                raise UserError(
+                    f"{self._in_a_row} steps in a row up to step {step} had no finite gradient and were "
+                    f"skipped; their rows are listed in {self.path}; lower train.lr or look at the rows",
+                    code="not-finite",
+                )
+            return f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
+        self._in_a_row = 0
+        jumped = None
+        for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
+            usual = statistics.median(recent) if len(recent) >= ENOUGH else math.inf
+            if math.isfinite(value):
+                recent.append(value)
+            if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
+                jumped = jumped or f"the {name} jumped to {value:.3g} at step {step} (usual: {usual:.3g})"
+        if jumped is None:
+            return None
+        self._record("spike", step, loss, nll, rows)
+        if self.train.spike_stops:
+            raise UserError(
+                f"{jumped}; its rows are listed in {self.path}; lower train.lr, or set "
+                "train.spike_stops=false to continue",
+                code="spike",
+            )
+        return jumped
+
+    def _record(self, reason: str, step: int, loss: float, nll: float, rows: Callable[[], list[Any]]) -> None:
+        if self.writes:
+            record = {"step": step, "reason": reason, "loss": repr(loss), "nll": repr(nll), "rows": rows()}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
 
 
 def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:

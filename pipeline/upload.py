@@ -61,24 +61,21 @@ class Uploads:
             self._work.wait()
             self._work.clear()
             for directory in checkpoints(self.run_dir):
-                if directory.name not in self._copied:
-                    self.current = directory
-                    self._copy(directory)
+                if directory.name in self._copied:
+                    continue
+                self.current = directory
+                self._move()
+                try:
+                    copy_checkpoint(directory, self.target, self._move)
+                    self._copied.add(directory.name)
+                except Exception as error:  # of whatever store it is; the next `wake` tries again
+                    why = one_line(error, 200)
+                    if not is_complete(directory):
+                        why = "it was removed before its turn came: copies are slower than saves"
+                    log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
             self.current = None
             if not self._work.is_set():
                 self._idle.set()
-
-    def _copy(self, directory: Path) -> None:
-        """Copy one checkpoint; a failure is logged, and the next `wake` tries again."""
-        self._move()
-        try:
-            copy_checkpoint(directory, self.target, self._move)
-            self._copied.add(directory.name)
-        except Exception as error:  # of whatever store it is
-            why = one_line(error, 200)
-            if not is_complete(directory):
-                why = "it was removed before its turn came: copies are slower than saves"
-            log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
 
     def _move(self) -> None:
         self._moved = time.monotonic()

@@ -13,7 +13,7 @@ import yaml
 
 from data_prep.config import load_data_config
 from eval.icl.tasks import load_task
-from pipeline.loss.registry import get_objective
+from pipeline.loss.objectives import get_objective
 from tests.conftest import REPO
 
 TEXT = (REPO / "CONTRIBUTING.md").read_text()

@@ -52,8 +52,8 @@ def process_groups_and_their_timeouts() -> None:
         dist.destroy_process_group()
 
 
-@needs("pipeline/loss/tensors.py", "_is_avx512_bf16_supported")
-@needs("pipeline/loss/tensors.py", "_is_amx_tile_supported")
+@needs("pipeline/loss/cost.py", "_is_avx512_bf16_supported")
+@needs("pipeline/loss/cost.py", "_is_amx_tile_supported")
 def what_the_processor_has() -> None:
     assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
     assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
@@ -88,7 +88,7 @@ def products_of_half_precision_summed_in_float32() -> None:
     assert "out_dtype" in str(torch.ops.aten.mm.dtype._schema)
 
 
-@needs("pipeline/loss/tensors.py", "full_tensor")
+@needs("pipeline/loss/cost.py", "full_tensor")
 def distributed_tensors_come_together() -> None:
     from torch.distributed.tensor import DTensor
 
@@ -287,8 +287,8 @@ def pickles_can_be_read_as_data_whatever_their_reader_says() -> None:
     assert "Weights only load failed" in inspect.getsource(serialization)
 
 
-@needs("pipeline/loss/tensors.py", "ds_id")
-@needs("pipeline/loss/tensors.py", "GatheredParameters")
+@needs("pipeline/loss/cost.py", "ds_id")
+@needs("pipeline/loss/cost.py", "GatheredParameters")
 @needs("pipeline/model.py", "ds_tensor")
 @needs("pipeline/export.py", "ds_id")
 def partitioned_parameters_are_marked() -> None:
@@ -318,7 +318,7 @@ def models_are_built_partitioned() -> None:
     unset_hf_deepspeed_config()
 
 
-@needs("pipeline/loss/documents.py", "_attn_implementation")
+@needs("pipeline/loss/head.py", "_attn_implementation")
 @needs("pipeline/loss/probe.py", "_attn_implementation")
 @needs("pipeline/model.py", "set_attn_implementation")
 def the_attention_in_use_is_known() -> None:
@@ -351,7 +351,7 @@ def attention_by_name_is_a_function_and_a_mask() -> None:
     assert AttentionMaskInterface()["sdpa"] is sdpa_mask
 
 
-@needs("pipeline/loss/documents.py", "max_length_q")
+@needs("pipeline/loss/head.py", "max_length_q")
 def a_mask_of_four_dimensions_is_taken_as_it_is_and_segments_reach_attention() -> None:
     from transformers import AttentionInterface
 

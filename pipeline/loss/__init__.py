@@ -8,17 +8,23 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 """
 
 from common.labels import IGNORE
-from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost
+from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
 from pipeline.loss.cost_files import load_cost, number_cost
 from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.fused import LossSums, fused_linear_loss
 from pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
 from pipeline.loss.logits import logits_loss
-from pipeline.loss.objectives import OBJECTIVES, Coefficients, Scalars, traits
+from pipeline.loss.objectives import (
+    OBJECTIVES,
+    Coefficients,
+    Objective,
+    Ramp,
+    Scalars,
+    get_objective,
+    traits,
+    weighted_sum,
+)
 from pipeline.loss.probe import probe_model
-from pipeline.loss.registry import Objective, Ramp, get_objective, weighted_sum
-from pipeline.loss.sums import LossSums
-from pipeline.loss.token_plan import TokenPlan, plan_tokens
 
 __all__ = [
     "IGNORE",

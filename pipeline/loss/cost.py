@@ -4,15 +4,32 @@ E is the output head of a pre-trained model (the trained model's own by default)
 a gradient and is not a parameter: sharded optimizers must not see it. Its hidden size need not be the
 trained model's.
 
-The fused loss asks for rows of costs (`open_rows`). Tokens come sorted by target, so the distinct targets are
-met one after the other and a small window of cost rows [w, V] suffices. `ExactRows` computes every row once a
-batch. `CachedRows` keeps the rows of frequent targets in float16 between calls: text repeats itself, and most
-rows are then only read.
+The fused loss asks for rows of costs (`open_rows`). A `TokenPlan` sorts a batch's tokens by target, so the
+distinct targets are met one after the other and a small window of cost rows [w, V] suffices. `ExactRows`
+computes every row once a batch. `CachedRows` keeps the rows of frequent targets in float16 between calls:
+text repeats itself, and most rows are then only read.
+
+The plan is made on the host, which has the labels before the GPU and sorts a few thousand of them in less
+than a millisecond: it then knows where a group of tokens begins and which costs it needs without asking the
+device, whose queue never runs dry. Arrays on the host are NumPy's, on the device PyTorch's.
+
+Padding. A row of V = 50257 numbers ends in the middle of a vector, and the next one would start there: a
+kernel then reads one number at a time, and a matrix product takes its slow path. On an accelerator rows
+therefore lie a multiple of ALIGNMENT numbers apart. Kernels may read and write the numbers between two rows,
+so that the last vector of a row is a whole one, and must not use them.
+
+Products. On a CPU without instructions for bfloat16 a product takes four times as long in it as in float32
+(measured with AVX-512). There the factors are widened, the larger one a block of rows at a time: the same
+products in float32, and more exact.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,8 +37,182 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.tensors import half_dtype, in_float32, padded_rows, row_stride, whole, widens
-from pipeline.loss.token_plan import OnDevice, TokenPlan
+from common.labels import IGNORE
+
+ALIGNMENT = 64  # numbers; 128 bytes in half precision, a line of the cache
+BLOCK = 1024  # rows of the large factor at a time: the product stays in the cache
+
+
+def padded_width(V: int) -> int:
+    """Return V rounded up to whole multiples of ALIGNMENT."""
+    return -(-V // ALIGNMENT) * ALIGNMENT
+
+
+def row_stride(V: int, device: torch.device) -> int:
+    """Return the numbers from one row to the next; V on a CPU, whose products want whole matrices."""
+    return V if device.type == "cpu" else padded_width(V)
+
+
+def padded_rows(n: int, V: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory for n rows [n, V], uninitialised."""
+    return torch.empty(n, row_stride(V, device), dtype=dtype, device=device)[:, :V]
+
+
+def touchable(*rows: Tensor) -> int:
+    """Return how many columns a kernel may touch in each of `rows` [n, V]: above V where all are padded."""
+    V = rows[0].shape[1]
+    width = padded_width(V)
+    return width if all(part.stride(0) >= width for part in rows) else V
+
+
+@functools.cache
+def _lacks_instructions() -> bool:
+    """Return True on an x86 CPU without bfloat16 products; other CPUs are left alone."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return False
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def widens(factor: Tensor) -> bool:
+    """Return True where products with `factor` are faster through the functions below than `torch.mm`."""
+    return factor.device.type == "cpu" and factor.element_size() == 2 and _lacks_instructions()
+
+
+def half_dtype(device: torch.device) -> torch.dtype:
+    """Return the half precision with most digits for numbers up to 1 whose products are fast on `device`."""
+    return torch.bfloat16 if device.type == "cpu" and not _lacks_instructions() else torch.float16
+
+
+def in_float32(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x rows^T for half-precision x [n, k] and rows [m, k] in float32, or in a float32 `out`."""
+    out = x.new_empty(len(x), len(rows), dtype=torch.float32) if out is None else out
+    if x.is_cuda:
+        return torch.mm(x, rows.t(), out_dtype=torch.float32, out=out)
+    against_rows(x, rows, out)
+    return out
+
+
+def against_rows(x: Tensor, rows: Tensor, out: Tensor, less: Tensor | None = None) -> None:
+    """Write x rows^T - less, rounded once, to `out` [n, m] of any dtype; x [n, k], rows [m, k], less [n]."""
+    wide = x.float()
+    for start in range(0, len(rows), BLOCK):
+        part = slice(start, start + BLOCK)
+        product = torch.mm(wide, rows[part].float().t())
+        out[:, part] = product if less is None else product.sub_(less[:, None])
+
+
+def with_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x rows [n, k] in float32;  x [n, m], rows [m, k]."""
+    product = torch.zeros(len(x), rows.shape[1])
+    for start in range(0, len(rows), BLOCK):
+        part = slice(start, start + BLOCK)
+        product.addmm_(x[:, part].float(), rows[part].float())
+    return product
+
+
+def is_partitioned(weight: Tensor) -> bool:
+    """Return True where DeepSpeed ZeRO-3 partitions the parameter; only its engine's hooks gather it."""
+    return hasattr(weight, "ds_id")
+
+
+def is_distributed(weight: Tensor) -> bool:
+    """Return True for a DTensor, as FSDP2 and tensor parallelism make them."""
+    return hasattr(weight, "full_tensor")
+
+
+@contextlib.contextmanager
+def whole(weight: Tensor) -> Iterator[Tensor]:
+    """Yield all of `weight`, detached. A collective call where ZeRO-3 or FSDP2 partitions it."""
+    if is_partitioned(weight):
+        import deepspeed  # has been imported already: it partitioned the parameter
+
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=None):
+            yield weight.detach()
+    elif is_distributed(weight):
+        yield weight.detach().full_tensor()  # type: ignore[attr-defined]
+    else:
+        yield weight.detach()
+
+
+class OnDevice(NamedTuple):
+    """A plan's arrays as tensors, int64."""
+
+    positions: Tensor  # [T] in the flat batch
+    labels: Tensor  # [T] ascending
+    which: Tensor  # [T] index of each token's target
+    targets: Tensor  # [U] ascending
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlan:
+    """The valid tokens of a batch, sorted by label so that one row of costs serves all with the same target.
+
+    It stands for the labels wherever a fused head or model takes them.
+    """
+
+    size: int  # labels in the batch, valid or not
+    positions: np.ndarray  # [T] in the flat batch
+    labels: np.ndarray  # [T] ascending
+    which: np.ndarray  # [T] index of each token's target in `targets`
+    targets: np.ndarray  # [U] the distinct targets, ascending
+    counts: np.ndarray  # [U] tokens that have each
+    packed: Tensor  # the memory of the first four, one after the other
+
+    def __len__(self) -> int:
+        """Return the number of valid tokens."""
+        return len(self.positions)
+
+    def check(self, vocab_size: int) -> None:
+        """Check the labels. Raises UserError for one that has no row in a vocabulary of this size."""
+        for label in (self.labels[:1], self.labels[-1:]):
+            if len(label) and not 0 <= label[0] < vocab_size:
+                raise UserError(
+                    f"label {label[0]} lies outside the vocabulary of {vocab_size} tokens", code="label-range"
+                )
+
+    def per_document(self, bounds: Tensor) -> np.ndarray:
+        """Return the valid tokens of each document, int64 [documents]; bounds on the host, of `segments`."""
+        document = np.searchsorted(bounds.numpy(), self.positions, side="right") - 1
+        return np.bincount(document, minlength=len(bounds) - 1)
+
+    def on(self, device: torch.device) -> OnDevice:
+        """Return the arrays on `device`, sent there by one asynchronous copy."""
+        T, U = len(self.positions), len(self.targets)
+        return OnDevice(*self.packed.to(device, non_blocking=True).split([T, T, T, U]))
+
+
+Labels = Tensor | TokenPlan
+
+
+def label_count(labels: Labels) -> int:
+    """Return the number of labels in the batch, valid or not."""
+    return labels.size if isinstance(labels, TokenPlan) else labels.numel()
+
+
+def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
+    """Return the plan for integer `labels` [...]; -100 leaves a token out.
+
+    Labels on a device are fetched first, the only wait for it. `pin`: hold the plan in pinned memory, from
+    which it reaches a GPU without delay. Raises UserError for labels that are not integers.
+    """
+    if labels.is_floating_point() or labels.is_complex():
+        raise UserError(f"labels must be whole numbers (given: {labels.dtype})", code="dtypes")
+    flat = labels.detach().reshape(-1).cpu().numpy()
+    positions = np.flatnonzero(flat != IGNORE)
+    chosen = flat[positions]
+    order = np.argsort(chosen, kind="stable")
+    ordered = chosen[order]
+    first = np.ones(len(ordered), dtype=bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    begins = np.flatnonzero(first)
+    T, U = len(ordered), len(begins)
+    packed = torch.empty(3 * T + U, dtype=torch.int64, pin_memory=pin)
+    sorted_positions, sorted_labels, which, targets = np.split(packed.numpy(), [T, 2 * T, 3 * T])
+    sorted_positions[:], sorted_labels[:] = positions[order], ordered
+    which[:], targets[:] = np.cumsum(first) - 1, ordered[begins]
+    counts = np.diff(begins, append=T)
+    return TokenPlan(len(flat), sorted_positions, sorted_labels, which, targets, counts, packed)
+
 
 DIGIT = 9.0  # distances between numbers up to which their cost is the distance
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.rowwise import Chunk, Terms, Tokens, statistics_dtype
-from pipeline.loss.tensors import in_float32
+from pipeline.loss.cost import CostEmbedding, in_float32
+from pipeline.loss.rows import Chunk, Terms, Tokens, statistics_dtype
 
 
 class Teacher(NamedTuple):

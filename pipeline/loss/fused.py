@@ -4,29 +4,287 @@ The logits of all tokens never exist together. Tokens are taken in chunks; each 
 chunk's gradient in place and are used up by two matrix products at once, in the forward pass, so that nothing
 is computed twice. Between forward and backward only the gradients [N, H] and [V, H] are held.
 
-Tokens are sorted by label first (`token_plan.py`): a row of transport costs then serves all tokens with that
-target. The file follows a token: `fused_linear_loss`, `run_chunks` (its logits), `process_chunk` (its loss
-and the gradient G of its logits), `Accumulator` (the gradients of hidden state and head).
+Tokens are sorted by label first (`TokenPlan`): a row of transport costs then serves all tokens with that
+target. The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
+`process_chunk` (its loss and the gradient G of its logits), `Accumulator` (the gradients of hidden state and
+head), `Totals` (the sums).
+
+The sums come with a histogram of the objective's weights. EMO's w = m / D has no bound: where the
+model favours a token that costs next to nothing from the target, D vanishes and w explodes. Neither loss nor
+perplexity shows that; the weights do. Histograms add up over chunks, micro-batches and ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding, CostRows, LiveCost, open_rows, unit_rows
+from pipeline.loss.cost import (
+    BLOCK,
+    CostEmbedding,
+    CostRows,
+    Labels,
+    LiveCost,
+    OnDevice,
+    TokenPlan,
+    against_rows,
+    label_count,
+    open_rows,
+    padded_rows,
+    padded_width,
+    plan_tokens,
+    unit_rows,
+    widens,
+    with_rows,
+)
 from pipeline.loss.dense import Teacher, process_dense_chunk
-from pipeline.loss.kernels_torch import TorchRows
-from pipeline.loss.registry import Objective
-from pipeline.loss.rowwise import Chunk, RowPass, Terms, Tokens, solve, statistics_dtype
-from pipeline.loss.spec import Spec, check_inputs, chunk_size, group_size, make_spec, use_triton
-from pipeline.loss.sums import LossSums, Totals
-from pipeline.loss.tensors import BLOCK, against_rows, padded_rows, padded_width, widens, with_rows
-from pipeline.loss.token_plan import Labels, OnDevice, TokenPlan, label_count, plan_tokens
+from pipeline.loss.objectives import Objective
+from pipeline.loss.rows import Chunk, RowPass, Terms, Tokens, TorchRows, solve, statistics_dtype
+
+# MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
+# the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
+# at any V and H (`tests/bench/kernels_static.py`). For V = 152064 these are 1,765 tokens, of which half would
+# cost as much again; for V = 32000 one chunk takes 8,192, and half of it would save 0.25 of 1.5 GB.
+CHUNK_MB = 512
+CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
+GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars, on a CPU
+GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about the loss that is not a tensor of the model."""
+
+    terms: Terms
+    cost: CostEmbedding | LiveCost | None
+    logit_scale: float = 1.0  # factor on h W^T, before the soft cap
+    memory_mb: float | None = None  # budget of a chunk's logits; None: CHUNK_MB or CHUNK_MB_CPU
+    kernels: str = "auto"  # auto | torch | triton
+    by_token: bool = False  # whether the sums come with the losses of every token
+
+
+def make_spec(
+    objective: Objective,
+    cost: CostEmbedding | LiveCost | None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    memory_mb: float | None = None,
+    kernels: str = "auto",
+) -> Spec:
+    """Return the options of `fused_linear_loss` in a Spec. Raises UserError naming the one out of range."""
+    if cost is not None and not isinstance(cost, CostEmbedding | LiveCost):
+        raise UserError(
+            f"costs come as a CostEmbedding (given: {type(cost).__name__}); "
+            "CostEmbedding.from_weight makes one of a tensor",
+            code="cost-type",
+        )
+    if softcap is not None and softcap <= 0:
+        raise UserError(f"softcap must be above 0 (given: {softcap:g})", code="option-range")
+    if z_loss < 0:
+        raise UserError(f"z_loss must not be negative (given: {z_loss:g})", code="option-range")
+    if not 0 <= label_smoothing < 1:
+        raise UserError(
+            f"label_smoothing must lie in [0, 1) (given: {label_smoothing:g})", code="option-range"
+        )
+    if memory_mb is not None and memory_mb <= 0:
+        raise UserError(f"memory_mb must be above 0 (given: {memory_mb:g})", code="option-range")
+    if kernels not in ("auto", "torch", "triton"):
+        raise UserError(f"kernels must be auto, torch or triton (given: {kernels})", code="option-range")
+    if (objective.logit_scale != 1.0 or objective.normalised) and (z_loss or label_smoothing):
+        reason = "divides its weights by their mean" if objective.normalised else "changes the logits' scale"
+        raise UserError(
+            f"objective {objective.name} {reason} and cannot be combined with z_loss or label_smoothing; "
+            "leave them out",
+            code="options-clash",
+        )
+    terms = Terms(objective, softcap, z_loss, label_smoothing)
+    return Spec(terms, cost, logit_scale, memory_mb, kernels)
+
+
+def check_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int) -> None:
+    """Check the inputs of a call with this number of labels. Raises UserError where the objective lacks an
+    input or gets one that does not fit."""
+    objective = spec.terms.objective
+    if spec.cost is None and objective.needs_cost:
+        raise UserError(f"objective {objective.name} needs a cost embedding", code="needs-cost")
+    if isinstance(spec.cost, CostEmbedding) and spec.cost.vocab_size != vocab_size:
+        raise UserError(
+            f"the cost embedding has {spec.cost.vocab_size} rows but the logits have {vocab_size} columns; "
+            "both must share one vocabulary",
+            code="cost-vocabulary",
+        )
+    if stored is None and "stored" in objective.needs:
+        raise UserError(
+            f"objective {objective.name} needs a stored log-probability for every token", code="needs-stored"
+        )
+    if stored is not None and stored.numel() != labels:
+        raise UserError(f"stored {list(stored.shape)} and {labels} labels do not fit", code="shapes")
+
+
+def use_triton(spec: Spec, like: Tensor) -> bool:
+    """Return True where the element-wise part of the loss of `like` runs in Triton.
+
+    Raises UserError where `kernels=triton` cannot run.
+    """
+    if spec.kernels == "torch" or like.dtype == torch.float64:
+        return False
+    installed = importlib.util.find_spec("triton") is not None
+    if spec.kernels == "auto":
+        return like.is_cuda and installed
+    if not installed:
+        raise UserError(
+            "kernels=triton, but triton is not installed; install it or set kernels=torch", code="no-triton"
+        )
+    if not (like.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise UserError(
+            "kernels=triton needs a GPU (or TRITON_INTERPRET=1, for tests); set kernels=auto",
+            code="no-triton",
+        )
+    return True
+
+
+def chunk_size(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
+    """Return the tokens per chunk that keep its logits within the memory budget."""
+    budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
+    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
+    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
+
+
+def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
+    """Return the tokens handled together, at most `most`: on a CPU as many as stay in the cache."""
+    if device.type != "cpu":
+        return min(most, GROUP_TOKENS)
+    return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
+
+
+LOWEST, HIGHEST, PER_OCTAVE = -20, 20, 4  # weights from 2^-20 to 2^20, in steps of a quarter of an octave
+BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid tokens; divide by the global batch's token count for means."""
+
+    loss: Tensor  # scalar float32 (float64 for a float64 model), the only differentiable one
+    nll: Tensor  # negative log-likelihood, nats; detached
+    demd: Tensor  # earth mover distance; detached, NaN without a cost embedding
+    tokens: Tensor  # int64 count
+    weights: Tensor  # [BINS + 1] histogram of the objective's weights, float64
+    by_token: Tensor  # [2, N] loss and NLL of every label, 0 where it is ignored; [2, 0] unless asked for
+
+
+class Totals:
+    """Sums over the chunks of one call."""
+
+    def __init__(self, spec: Spec, labels: int, like: Tensor) -> None:
+        """Start at zero. labels: how many the call has, valid or not; like: hidden states or logits."""
+        self.spec, device = spec, like.device
+        self.dtype = statistics_dtype(like.dtype)
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, nll, demd, weight
+        self.tokens = 0
+        self.weights = torch.zeros(BINS + 1, dtype=torch.float64, device=device)
+        self.by_token = torch.zeros(2, labels if spec.by_token else 0, dtype=self.dtype, device=device)
+
+    def add(self, tokens: Tokens, positions: Tensor) -> None:
+        """Add a chunk, whose tokens stand at these positions [n] of the flat batch."""
+        self.sums += torch.stack(
+            (tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum(), tokens.weight.sum())
+        )
+        self.tokens += len(tokens.loss)
+        self.weights += histogram(tokens.weight, self.spec.terms.objective.cap)
+        if self.spec.by_token:
+            self.by_token[:, positions] = torch.stack((tokens.loss, tokens.nll))
+
+    def finish(self, training: bool) -> tuple[LossSums, Tensor | None]:
+        """Return the sums, and the factor of the loss that its gradient lacks: one over the mean weight.
+
+        The factor is None (1) unless the objective is normalised. While `training` the mean is over the
+        tokens of all ranks, which then call together.
+        """
+        factor = None
+        if self.spec.terms.objective.normalised:
+            counts = torch.stack((torch.full_like(self.sums[3], self.tokens), self.sums[3]))
+            if training and dist.is_available() and dist.is_initialized():
+                dist.all_reduce(counts)
+            tokens, weight = counts.unbind()
+            factor = torch.where(weight > 0, tokens / weight, 1.0)
+        loss, nll, demd, _ = self.sums.to(self.dtype).unbind()
+        if factor is not None:
+            loss = loss * factor.to(self.dtype)
+            self.by_token[0] *= factor.to(self.dtype)
+            self.weights = rescaled(self.weights, factor)
+        if self.spec.cost is None:
+            demd = torch.full_like(nll, torch.nan)
+        count = torch.full((), self.tokens, dtype=torch.int64, device=loss.device)
+        return LossSums(loss, nll, demd, count, self.weights, self.by_token), factor
+
+
+def histogram(weight: Tensor, cap: float | None) -> Tensor:
+    """Return counts [BINS + 1] of the sizes of weights [n], float64; the last counts those at the cap.
+
+    NaN counts as the largest: the step is going to be skipped, and the histogram then shows the reason.
+    """
+    counts = torch.zeros(BINS + 1, dtype=torch.float64, device=weight.device)
+    size = weight.detach().double().abs().nan_to_num(nan=2.0**HIGHEST)
+    size = size.clamp(min=2.0**LOWEST, max=2.0**HIGHEST)
+    index = ((size.log2() - LOWEST) * PER_OCTAVE).round().long()
+    counts.scatter_add_(0, index, torch.ones_like(size))
+    if cap is not None:
+        counts[BINS] = (weight >= cap).sum()
+    return counts
+
+
+def rescaled(counts: Tensor, factor: Tensor) -> Tensor:
+    """Return the histogram [BINS + 1] of the same weights times the scalar `factor`, to a bin."""
+    shift = (factor.double().log2() * PER_OCTAVE).round().long()
+    shifted = torch.zeros_like(counts)
+    index = (torch.arange(BINS, device=counts.device) + shift).clamp(0, BINS - 1)
+    shifted.scatter_add_(0, index, counts[:BINS])
+    shifted[BINS] = counts[BINS]
+    return shifted
+
+
+def quantile(counts: Sequence[float], share: float) -> float:
+    """Return the weight that `share` of all tokens do not exceed, to a quarter of an octave.
+
+    NaN without tokens; 0 in the lowest bin.
+    """
+    total = sum(counts[:BINS])
+    passed = 0.0
+    for index, count in enumerate(counts[:BINS]):
+        passed += count
+        if count and passed >= share * total:
+            return float(2.0 ** (LOWEST + index / PER_OCTAVE)) if index else 0.0
+    return float("nan")
+
+
+def summary(counts: Sequence[float]) -> dict[str, float]:
+    """Return median, 99th percentile and largest weight, and the share of tokens at the cap.
+
+    Empty where all weights are 1.
+    """
+    total = sum(counts[:BINS])
+    if counts[-LOWEST * PER_OCTAVE] == total:
+        return {}
+    result = {
+        "weight_p50": quantile(counts, 0.5),
+        "weight_p99": quantile(counts, 0.99),
+        "weight_max": quantile(counts, 1.0),
+    }
+    if counts[BINS]:
+        result["weight_capped"] = counts[BINS] / total
+    return result
+
 
 BLOCKS = 8  # of the head's gradient on an accelerator
 
@@ -286,7 +544,7 @@ def run_chunks(
 def process_chunk(
     logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms, gradient: bool, triton: bool
 ) -> Tokens:
-    """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rowwise.py`)."""
+    """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rows.py`)."""
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
     # kernels without temporaries have no use for groups where no cost rows are to be kept few

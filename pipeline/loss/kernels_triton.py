@@ -1,10 +1,10 @@
 """The element-wise part of the fused loss in Triton: two passes over each row of logits, one writing.
 
-The same results as `kernels_torch.TorchRows`, without its temporaries: logits are read as they come out of
+The same results as `rows.TorchRows`, without its temporaries: logits are read as they come out of
 the matrix product, costs as they are stored, and everything in between stays in registers in float32.
 One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 
-Rows have V columns, of which the kernels touch `width`: more where rows are padded (`tensors.py`), so that
+Rows have V columns, of which the kernels touch `width`: more where rows are padded (`cost.py`), so that
 the mask of the last block ends on a whole vector. Were it to end at an odd V, every load of the row would
 take one number at a time. What stands beyond V may be anything, NaN too, and never enters a sum.
 `tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.loss.cost import Costs
-from pipeline.loss.rowwise import Chunk, RowUpdate, Statistics, Terms
-from pipeline.loss.tensors import touchable
+from pipeline.loss.cost import Costs, touchable
+from pipeline.loss.rows import Chunk, RowUpdate, Statistics, Terms
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8

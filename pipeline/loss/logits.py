@@ -13,11 +13,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding, LiveCost
-from pipeline.loss.fused import process_chunk, walk_over
-from pipeline.loss.registry import Objective
-from pipeline.loss.rowwise import Chunk, statistics_dtype
-from pipeline.loss.spec import Spec, check_inputs, make_spec
-from pipeline.loss.sums import LossSums, Totals
+from pipeline.loss.fused import LossSums, Spec, Totals, check_inputs, make_spec, process_chunk, walk_over
+from pipeline.loss.objectives import Objective
+from pipeline.loss.rows import Chunk, statistics_dtype
 
 
 def logits_loss(

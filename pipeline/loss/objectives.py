@@ -1,4 +1,4 @@
-"""Token-level objectives as pure mathematics: from a handful of scalars per token to loss and gradient.
+"""Token-level objectives: from a handful of scalars per token to loss and gradient; found by name, checked.
 
 Notation, for one token with target y: p_i = softmax(z)_i, c = row of transport costs from y to every token
 (c_y = 0). The numbers in `Scalars` follow from one pass over the row; an objective is a function of those
@@ -18,13 +18,22 @@ such as m / D are *detached* (sg[.]): they scale the gradient and are not differ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, nearest, one_line
 
 EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
 
@@ -257,3 +266,432 @@ def _positive(objective: str, **options: float) -> None:
             raise UserError(
                 f"objective {objective}: {name} must be above 0 (given: {value:g})", code="option-range"
             )
+
+
+ENTRY_POINTS = "emo_pipeline.objectives"  # the group in which a package registers its objectives
+OTHER_NAMES = {  # objectives in other programs
+    **dict.fromkeys(("cross_entropy", "crossentropy", "cross-entropy", "ce", "nll", "clm", "xent"), "mle"),
+    **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
+    **dict.fromkeys(("entropy", "entropy_minimization"), "neg_entropy"),
+}
+_ANY = Scalars(*torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [-1.0]]))  # an arbitrary token
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A named objective with its options bound."""
+
+    name: str
+    needs: frozenset[str]  # the fields of Scalars that it reads
+    coefficients: Callable[[Scalars], Coefficients]
+    params: tuple[tuple[str, float | None], ...] = ()  # given or default values, for logs and cards
+    logit_scale: float = 1.0  # its scalars, and its gradient, are those of softmax(logit_scale z)
+    normalised: bool = False  # weights are divided by their mean over the batch
+    dense: bool = False  # compares with a teacher's whole distribution instead of one target
+    schedule: Callable[[int], Objective] | None = (
+        None  # the objective at an optimizer step; None: always this
+    )
+
+    @property
+    def cap(self) -> float | None:
+        """Return the limit of the weights, or None where they have none."""
+        return dict(self.params).get("ratio_cap")
+
+    @property
+    def needs_cost(self) -> bool:
+        """Return True where it cannot be computed without transport costs."""
+        return "D" in self.needs
+
+    def at(self, step: int) -> Objective:
+        """Return the objective of an optimizer step, counted from 0."""
+        return self if self.schedule is None else self.schedule(step)
+
+    def fixed(self) -> Objective:
+        """Return the objective itself. Raises UserError for a schedule, whose step is not known."""
+        if self.schedule is not None:
+            raise UserError(
+                f"objective {self.name} changes from step to step, and here the step is not known: give "
+                "objective.at(step), anew before every step, or train with FusedLossMixin or a recipe",
+                code="schedule-without-step",
+            )
+        return self
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value:g}" for key, value in self.params if value is not None)
+        return f"{self.name}({options})" if options else self.name
+
+
+def get_objective(name: str, **params: float | None) -> Objective:
+    """Return the objective called `name` with the options `params` bound.
+
+    `name` is one of `OBJECTIVES`, one that an installed package registers in the entry point group
+    `emo_pipeline.objectives`, or FILE.py:FUNCTION or MODULE:FUNCTION. Objectives that are not built in are
+    checked here (`check_objective`). Raises UserError for an unknown name or option, naming the nearest one.
+    """
+    if name in BUILT_IN:
+        objective = _bind(name, BUILT_IN[name], params)
+        objective.coefficients(_ANY)  # refuses options out of range
+        return objective
+    if ":" in name:
+        function = _imported(name)
+    else:
+        points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+        if name not in points:
+            raise UserError(
+                f"unknown objective {name!r}; {nearest(name, [*BUILT_IN, *points], OTHER_NAMES)}",
+                code="unknown-objective",
+            )
+        try:
+            function = points[name].load()
+        except Exception as error:  # whatever a package does when it is imported
+            raise UserError(
+                f"objective {name}: {points[name].value}: {one_line(error)}", code="objective-import"
+            ) from error
+    objective = _bind(name, function, params)
+    check_objective(name, objective.coefficients, objective.logit_scale)
+    return objective
+
+
+def _bind(name: str, function: ObjectiveFunction, params: Mapping[str, float | None]) -> Objective:
+    """Return an objective whose scalars are chosen by the names of the function's parameters."""
+    signature = inspect.signature(function).parameters
+    scalars = tuple(key for key, p in signature.items() if p.kind is not p.KEYWORD_ONLY)
+    options = {key: p.default for key, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+    for key in scalars:
+        if key not in Scalars._fields:
+            raise UserError(
+                f"objective {name} asks for {key}, which is no scalar of a token; known: "
+                f"{', '.join(Scalars._fields)}; make it keyword-only (after *) if it is an option",
+                code="objective-signature",
+            )
+    for key in params:
+        if key not in options:
+            hint = nearest(key, options) if options else "it has no parameters"
+            raise UserError(
+                f"unknown parameter {key!r} of objective {name}; {hint}", code="unknown-parameter"
+            )
+    bound = {key: params.get(key, default) for key, default in options.items()}
+    for key, value in bound.items():
+        if value is inspect.Parameter.empty:
+            raise UserError(
+                f"objective {name} needs a value for {key}; set objective.params", code="needs-parameter"
+            )
+        if value is None and options[key] is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(
+                f"objective {name}: {key} must be a finite number (given: {value!r})", code="option-range"
+            )
+    declared: Traits = getattr(function, "traits", Traits())
+    if declared.warning:
+        warnings.warn(declared.warning, stacklevel=3)
+
+    def coefficients(token: Scalars) -> Coefficients:
+        result = function(*(getattr(token, key) for key in scalars), **bound)
+        if isinstance(result, Coefficients):
+            for coefficient, scalar in (("B", "D"), ("C", "H")):
+                if getattr(result, coefficient) is not None and scalar not in scalars:
+                    raise UserError(
+                        f"objective {name} returns {coefficient}, whose gradient needs {scalar}; "
+                        f"name {scalar} among its parameters",
+                        code="objective-signature",
+                    )
+            return result
+        if not isinstance(result, Tensor):
+            kind = type(result).__name__
+            raise UserError(
+                f"objective {name} must return a weight per token or Coefficients (got: {kind})",
+                code="objective-shape",
+            )
+        weight = result.detach()
+        return Coefficients(weight * token.m, A=weight, weight=weight)
+
+    if declared.logit_scale is not None:
+        coefficients(_ANY)  # refuses options out of range before they are divided by
+    return Objective(
+        name,
+        frozenset(scalars),
+        coefficients,
+        tuple(bound.items()),
+        logit_scale=1.0 if declared.logit_scale is None else declared.logit_scale(**bound),
+        normalised=declared.normalised,
+        dense=name == "demd_dense",
+    )
+
+
+def _imported(name: str) -> ObjectiveFunction:
+    """Return the function that FILE.py:FUNCTION or MODULE:FUNCTION names."""
+    source, _, attribute = name.rpartition(":")
+    if not attribute:
+        raise UserError(f"objective {name} names no function; give FILE.py:FUNCTION", code="objective-import")
+    if source.endswith(".py") and not Path(source).is_file():
+        raise UserError(f"objective {name}: {source} does not exist", code="objective-import")
+    try:
+        if source.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(source).stem, Path(source))
+            assert spec is not None and spec.loader is not None, source
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is executed
+        raise UserError(
+            f"objective {name}: {source} cannot be imported: {one_line(error)}", code="objective-import"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(
+            f"objective {name}: {source} has no function {attribute}; {nearest(attribute, functions)}",
+            code="objective-import",
+        )
+    return function
+
+
+class Ramp(NamedTuple):
+    """A number that moves linearly from `first` to `last` over the first `steps` optimizer steps."""
+
+    first: float
+    last: float
+    steps: int
+
+    def at(self, step: float) -> float:
+        """Return its value at an optimizer step, counted from 0, or between two."""
+        return self.first + (self.last - self.first) * min(max(step, 0) / self.steps, 1.0)
+
+    def __str__(self) -> str:
+        return f"{self.first:g}..{self.last:g} over {self.steps}"
+
+
+def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
+    """Return the objective L = sum_j weight_j L_j, with the exact gradient, in one pass over the logits.
+
+    A Ramp among the weights makes it a schedule (`Objective.at`). Raises UserError for parts that cannot
+    share a pass: `demd_dense`, normalised weights, and logits at two scales.
+    """
+    objectives = [objective for objective, _ in parts]
+    if not parts:
+        raise UserError("a sum of objectives needs parts", code="empty-sum")
+    if all(weight == 0 for _, weight in parts):
+        raise UserError("the weights of a sum are all 0: nothing would be learned", code="empty-sum")
+    for objective, weight in parts:
+        if not isinstance(objective, Objective):
+            raise UserError(
+                f"a sum is made of what get_objective returns (given: {objective!r})", code="sum-part"
+            )
+        numbers = (weight.first, weight.last) if isinstance(weight, Ramp) else (weight,)
+        if not all(map(math.isfinite, numbers)):
+            raise UserError(
+                f"objective {objective.name}: its weight must be finite (given: {weight})",
+                code="option-range",
+            )
+        if isinstance(weight, Ramp) and weight.steps < 1:
+            raise UserError(
+                f"objective {objective.name}: a ramp takes 1 step or more (given: {weight.steps})",
+                code="option-range",
+            )
+    for objective in objectives:
+        if objective.dense or objective.normalised:
+            reason = "compares with a teacher" if objective.dense else "divides its weights by their mean"
+            raise UserError(
+                f"objective {objective.name} {reason} and cannot be part of a sum", code="sum-part"
+            )
+    scales = {objective.logit_scale for objective in objectives}
+    if len(scales) > 1:
+        names = ", ".join(f"{o.name} at {o.logit_scale:g}" for o in objectives)
+        raise UserError(f"the parts of a sum must see the logits at one scale ({names})", code="sum-scales")
+    total = _sum(parts, 0)
+    if any(isinstance(weight, Ramp) or objective.schedule for objective, weight in parts):
+        return Objective(
+            total.name,
+            total.needs,
+            total.coefficients,
+            total.params,
+            total.logit_scale,
+            schedule=lambda step: _sum(parts, step),
+        )
+    return total
+
+
+def _sum(parts: Sequence[tuple[Objective, float | Ramp]], step: int) -> Objective:
+    """Return the sum at an optimizer step."""
+    weights = [weight.at(step) if isinstance(weight, Ramp) else weight for _, weight in parts]
+    objectives = [objective.at(step) for objective, _ in parts]
+
+    def total(values: Sequence[Tensor | None]) -> Tensor | None:
+        terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        return functools.reduce(operator.add, terms) if terms else None
+
+    def coefficients(token: Scalars) -> Coefficients:
+        loss, A, B, C = map(total, zip(*(o.coefficients(token)[:4] for o in objectives), strict=True))
+        assert loss is not None and A is not None  # every part has them
+        return Coefficients(loss, A, B, C)
+
+    labels = [(f"({o})" if " + " in o.name else str(o), w) for o, w in parts]
+    name = " + ".join(f"({w}) {o}" if isinstance(w, Ramp) else f"{w:g} {o}" for o, w in labels)
+    needs = frozenset[str]().union(*(o.needs for o in objectives))
+    return Objective(name, needs, coefficients, logit_scale=objectives[0].logit_scale)
+
+
+ROWS, TOKENS = 64, 9  # rows of logits, and columns
+TOLERANCE = 1e-6  # of a row's largest entry
+EXTREMES = (0.0, 1e-9, 30.0, 1e4)  # nats of the target: solved to hopeless
+
+
+class Rows(NamedTuple):
+    """Random rows of logits z [n, V] with targets y [n] and costs [n, V]."""
+
+    z: Tensor
+    y: Tensor
+    costs: Tensor
+    stored: Tensor
+
+
+Function = Callable[[Scalars], Coefficients]
+
+
+def check_objective(name: str, function: Function, logit_scale: float = 1.0) -> None:
+    """Check the objective called `name`. Raises UserError, with the row, where a claim does not hold.
+
+    Every result has one number per token, which follows from that token's scalars alone; these are not
+    changed in place; the gradient that its coefficients claim is that of its loss (detached factors are
+    constants); nothing is NaN or infinite where the target's probability is 0 or 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    options = {"generator": generator, "dtype": torch.float64}
+    logits = 3 * torch.randn(ROWS, TOKENS, **options)  # type: ignore[call-overload]
+    logits[ROWS // 2 :] *= 20  # targets from certain to hopeless
+    y = torch.randint(TOKENS, (ROWS,), generator=generator)
+    costs = torch.rand(ROWS, TOKENS, **options).scatter(1, y[:, None], 0)  # type: ignore[call-overload]
+    stored = -3 * torch.rand(ROWS, **options)  # type: ignore[call-overload]
+    stored[::3] *= 30
+    rows = Rows(logits, y, costs, stored)
+    z = rows.z.clone().requires_grad_()
+    scalars = scalars_of(z, rows, logit_scale)
+    result = _call(name, function, scalars)
+    for key, value in result._asdict().items():
+        if value is None and key not in ("loss", "A"):
+            continue
+        if not isinstance(value, Tensor) or value.shape != (len(y),):
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(
+                f"objective {name}: {key} must have one number per token (got: {shape})",
+                code="objective-shape",
+            )
+    _check_independence(name, function, scalars_of(rows.z, rows, logit_scale))
+    _check_finite(name, result, scalars)
+    if result.loss.grad_fn is None:
+        raise UserError(
+            f"objective {name}: its loss depends on none of its scalars", code="objective-gradient"
+        )
+    (want,) = torch.autograd.grad(result.loss.sum(), z)
+    with torch.no_grad():
+        claimed = gradient(result, scalars, rows, logit_scale)
+    # the loss of a weight is sg[weight] m, and autograd sees it so
+    off = (claimed - want).abs().amax(1)
+    # autograd's own rounding: 1 - p_y, times whatever the objective makes of it
+    rounding = 1e-14 * result.A.detach().abs()
+    allowed = TOLERANCE * torch.maximum(want.abs().amax(1), claimed.abs().amax(1)).clamp_min(1e-3) + rounding
+    if bool((off > allowed).any()):
+        worst = int((off - allowed).argmax())
+        claims, slopes = (
+            "[" + ", ".join(f"{value:.3g}" for value in row[worst].tolist()) + "]" for row in (claimed, want)
+        )
+        raise UserError(
+            f"objective {name}: its coefficients claim another gradient than its loss has at the "
+            f"row with {_row(scalars, worst)}: {claims} against {slopes} by autograd; detach() what shall "
+            "only scale",
+            code="objective-gradient",
+        )
+    for dtype in (torch.float64, torch.float32):
+        # targets from solved to hopeless, whose mistakes cost nothing, or as much as they can
+        m = torch.tensor(EXTREMES, dtype=dtype).repeat(2)
+        p, others, zero = torch.exp(-m), -torch.expm1(-m), torch.zeros_like(m)
+        price = torch.tensor([0.0, 1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
+        squares = p * p + others * others
+        extreme = Scalars(m, p, others * price, zero, squares, torch.maximum(p, others), -5 * price)
+        with torch.no_grad():
+            _check_finite(name, _call(name, function, extreme), extreme)
+
+
+def _check_independence(name: str, function: Function, scalars: Scalars) -> None:
+    """Check that a token's numbers depend neither on the tokens beside it, nor on chance or earlier calls."""
+    present = {key: value for key, value in scalars._asdict().items() if value is not None}
+    before = {key: value.clone() for key, value in present.items()}
+    whole = _call(name, function, scalars)
+    for key, value in present.items():
+        if not torch.equal(value, before[key]):
+            raise UserError(
+                f"objective {name} changes {key} in place, which others read; work on a copy",
+                code="objective-in-place",
+            )
+    odd = slice(1, None, 2)
+    part = _call(name, function, Scalars(**{key: value[odd] for key, value in before.items()}))
+    for key, half, full in zip(Coefficients._fields, part, whole, strict=True):
+        if half is None or full is None:
+            continue
+        if not torch.allclose(half, full[odd], rtol=1e-9, atol=1e-12):
+            raise UserError(
+                f"objective {name}: {key} of a token changes with the tokens beside it, or by chance; it "
+                "must follow from its own scalars alone (batches are taken in chunks of any size)",
+                code="objective-batch",
+            )
+
+
+def scalars_of(z: Tensor, rows: Rows, logit_scale: float = 1.0) -> Scalars:
+    """Return all scalars of rows of logits z [n, V], each [n], differentiable, at the scale `logit_scale`."""
+    log_p = (logit_scale * z).log_softmax(-1)
+    p = log_p.exp()
+    m = -log_p.gather(1, rows.y[:, None])[:, 0]
+    return Scalars(
+        m=m,
+        p=torch.exp(-m),
+        D=(p * rows.costs).sum(1),
+        H=-(p * log_p).sum(1),
+        S=p.square().sum(1),
+        top=p.amax(1),
+        stored=rows.stored,
+    )
+
+
+def gradient(result: Coefficients, scalars: Scalars, rows: Rows, logit_scale: float = 1.0) -> Tensor:
+    """Return the gradient dL/dz [n, V] that coefficients claim, float64.
+
+    dL/dz_i = s (p_i (A + B c_i + C log p_i) - K [i = y]),    K = A + B D - C H    (`objectives.py`)
+    """
+    log_p = (logit_scale * rows.z).log_softmax(-1)
+    zero = torch.zeros_like(result.A)
+    B = zero if result.B is None else result.B
+    C = zero if result.C is None else result.C
+    row = log_p.exp() * (result.A[:, None] + B[:, None] * rows.costs + C[:, None] * log_p)
+    assert scalars.D is not None and scalars.H is not None  # `scalars_of` computes them all
+    K = result.A + B * scalars.D - C * scalars.H
+    return logit_scale * row.scatter_add(1, rows.y[:, None], -K[:, None])
+
+
+def _call(name: str, function: Function, scalars: Scalars) -> Coefficients:
+    try:
+        return function(scalars)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        raise UserError(
+            f"objective {name}: {type(error).__name__}: {one_line(error)}", code="objective-fails"
+        ) from error
+
+
+def _check_finite(name: str, result: Coefficients, scalars: Scalars) -> None:
+    for key, value in result._asdict().items():
+        if value is not None and not bool(torch.isfinite(value).all()):
+            worst = int((~torch.isfinite(value)).nonzero()[0, 0])
+            raise UserError(
+                f"objective {name}: {key} is {float(value[worst].detach())} at the row with "
+                f"{_row(scalars, worst)}",
+                code="objective-finite",
+            )
+
+
+def _row(scalars: Scalars, i: int) -> str:
+    """Return the scalars of row i as text."""
+    present = {name: value for name, value in scalars._asdict().items() if value is not None}
+    return ", ".join(f"{name}={float(value[i].detach()):.4g}" for name, value in present.items())

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import UserError, one_line
-from pipeline.loss.documents import by_segments, refusal
-from pipeline.loss.registry import get_objective
+from pipeline.loss.head import by_segments, refusal
+from pipeline.loss.objectives import get_objective
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Attention over documents one after the other, without a mask: torch's own kernel, under the name `varlen`.
 
 Importing this registers it with transformers. It is used where a call has the bounds of documents
-(`documents.py`); a call without them, as in generation, with or without a cache or padding, is SDPA's.
+(`head.segments`); a call without them, as in generation, with or without a cache or padding, is SDPA's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pipeline.loss.documents import VARLEN
+from pipeline.loss.head import VARLEN
 
 LARGEST_HEAD = 256  # the kernel's limit on values of a head, in steps of
 HEAD_STEP = 8
@@ -41,7 +41,7 @@ def varlen_attention(
     """Return causal attention within documents, [b, L, H, D], for the arguments that transformers passes.
 
     query [b, H, L, D], key and value [b, H', L, D]; H is a multiple of H'. cu_seq_lens_q and max_length_q of
-    `documents.segments`; without them the call is SDPA's, with its mask. sliding_window: the number of tokens
+    `head.segments`; without them the call is SDPA's, with its mask. sliding_window: the number of tokens
     that a token sees, itself included. Raises ValueError for arguments that the kernel lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None:

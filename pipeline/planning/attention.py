@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from common.errors import UserError, one_line
 from pipeline.config import ModelConfig
-from pipeline.loss.documents import VARLEN, by_segments
+from pipeline.loss.head import VARLEN, by_segments
 from pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
 from pipeline.planning.host import on_gpu
 

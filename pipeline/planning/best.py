@@ -24,7 +24,7 @@ from common.files import part_file
 from common.provenance import shipped
 from common.recipe import apply_override
 from pipeline.config import Batch, RunConfig, load_config, solve_batch
-from pipeline.loss.registry import Objective
+from pipeline.loss.objectives import Objective
 from pipeline.planning import footprint
 from pipeline.planning.checks import check
 from pipeline.planning.ds_file import deepspeed_config

@@ -23,12 +23,12 @@ from data_prep.config import TRAIN
 from data_prep.scores import Scores
 from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from pipeline import identity, resume
+from pipeline import identity
 from pipeline.config import Batch, RunConfig, solve_batch, total_steps
 from pipeline.export import exported_tensors, unwrap, write_rest
 from pipeline.identity import Identity
 from pipeline.loss.cost_files import FILES, load_cost
-from pipeline.loss.registry import Objective
+from pipeline.loss.objectives import Objective
 from pipeline.model import (
     add_lora,
     check_fits,
@@ -111,10 +111,10 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
             name = config.objective.scores  # of the column that the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
             facts |= identity.of_scores(scores)
-        resume.compare(config, facts)
+        identity.compare(config, facts)
     elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
-    history = [Holding(0, config.train.mixture)] if data is None else resume.mixtures(config)
+    history = [Holding(0, config.train.mixture)] if data is None else identity.mixtures(config)
     order: BatchOrder | MixedOrder | None = None
     if data is not None and steps is not None:
         order = BatchOrder(len(data), config.train.batch, config.train.seed)

@@ -22,7 +22,7 @@ from common.text import counted
 from data_prep.config import DataConfig
 from pipeline.config import Batch, RunConfig
 from pipeline.export import unwrap
-from pipeline.loss.registry import Objective
+from pipeline.loss.objectives import Objective
 from pipeline.model import model_config
 from pipeline.order import REPEATED, BatchOrder, MixedOrder
 from pipeline.planning import footprint

@@ -36,7 +36,7 @@ from pipeline.planning.checks import check
 from pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
 from pipeline.planning.host import compiler, ranks_here, threads
 from pipeline.planning.plan import model_sizes
-from pipeline.ranks import World, barrier, end_world, gather_objects
+from pipeline.ranks import World, end_world, gather_objects
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
@@ -171,11 +171,11 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
                 findings.append(Finding(host, "disk", words, advice))
         except OSError as error:
             findings.append(Finding(host, "run directory", str(error), "set run_dir to where you may write"))
-    barrier()
+    dist.barrier()
     if not world.is_main and not probe.exists() and not findings:
         advice = f"put run_dir on a file system that all hosts share ({directory} is not)"
         findings.append(Finding(host, "run directory", "not that of rank 0", advice))
-    barrier()
+    dist.barrier()
     if world.is_main:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -200,7 +200,7 @@ def _agreement() -> Iterator[Finding]:
 
 def _clock() -> Iterator[Finding]:
     """Yield the spread of clocks read right after a barrier, whose own spread is well below what matters."""
-    barrier()
+    dist.barrier()
     times = gather_objects((socket.gethostname(), time.time()))
     apart = max(t for _, t in times) - min(t for _, t in times)
     advice = "" if apart < CLOCK else "run a time service (chrony) on every host"
@@ -215,7 +215,7 @@ def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
     tensor = torch.ones(bytes_ // 4, device=world.device)
     rates = []
     for _ in range(6):
-        barrier()
+        dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
         if world.device.type != "cpu":

@@ -18,7 +18,7 @@ from common.files import finite, write_once, write_text
 from data_prep.config import VALIDATION, split_of
 from pipeline.config import RunConfig
 from pipeline.engine import DomainSums, Sums
-from pipeline.loss.sums import summary
+from pipeline.loss.fused import summary
 from pipeline.planning.footprint import GIB
 from pipeline.planning.host import on_gpu
 from pipeline.report import validation
@@ -41,7 +41,7 @@ class Window:
     norm: float = 0.0
     largest_norm: float = 0.0
     seconds: float = 0.0  # of training, without saving and validation
-    weights: list[float] = field(default_factory=list)  # histogram, see loss/sums.py
+    weights: list[float] = field(default_factory=list)  # histogram, see loss/fused.py
     # Of each domain, where there are several: supervised tokens of the steps that updated the weights, loss,
     # and NLL. Of the whole run so far: supervised tokens.
     domains: list[list[float]] = field(default_factory=list)

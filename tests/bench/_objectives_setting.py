@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.loss.cost import CostEmbedding, open_rows
+from pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tokens
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import get_objective
-from pipeline.loss.token_plan import TokenPlan, plan_tokens
+from pipeline.loss.objectives import get_objective
 from tests.bench import common
 from tests.bench._objectives_naive import NAIVE
 

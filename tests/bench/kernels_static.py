@@ -28,12 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipeline.loss import kernels_triton
-from pipeline.loss.cost import CostCache, Costs
-from pipeline.loss.fused import process_chunk
-from pipeline.loss.registry import get_objective
-from pipeline.loss.rowwise import Chunk, Terms, statistics_dtype
-from pipeline.loss.spec import CHUNK_MB
-from pipeline.loss.tensors import padded_rows
+from pipeline.loss.cost import CostCache, Costs, padded_rows
+from pipeline.loss.fused import CHUNK_MB, process_chunk
+from pipeline.loss.objectives import get_objective
+from pipeline.loss.rows import Chunk, Terms, statistics_dtype
 from tests.bench import common
 from tests.bench._objectives_setting import text_tokens
 

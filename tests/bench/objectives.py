@@ -18,8 +18,7 @@ import torch
 
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.head import fuse_head
-from pipeline.loss.objectives import OBJECTIVES
-from pipeline.loss.registry import get_objective
+from pipeline.loss.objectives import OBJECTIVES, get_objective
 from tests.bench import common
 from tests.bench._objectives_naive import NAIVE
 from tests.bench._objectives_setting import (

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.world import corpus, read_rows
-from pipeline.ranks import barrier, end_world
+from pipeline.ranks import end_world
 from tests.bench import common
 
 WARM = 10  # steps that do not count
@@ -146,7 +146,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     import torch
 
     from data_prep.shards import TokenDataset
-    from pipeline import engine, resume
+    from pipeline import engine, identity
     from pipeline.batches import rank_rows
     from pipeline.config import lr_at, solve_batch
     from pipeline.model import (
@@ -164,8 +164,8 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     if world.is_main:
         write_initial_weights(config)
-        resume.claim(config, {"data": data.fingerprint})
-    barrier()
+        identity.claim(config, {"data": data.fingerprint})
+    torch.distributed.barrier()
     losses = load_losses(config, training_objective(config), model_config(config.model).vocab_size)
     ds_config = deepspeed_config(config, batch)
     partitioned = engine.build_partitioned(ds_config)

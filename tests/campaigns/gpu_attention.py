@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import UserError
 from common.labels import IGNORE
 from pipeline.loss import fuse_model, get_objective
-from pipeline.loss.documents import VARLEN
+from pipeline.loss.head import VARLEN
 from tests.bench import common
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_kernel import functions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pipeline.loss.documents import SEGMENTS, VARLEN, document_mask, segments
+from pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
 from tests.bench import common
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.helpers.loss_reference import relative_error

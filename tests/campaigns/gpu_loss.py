@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import get_objective
+from pipeline.loss.objectives import get_objective
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns.gpu_figures import Figures, MissingError

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pipeline import engine, train
+from pipeline.checkpoint import Saver
 from pipeline.cli import leave
 from pipeline.config import RunConfig, load_config
 from pipeline.engine import Engine
@@ -30,7 +31,6 @@ from pipeline.planning.checks import check
 from pipeline.planning.plan import setup_of, sizes_of
 from pipeline.ranks import end_world
 from pipeline.report.console import Console
-from pipeline.saving import Saver
 from pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
 

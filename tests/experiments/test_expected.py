@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, expected_gradient, settle
 from pipeline.loss import Objective, get_objective
-from pipeline.loss.checking import Rows, gradient, scalars_of
+from pipeline.loss.objectives import Rows, gradient, scalars_of
 
 V = 30
 

@@ -317,7 +317,7 @@ RECORDS = [{"step": 1, "tokens": 5, "nll": 2.0, "lr": 1e-3}, {"step": 2, "tokens
 
 
 def make_run(here: Path) -> None:
-    from pipeline import checkpoint, resume
+    from pipeline import checkpoint, identity
     from pipeline.run_dir import describe, list_files, partial_directory
 
     partial = partial_directory(here, 3)
@@ -328,7 +328,7 @@ def make_run(here: Path) -> None:
     (partial / "state.json").write_text(json.dumps(STATE))
     checkpoint.write_complete(partial, describe(partial, list_files(partial)))
     checkpoint.publish(here, 3)
-    resume.claim(_run_config(here), {"data": "f"})
+    identity.claim(_run_config(here), {"data": "f"})
     (here / "metrics.jsonl").write_text(rows(RECORDS))
     (here / "export").mkdir()
     (here / "export/export.json").write_text(json.dumps({"step": 3, "tokens": 10, "objective": "emo"}))
@@ -351,12 +351,12 @@ def _run_config(here: Path) -> Any:
 )
 def run_directory(here: Path) -> None:
     from eval.targets import DamagedError, NotWholeError, targets
-    from pipeline import resume
+    from pipeline import checkpoint, identity
     from pipeline.run_dir import problem, read_export_info, read_metrics
 
-    resume.compare(_run_config(here), {"data": "f"})
+    identity.compare(_run_config(here), {"data": "f"})
     problem(here / "step-000003")
-    saved = resume._read(here / "step-000003")
+    saved = checkpoint.read_saved(here / "step-000003")
     assert saved.step + saved.tokens >= saved.step or saved.tokens < 0
     assert all(isinstance(record["step"], int) for record in read_metrics(here))
     with contextlib.suppress(ValueError):  # whoever reads it says more

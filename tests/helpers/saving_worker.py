@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.targets import targets
-from pipeline import export, saving
+from pipeline import checkpoint, export
 from pipeline.cli import leave, run_recipe
 from pipeline.engine import Engine, Snapshots
 from pipeline.run_dir import checkpoints, read_metrics, step_of
@@ -61,7 +61,7 @@ def limited(run_dir: Path) -> None:
 
 
 def hung(run_dir: Path) -> None:
-    saving.PATIENCE = 0.05  # minutes
+    checkpoint.PATIENCE = 0.05  # minutes
     if os.environ["RANK"] == "1":
         Snapshots.write = lambda self: threading.Event().wait()  # type: ignore[assignment, method-assign, return-value]
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding
+from pipeline.loss.cost import CostEmbedding, touchable
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.tensors import touchable
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 from tests.loss.test_tensors import padded_everywhere

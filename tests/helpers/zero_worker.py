@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from pipeline.engine import start_world
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import fused_linear_loss
+from pipeline.loss.fused import LossSums, fused_linear_loss
 from pipeline.loss.head import fuse_head
-from pipeline.loss.objectives import OBJECTIVES
-from pipeline.loss.registry import get_objective
-from pipeline.loss.sums import LossSums
+from pipeline.loss.objectives import OBJECTIVES, get_objective
 from tests.helpers.families import tiny_llama
 from tests.helpers.loss_reference import stored_for
 

@@ -15,7 +15,6 @@ from common.errors import UserError
 from pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding, twins
 from pipeline.loss.cost_files import load_cost, number_cost
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import get_objective
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
 
@@ -109,12 +108,6 @@ def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch
     assert relative_error(sums.demd, want.demd) <= 1e-5
 
 
-def test_negative_cache() -> None:
-    with pytest.raises(UserError) as error:
-        CostEmbedding(torch.ones(2, 2), cache_mb=-1)
-    assert error.value.code == "option-range"
-
-
 def test_live_head() -> None:
     """The adaptive variant: costs from the head as it is now, without a gradient through them."""
     torch.manual_seed(0)
@@ -129,14 +122,6 @@ def test_live_head() -> None:
             assert relative_error(got, want[key]) <= 1e-5
         with torch.no_grad():
             w += 0.3 * torch.randn_like(w)
-
-
-def test_half_precision_models_use_half_precision_costs() -> None:
-    cost = CostEmbedding.from_weight(torch.randn(50, 8))
-    placed = cost.placed(torch.device("cpu"), torch.bfloat16)
-    assert placed.rows.dtype == torch.bfloat16
-    assert cost.placed(torch.device("cpu"), torch.bfloat16) is placed
-    assert cost.placed(torch.device("cpu"), torch.float32) is cost
 
 
 def tiny_model(kind: str, tied: bool) -> torch.nn.Module:
@@ -267,50 +252,6 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         assert source.split(".")[0] in str(error.value)
 
 
-def test_costs_come_from_the_requested_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configuration and weights alike."""
-    import transformers
-    import transformers.utils
-
-    tiny_model("llama", False).save_pretrained(tmp_path)
-    revisions = []
-    config, file = transformers.AutoConfig.from_pretrained, transformers.utils.cached_file
-
-    def from_pretrained(name: str, revision: str | None = None, **options: object) -> object:
-        revisions.append(revision)
-        return config(tmp_path)
-
-    def cached_file(name: str, file_name: str, revision: str | None = None, **options: object) -> object:
-        revisions.append(revision)
-        return file(tmp_path, file_name, **options)
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
-    load_cost("owner/name", 96, revision="abc")
-    assert len(revisions) > 1
-    assert set(revisions) == {"abc"}
-
-
-def test_constant_costs_have_no_geometry() -> None:
-    cost = CostEmbedding.constant(7)
-    assert torch.equal(cost.costs(torch.arange(7)), 1 - torch.eye(7))
-
-
-def test_emo_with_constant_costs_is_a_weighted_likelihood() -> None:
-    """Its gradient is w grad m with w = (1 + p_y m / (1 - p_y)) / 2: nothing but reweighting."""
-    torch.manual_seed(0)
-    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(9, 4, dtype=torch.float64)
-    labels = torch.tensor([0, 3, 8, 3, 1])
-    fused_linear_loss(hidden, weight, labels, get_objective("emo"), CostEmbedding.constant(9)).loss.backward()
-    gradient, hidden.grad = hidden.grad, None
-    m = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="none")
-    p = (-m).exp().detach()
-    ((1 + p * m.detach() / (1 - p)) / 2 * m).sum().backward()
-    assert gradient is not None and hidden.grad is not None
-    assert torch.allclose(gradient, hidden.grad, atol=1e-9)
-
-
 def test_permuted_costs_are_those_of_other_tokens() -> None:
     torch.manual_seed(0)
     cost = CostEmbedding.from_weight(torch.randn(30, 6))
@@ -338,27 +279,6 @@ def test_costs_of_numbers() -> None:
     assert error.value.code == "no-numbers"
 
 
-@pytest.mark.parametrize("cache_mb", [0.0, 0.01])
-def test_the_number_token_loss(cache_mb: float) -> None:
-    """demd is sum_i p_i |v_i - v_y| over the digits, less for what is further off, and nothing elsewhere."""
-    torch.manual_seed(0)
-    pieces = ["a", "b", *map(str, range(10)), "100"]
-    values = torch.tensor([torch.nan, torch.nan, *range(10), 100.0], dtype=torch.float64)
-    h, w = torch.randn(20, 6).requires_grad_(), torch.randn(13, 6).requires_grad_()
-    labels = torch.randint(13, (20,))
-    cost = number_cost(pieces, 13).cached(cache_mb)
-    sums = fused_linear_loss(h, w, labels, get_objective("demd"), cost)
-    sums.loss.backward()
-    wide = h.detach().double().requires_grad_()
-    distance = (values[None] - values[labels][:, None]).abs().nan_to_num(nan=0.0)
-    distance = torch.where(distance <= 9, distance, 9 * (1 + (distance.clamp(min=9) / 9).log()))
-    want = ((wide @ w.detach().double().T).softmax(-1) * distance).sum()
-    want.backward()
-    bound = 2e-3 if cache_mb else 1e-5
-    assert sums.loss.item() == pytest.approx(want.item(), rel=bound)
-    assert relative_error(h.grad, wide.grad) < bound
-
-
 @pytest.mark.parametrize("instructions", [False, True])
 @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
@@ -369,7 +289,7 @@ def test_small_costs_keep_their_digits_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("pipeline.loss.tensors._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("pipeline.loss.cost._lacks_instructions", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)
@@ -402,25 +322,6 @@ def test_costs_never_overflow() -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             costs = CostEmbedding.from_weight(E, dtype).costs(torch.arange(40))
             assert 0 <= float(costs.min()) <= float(costs.max()) <= 2.01
-
-
-@pytest.mark.parametrize("cache_mb", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_vocabulary_with_a_huge_number_trains(dtype: torch.dtype, cache_mb: float) -> None:
-    """GPT-2 has a token 66666666: with or without a cache, the gradient is autograd's."""
-    torch.manual_seed(0)
-    cost = number_cost(["a", *map(str, range(10)), "1999", "66666666"], 13).cached(cache_mb)
-    h, w = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (20, 13))
-    labels = torch.arange(20) % 13
-    sums = fused_linear_loss(h, w, labels, get_objective("demd"), cost)
-    sums.loss.backward()
-    wide = h.detach().double().requires_grad_()
-    C = cost.costs(torch.arange(13)).double()
-    want = ((wide @ w.detach().double().T).softmax(-1) * C[labels]).sum()
-    want.backward()
-    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3 if cache_mb else 1e-5
-    assert sums.loss.item() == pytest.approx(want.item(), rel=bound)
-    assert relative_error(h.grad, wide.grad) <= bound
 
 
 def test_twins() -> None:

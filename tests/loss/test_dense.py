@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from pipeline.loss.cost import LIVE, CostEmbedding
+from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.dense import Teacher
 from pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error
@@ -88,13 +88,6 @@ def test_one_hot_teacher_is_plain_demd() -> None:
     for value, key in ((got.loss.detach(), "loss"), (h.grad, "d_hidden"), (w.grad, "d_weight")):
         assert relative_error(value, want[key]) <= 1e-11
     assert relative_error(got.nll, want["nll"]) <= 1e-11
-
-
-def test_equal_distributions_cost_nothing() -> None:
-    h, w, labels, _, _ = inputs(torch.float32)
-    same = Teacher(h.detach(), w.detach())
-    got = fused_linear_loss(h, w, labels, make("demd_dense"), LIVE, teacher=same)
-    assert got.loss.item() == pytest.approx(0, abs=1e-5)
 
 
 def test_half_precision_and_no_tokens() -> None:

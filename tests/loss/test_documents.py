@@ -13,7 +13,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 from common.errors import UserError
 from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from pipeline.loss.documents import (
+from pipeline.loss.head import (
     BOUNDS,
     LONGEST,
     SEGMENTS,
@@ -85,14 +85,6 @@ def test_segments_among_the_inputs_are_not_computed_again(
     if "max_length_k" in added:
         assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is bounds
         assert inputs["max_length_q"] == inputs["max_length_k"] == 8
-
-
-def test_missing_segments_are_computed() -> None:
-    positions = rows([5, 3], [8])
-    inputs: dict[str, Any] = {"position_ids": positions}
-    keep_apart(stand_in("positions", "varlen"), positions, inputs)
-    assert inputs["cu_seq_lens_k"].tolist() == [0, 5, 8, 16]
-    assert inputs["max_length_k"] == 8
 
 
 def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() -> None:

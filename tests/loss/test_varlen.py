@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
 from pipeline.config import ModelConfig
 from pipeline.loss import fuse_model, get_objective, probe_model
-from pipeline.loss.documents import segments
-from pipeline.loss.varlen import attend_at_once, varlen_attention
+from pipeline.loss.head import segments
+from pipeline.loss.varlen import varlen_attention
 from pipeline.planning.attention import usable_attention
 from tests.helpers.families import FAMILIES, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
@@ -84,19 +82,6 @@ def test_unsupported_arguments_are_errors(keys: dict[str, Any]) -> None:
         varlen_attention(LAYER, x, x, x, None, **bounded, **keys)
     with pytest.raises(ValueError):
         varlen_attention(LAYER, x[:, :, -1:], x, x, None, **bounded)
-
-
-@pytest.mark.parametrize("left", [-1, 3])
-def test_torchs_kernel_takes_these_arguments(left: int) -> None:
-    """Names, shapes and the gradient of the operation that a GPU runs, without values and so without one."""
-    with FakeTensorMode():
-        q, k, v = (
-            torch.empty(16, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
-        )
-        bounds = torch.empty(4, dtype=torch.int32)
-        out = attend_at_once(q, k, v, bounds, 6, 0.25, left)
-        assert out.shape == q.shape
-        assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
 # Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.
@@ -168,39 +153,6 @@ def test_packed_rows_train_like_single_documents(name: str) -> None:
     assert relative_error(validation, want.detach()) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
-def test_ordinary_calls_are_ordinary_attention(name: str) -> None:
-    """Generation with a cache and padding on the left, and a plain forward, as under SDPA."""
-    usual, model = (family(name, attn, **CHANGES[name]) for attn in ("sdpa", "varlen"))
-    fuse_model(model, get_objective("mle"))
-    ids = packed_rows()[0][:, :12]
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        usual.generate(ids, attention_mask=mask, **options),
-        model.generate(ids, attention_mask=mask, **options),
-    )
-    torch.testing.assert_close(model(ids).logits, usual(ids).logits)
-    positions = torch.arange(6).repeat(2).expand(len(ids), -1)
-    torch.testing.assert_close(
-        model(ids, position_ids=positions).logits, usual(ids, position_ids=positions).logits
-    )
-
-
-def test_layers_that_are_computed_again_get_the_same_segments() -> None:
-    model = family("llama", "varlen")
-    fuse_model(model, get_objective("mle"))
-    ids, labels, positions = packed_rows()
-    results = []
-    for again in (False, True):
-        if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        results.append(gradients(model, model(input_ids=ids, labels=labels, position_ids=positions).loss))
-    torch.testing.assert_close(results[0], results[1])
-
-
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that any operation makes."""
 
@@ -230,15 +182,3 @@ def test_no_tensor_grows_with_the_square_of_a_block() -> None:
         largest[attention] = largest_tensor.elements
     assert largest["sdpa"] >= length**2
     assert largest["varlen"] <= 128 * length
-
-
-def test_saved_configurations_do_not_name_it(tmp_path: Any) -> None:
-    """An export is an ordinary model, which whoever loads it may give any attention."""
-    model = family("llama", "varlen")
-    fuse_model(model, get_objective("mle"))
-    model.save_pretrained(tmp_path)
-    assert "varlen" not in (tmp_path / "config.json").read_text()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config._attn_implementation == "sdpa"
-    ids = packed_rows()[0]
-    torch.testing.assert_close(again(ids).logits, model(ids).logits)

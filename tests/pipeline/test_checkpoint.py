@@ -40,31 +40,31 @@ def _flip(d: Path) -> None:
     (d / "state" / "rank0.pt").write_bytes(bytes(data))
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated file": (_truncate, "another size"),
-    "flipped bit": (_flip, "another content"),
-    "missing rank file": (lambda d: (d / "state" / "rank1.pt").unlink(), "is missing"),
-    "stray file": (lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"), "not written by the trainer"),
-    "missing marker": (lambda d: (d / "COMPLETE").unlink(), "COMPLETE is missing"),
-    "empty marker": (lambda d: (d / "COMPLETE").write_text(""), "COMPLETE is missing or unreadable"),
-    "marker without files": (lambda d: (d / "COMPLETE").write_text('{"files": {}}'), "lists no files"),
-    "marker of other kind": (lambda d: (d / "COMPLETE").write_text("[1]"), "COMPLETE is missing or unread"),
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated file": _truncate,
+    "flipped bit": _flip,
+    "missing rank file": lambda d: (d / "state" / "rank1.pt").unlink(),
+    "stray file": lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"),
+    "link": lambda d: (d / "state" / "link").symlink_to(d / "COMPLETE"),
+    "missing marker": lambda d: (d / "COMPLETE").unlink(),
+    "empty marker": lambda d: (d / "COMPLETE").write_text(""),
+    "marker without files": lambda d: (d / "COMPLETE").write_text('{"files": {}}'),
+    "marker of other kind": lambda d: (d / "COMPLETE").write_text("[1]"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_found_and_named(tmp_path: Path, name: str) -> None:
+def test_damage_is_found(tmp_path: Path, name: str) -> None:
     directory = write(tmp_path, 7)
-    damage, message = DAMAGE[name]
-    damage(directory)
-    assert message in (problem(directory) or "")
+    DAMAGE[name](directory)
+    assert problem(directory) is not None
 
 
 def test_the_parts_of_a_check_together_find_a_flip(tmp_path: Path) -> None:
     directory = write(tmp_path, 7)
     _flip(directory)
-    found = [problem(directory, part, 3) for part in range(3)]
-    assert sum(f is not None for f in found) == 1
+    result = [problem(directory, part, 3) for part in range(3)]
+    assert sum(f is not None for f in result) == 1
 
 
 def test_prune_keeps_the_newest_and_clears_partial_ones(tmp_path: Path) -> None:

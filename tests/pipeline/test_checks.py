@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from common.errors import UserError
 from data_prep.shards import TokenDataset
-from pipeline import resume
+from pipeline import identity
 from pipeline.config import load_config
 from pipeline.planning.checks import check
 from pipeline.planning.plan import estimated_rows, parse_cluster, print_plan
@@ -118,7 +118,7 @@ def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> Non
 
 def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"run_dir={tmp_path}"])
-    resume.claim(config, check(config, ranks=1, local=True).identity)
+    identity.claim(config, check(config, ranks=1, local=True).identity)
     check(config, ranks=1, local=True)
     with pytest.raises(UserError, match=r"was started with train\.lr=0\.001"):
         check(load_config(recipe, [f"run_dir={tmp_path}", "train.lr=0.5"]), ranks=1, local=True)

@@ -47,23 +47,3 @@ def test_a_build_under_way_is_not_touched(left: Path) -> None:
     other.communicate()
     with compiling():
         assert not left.exists()
-
-
-def test_another_programs_build_is_not_touched(left: Path) -> None:
-    with left.open("w", encoding="utf-8"), compiling():
-        assert left.exists()
-    with compiling():
-        assert not left.exists()
-
-
-def test_only_one_rank_of_a_host_looks(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with compiling():
-        assert left.exists()
-
-
-def test_builds_elsewhere_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
-    with compiling():
-        pass

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from common.exit_codes import ExitCode
 from common.labels import IGNORE
@@ -70,31 +70,6 @@ def test_a_run_logs_saves_and_exports(undisturbed: Path, recipe: Path) -> None:
     assert info["tokens"] == trained[-1]["tokens"]
 
 
-def test_the_export_generates(undisturbed: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(undisturbed / "export")
-    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "export")
-    assert model.config.architectures == ["LlamaForCausalLM"]
-    ids = tokenizer("The", return_tensors="pt").input_ids
-    torch.manual_seed(0)
-    out = model.generate(ids, max_new_tokens=8, do_sample=True, pad_token_id=tokenizer.eos_token_id)
-    assert out.shape[1] > ids.shape[1]
-
-
-def test_attention_without_a_mask_trains_and_validates_the_same(undisturbed: Path, recipe: Path) -> None:
-    """From the recipe to the export, which is compared with the model that trained when it is written."""
-    run_dir = recipe.parent / "varlen"
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", "model.attn_implementation=varlen")
-    assert done.returncode == 0, done.stdout
-    for found, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-    validated = [
-        [r["validation_nll"] for r in read_metrics(place) if "validation_nll" in r]
-        for place in (run_dir, undisturbed)
-    ]
-    assert validated[0] == pytest.approx(validated[1], rel=1e-5)
-    assert "varlen" not in (run_dir / "export" / "config.json").read_text()
-
-
 PROMPTS = ["The man saw", "On day 3"]
 
 
@@ -119,10 +94,10 @@ def killed(recipe: Path) -> Path:
 def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, killed: Path) -> None:
     """And sampling under ZeRO-3 changes no number: the undisturbed run did without."""
     assert losses(killed) == losses(undisturbed)
-    kept = [
+    records = [
         [r | {"time": None} for r in read_metrics(run_dir) if "set" in r] for run_dir in (killed, undisturbed)
     ]
-    assert kept[0] == kept[1] and len(kept[0]) == 4 * len(SETS)
+    assert records[0] == records[1] and len(records[0]) == 4 * len(SETS)
     files = [
         {path.relative_to(run_dir): path.read_bytes() for path in (run_dir / VALIDATION).rglob("*.npz")}
         for run_dir in (killed, undisturbed)
@@ -153,30 +128,18 @@ def test_documents_are_measured_as_the_model_alone_reads_them(
                 counted = int((labels[a:b] != IGNORE).sum())
                 parts[source] = nll_so_far + float(each.sum()), tokens_so_far + counted
     nll, tokens = zip(*(parts[source] for source in sorted(parts)), strict=True)
-    found = read(undisturbed, name, step)
-    assert found is not None and found.tokens.tolist() == list(tokens)
-    assert found.fingerprint == data.fingerprint
-    assert found.nll.tolist() == pytest.approx(list(nll), rel=1e-4)
+    result = read(undisturbed, name, step)
+    assert result is not None and result.tokens.tolist() == list(tokens)
+    assert result.fingerprint == data.fingerprint
+    assert result.nll.tolist() == pytest.approx(list(nll), rel=1e-4)
     record = next(r for r in read_metrics(undisturbed) if (r["step"], r.get("set")) == (step, name))
     assert record["validation_nll"] == pytest.approx(sum(nll) / sum(tokens), rel=1e-4)
     if step:
         start = read(undisturbed, name, 0)
         assert start is not None
         limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
-        assert change(start, found) == pytest.approx((*limits, len(tokens)))
+        assert change(start, result) == pytest.approx((*limits, len(tokens)))
         assert limits[1] < limits[0] < 0, "it learns"
-
-
-def test_weights_that_do_not_move_change_nothing(recipe: Path) -> None:
-    """Not about nothing: nothing."""
-    run_dir = recipe.parent / "still"
-    still = ("train.lr=1e-30", "train.weight_decay=0", "train.steps=1", "objective.name=mle")
-    done = launching.run_ranks(2, str(recipe), f"run_dir={run_dir}", *still)
-    assert done.returncode == 0, done.stdout
-    found = [r for r in read_metrics(run_dir) if r["step"] == 1 and "set" in r]
-    keys = [f"validation_change{end}" for end in ("", "_low", "_high")]
-    assert [[r[key] for key in keys] for r in found] == [[0.0] * 3] * 2
-    assert "validation abroad: loss" in done.stdout and "+0.0000 [+0.0000, +0.0000]" in done.stdout
 
 
 def test_samples_are_what_the_export_says(killed: Path) -> None:
@@ -262,14 +225,6 @@ def test_a_mistake_ends_with_one_line(undisturbed: Path, recipe: Path, override:
     assert not (recipe.parent / "refused" / "config.yaml").exists()
 
 
-def test_a_mistake_on_two_ranks_is_told_once(recipe: Path) -> None:
-    done = launching.run_ranks(2, str(recipe), f"run_dir={recipe.parent / 'refused'}", "train.batch=7")
-    errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2, done.stdout
-    assert len(errors) == 1, done.stdout
-    assert "train.batch=7 does not divide over 2 ranks; set train.batch=6" in errors[0]
-
-
 def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
     run_dir = recipe.parent / "ranks"
     shutil.copytree(undisturbed, run_dir)
@@ -278,5 +233,5 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
     done = launching.run_alone(str(recipe), f"run_dir={run_dir}")
     assert done.returncode == 0, done.stdout
     assert "was saved by 2 ranks: converting it for 1" in done.stdout
-    for found, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for result, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
+        assert result == pytest.approx(expected, rel=1e-5)

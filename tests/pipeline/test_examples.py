@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import Trainer, TrainingArguments
 
-from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import family, tiny_llama
@@ -34,7 +28,7 @@ def example(name: str) -> ModuleType:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with its tokenizer, a text, and the repository as the working directory."""
     from data_prep.tokenizer import load_tokenizer
 
@@ -48,77 +42,34 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("objective", ["emo", OWN])
-def test_plain_loop(place: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = example("plain_loop").main(str(place / "model"), str(place / "text.txt"), objective)
+def test_plain_loop(folder: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = example("plain_loop").main(str(folder / "model"), str(folder / "text.txt"), objective)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert "step 5" in capsys.readouterr().out
 
 
-def test_trainer(place: Path) -> None:
-    losses = example("trainer").main(str(place / "model"), str(place / "text.txt"), OWN, str(place / "out"))
+def test_trainer(folder: Path) -> None:
+    losses = example("trainer").main(
+        str(folder / "model"), str(folder / "text.txt"), OWN, str(folder / "out")
+    )
     assert len(losses) == 5
     assert all(0 < loss < 20 for loss in losses)
 
 
-def test_sft_trainer(place: Path) -> None:
+def test_sft_trainer(folder: Path) -> None:
     module = example("sft_trainer")
-    losses = module.main(str(place / "model"), str(place / "rows.jsonl"), OWN, str(place / "out"))
+    losses = module.main(str(folder / "model"), str(folder / "rows.jsonl"), OWN, str(folder / "out"))
     assert len(losses) == 5
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
-def test_without_arguments(name: str) -> None:
-    """The usage, before anything is imported that takes seconds."""
-    command = [sys.executable, "-X", "importtime", str(REPO / "examples" / f"{name}.py")]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    assert result.returncode == 2
-    assert "usage: " in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "| torch" not in result.stderr
-
-
-def test_the_snippet_of_the_readme(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippet_of_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As printed, on a machine without a GPU too; only the model is another GPT-2."""
     text = (REPO / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     hub = "openai-community/gpt2"
     assert hub in snippet
-    family("gpt2", vocab_size=VOCAB, n_positions=256).save_pretrained(place / "model")
-    (place / "text.txt").rename(place / "notes.txt")
-    monkeypatch.chdir(place)
-    exec(snippet.replace(hub, str(place / "model")), {"__name__": "snippet"})
-
-
-def test_the_same_losses_through_every_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused model, Trainer with the mixin, Trainer with a loss function, plain module, and plain PyTorch."""
-    monkeypatch.chdir(REPO)
-    model = tiny_llama(VOCAB).eval()
-    ids = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
-    batch = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
-
-    log_p = model(ids).logits[:, :-1].log_softmax(-1)
-    H, m = -(log_p.exp() * log_p).sum(-1), -log_p.gather(2, ids[:, 1:, None])[..., 0]
-    want = ((1 + 0.5 * H / (1 + H)).detach() * m).mean().item()
-
-    found = {"module": EMOLoss(OWN)(model(ids).logits, ids).item()}
-    fused = copy.deepcopy(model)
-    fuse_causal_lm(fused, OWN)
-    found["fused"] = fused(input_ids=ids, labels=ids).loss.item()
-
-    class FusedTrainer(FusedLossMixin, Trainer):
-        pass
-
-    settings = {"max_steps": 1, "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": []}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", disable_tqdm=True, **settings)
-    doors = {
-        "mixin": FusedTrainer(copy.deepcopy(model), args, train_dataset=batch, objective=OWN),
-        "loss function": Trainer(
-            copy.deepcopy(model), args, train_dataset=batch, compute_loss_func=loss_function(OWN)
-        ),
-    }
-    for name, trainer in doors.items():
-        trainer.train()
-        found[name] = trainer.state.log_history[0]["loss"]
-    for name, loss in found.items():
-        assert loss == pytest.approx(want, rel=1e-6), name
+    family("gpt2", vocab_size=VOCAB, n_positions=256).save_pretrained(folder / "model")
+    (folder / "text.txt").rename(folder / "notes.txt")
+    monkeypatch.chdir(folder)
+    exec(snippet.replace(hub, str(folder / "model")), {"__name__": "snippet"})

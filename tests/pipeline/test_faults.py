@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,13 +16,9 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from common.errors import FailureError, UserError
 from common.exit_codes import ExitCode
 from common.files import DiskFullError
-from pipeline import cli, model
-from pipeline.config import load_config
-from pipeline.faults import broken_device, broken_hardware, explain
-from pipeline.run_dir import checkpoints
+from pipeline import cli
+from pipeline.ranks import broken_device, explain
 from pipeline.stop import HARDWARE, TRAINING, Watch, node_name
-from tests.conftest import REPO
-from tests.helpers import launching
 
 DEVICE = [
     AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
@@ -93,30 +88,6 @@ def test_every_class_in_every_phase(
     assert unexpected or explain(error, advanced=False)[1] is not None  # others keep their traceback
 
 
-def test_what_an_error_was_raised_for_counts() -> None:
-    try:
-        try:
-            raise DEVICE[0]
-        except RuntimeError as error:
-            raise ValueError("the model cannot be read") from error
-    except ValueError as error:
-        assert broken_device(error) and broken_hardware(error)
-        assert explain(error, advanced=False)[0] == ExitCode.FAILURE
-
-
-@pytest.mark.parametrize("error", [DEVICE[0], NETWORK[0]], ids=["device", "network"])
-def test_a_fault_while_weights_are_loaded_is_no_mistake_in_model_path(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(model, "load_causal_lm", fail)
-    config = load_config(REPO / "launch/recipes/gpt2-wikitext2.yaml", [])
-    with pytest.raises(type(error)):
-        model.load_pretrained(config, "sdpa")
-
-
 @pytest.mark.parametrize(
     ("error", "advanced", "report"),
     [
@@ -151,41 +122,3 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
         watch.ended(int(end.code or 0))
     assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"
     assert node_name() == "node-7"
-
-
-FAILING = """
-import os, runpy, sys
-from torch import AcceleratorError
-from pipeline.train import Engine
-
-steps, step = [], Engine.train_step
-
-def failing(self, *arguments, **options):
-    steps.append(1)
-    if len(steps) == int(os.environ["FAILS_AT"]):
-        raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-    return step(self, *arguments, **options)
-
-Engine.train_step = failing
-sys.argv[0] = "launch/continual.sh"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_a_run_survives_a_broken_gpu_in_every_phase(tmp_path: Path) -> None:
-    """The first step of a first launch, a later one, and the first of a launch that resumes: 1 each time."""
-    recipe, run_dir = launching.tiny_recipe(tmp_path), tmp_path / "run"
-    (tmp_path / "script.py").write_text(FAILING)
-    for fails_at, saved in ((1, 0), (4, 1), (1, 1)):
-        command = [launching.BIN / "python", tmp_path / "script.py", recipe, f"run_dir={run_dir}"]
-        done = subprocess.run(
-            [*map(str, command), "train.save_every=2"],
-            cwd=REPO,
-            env=launching.ENVIRONMENT | {"FAILS_AT": str(fails_at)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == ExitCode.FAILURE, done.stderr
-        assert "Traceback" not in done.stderr and node_name() in done.stderr
-        assert len(checkpoints(run_dir)) == saved
-    assert "resumed from" in done.stdout

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pipeline.cli import main
 from pipeline.config import Batch, load_config
-from pipeline.loss.registry import get_objective
+from pipeline.loss.objectives import get_objective
 from pipeline.planning import footprint
 from pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
 from pipeline.planning.plan import (

@@ -9,8 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
 from common.errors import UserError
-from pipeline.config import LoraConfig, ModelConfig
-from pipeline.model import add_lora
 from pipeline.planning.ds_file import parameter_groups
 from tests.helpers.families import family as of_family
 from tests.pipeline.test_export import FAMILIES
@@ -23,7 +21,7 @@ def model(family: str) -> nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_groups_are_those_of_trainer(family: str) -> None:
-    found = model(family)
+    result = model(family)
     forbidden = [
         r"bias",
         r"layernorm",
@@ -33,25 +31,12 @@ def test_the_groups_are_those_of_trainer(family: str) -> None:
         r"\.ln_",
         r"^ln_",
     ]
-    decaying = set(get_parameter_names(found, [nn.LayerNorm], forbidden))
-    names = {id(p): n for n, p in found.named_parameters()}
-    first, second = parameter_groups(found, 0.1)
+    decaying = set(get_parameter_names(result, [nn.LayerNorm], forbidden))
+    names = {id(p): n for n, p in result.named_parameters()}
+    first, second = parameter_groups(result, 0.1)
     assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
     assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
-
-
-def test_adapters_are_one_group() -> None:
-    config = ModelConfig(architecture={"model_type": "gpt2"}, lora=LoraConfig(r=4))
-    adapted = add_lora(model("gpt2"), config, 0)  # type: ignore[arg-type]
-    (group,) = parameter_groups(adapted, 0.1)
-    assert group["weight_decay"] == 0.1
-    assert len(group["params"]) == sum(p.requires_grad for p in adapted.parameters())
-
-
-def test_without_decay_there_is_one_group() -> None:
-    (group,) = parameter_groups(model("llama"), 0.0)
-    assert len(group["params"]) == len(list(model("llama").parameters()))
 
 
 def test_partitioned_parameters_count_with_their_whole_shape() -> None:
@@ -66,28 +51,23 @@ def test_partitioned_parameters_count_with_their_whole_shape() -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 def test_muon_takes_the_matrices_of_the_body(family: str) -> None:
-    found = model(family)
-    first, *rest = parameter_groups(found, 0.1, use_muon=True)
-    names = {id(p): n for n, p in found.named_parameters()}
+    result = model(family)
+    first, *others = parameter_groups(result, 0.1, use_muon=True)
+    names = {id(p): n for n, p in result.named_parameters()}
     taken = {names[id(p)] for p in first["params"]}
     assert first["use_muon"] and first["weight_decay"] == 0.1
-    assert taken and all(found.get_parameter(name).dim() == 2 for name in taken)
-    tables = [found.get_input_embeddings().weight, found.get_output_embeddings().weight]
+    assert taken and all(result.get_parameter(name).dim() == 2 for name in taken)
+    tables = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
     assert not taken & {names[id(p)] for p in tables if id(p) in names}
     assert not any(word in name for name in taken for word in ("embed", "lm_head", "wte", "wpe"))
-    assert [group["weight_decay"] for group in rest] == [0.1, 0.0]
-    together = [p for group in (first, *rest) for p in group["params"]]
+    assert [group["weight_decay"] for group in others] == [0.1, 0.0]
+    together = [p for group in (first, *others) for p in group["params"]]
     assert len(together) == len({id(p) for p in together}) == len(names)
 
 
 def test_muon_refuses_matrices_that_are_stored_transposed() -> None:
     with pytest.raises(UserError, match="this model stores them transposed"):
         parameter_groups(model("gpt2"), 0.1, use_muon=True)
-
-
-def test_only_gains_do_not_decay() -> None:
-    (group,) = parameter_groups(nn.LayerNorm(4), 0.1)
-    assert group["weight_decay"] == 0.0
 
 
 def test_muon_refuses_experts_in_one_tensor() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pipeline.hf
 from common.errors import UserError
 from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from pipeline.loss import (
-    LIVE,
     CostEmbedding,
     Ramp,
     fused_linear_loss,
@@ -25,7 +23,7 @@ from pipeline.loss import (
     shift_left,
     weighted_sum,
 )
-from tests.helpers.families import family, tiny_llama
+from tests.helpers.families import tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 
@@ -76,12 +74,12 @@ def parameters(model: torch.nn.Module) -> Tensor:
 def train(kind: str, directory: Path, **changes: Any) -> tuple[Tensor, list[float]]:
     """Train three steps; parameters and logged losses."""
     model = tiny_llama(VOCAB)
-    given = {"args": arguments(directory, **changes), "train_dataset": rows()}
+    settings = {"args": arguments(directory, **changes), "train_dataset": rows()}
     if kind == "mixin":
-        trainer: Trainer = EmoTrainer(model=model, objective="emo", **given)
+        trainer: Trainer = EmoTrainer(model=model, objective="emo", **settings)
     else:
         cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **given)
+        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **settings)
     trainer.train()
     return parameters(model), [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -95,22 +93,6 @@ def test_accumulation_does_not_change_training(kind: str, tmp_path: Path) -> Non
     )
     assert relative_error(pieces, whole) <= 1e-6
     assert losses_of_pieces == pytest.approx(losses, rel=1e-5)
-
-
-def test_fused_and_logit_paths_train_alike(tmp_path: Path) -> None:
-    fused, losses = train("mixin", tmp_path)
-    from_logits, other = train("function", tmp_path)
-    assert relative_error(fused, from_logits) <= 1e-6
-    assert losses == pytest.approx(other, rel=1e-5)
-    assert relative_error(fused, parameters(tiny_llama(VOCAB))) > 1e-2
-
-
-def test_mle_mixin_is_the_ordinary_trainer(tmp_path: Path) -> None:
-    """With `mle` nothing changes but memory."""
-    fused, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
-    EmoTrainer(model=fused, args=arguments(tmp_path), train_dataset=rows(), objective="mle").train()
-    Trainer(model=plain, args=arguments(tmp_path), train_dataset=rows()).train()
-    assert relative_error(parameters(fused), parameters(plain)) <= 1e-6
 
 
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
@@ -136,65 +118,6 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert model.generate(prompt, **settings).tolist() == loaded.generate(prompt, **settings).tolist()
-
-
-def test_mixin_with_lora(tmp_path: Path) -> None:
-    """Adapters train, the head stays frozen."""
-    import peft
-
-    base = tiny_llama(VOCAB)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    head = base.lm_head.weight.detach().clone()
-    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    EmoTrainer(model=model, args=arguments(tmp_path), train_dataset=rows(), objective="emo").train()
-    after = dict(model.named_parameters())
-    assert any((after[name] - value).abs().max() > 0 for name, value in before.items())
-    torch.testing.assert_close(base.lm_head.weight, head, rtol=0, atol=0)
-
-
-def test_mixin_refusals(tmp_path: Path) -> None:
-    given = {"args": arguments(tmp_path), "train_dataset": rows()}
-    with pytest.raises(UserError) as error:
-        EmoTrainer(model="some/name", **given)
-    assert error.value.code == "needs-model"
-    for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
-        with pytest.raises(UserError) as error:
-            EmoTrainer(model=tiny_llama(VOCAB), **{name: lambda *_: {}}, **given)
-        assert error.value.code == "needs-logits"
-    with pytest.raises(UserError, match="did you mean emo"):
-        EmoTrainer(model=tiny_llama(VOCAB), objective="emoo", **given)
-    given["train_dataset"] = [{"input_ids": row["input_ids"]} for row in rows()]
-    with pytest.raises(UserError) as error:
-        EmoTrainer(model=tiny_llama(VOCAB), **given).train()
-    assert error.value.code == "no-labels"
-
-
-@pytest.mark.parametrize("name", ["gemma2", "granite", "hyperclovax", "cohere", "phi", "opt"])
-def test_fused_model_takes_scale_and_cap_from_the_config(name: str) -> None:
-    """Models that scale or cap their logits get the loss of those logits."""
-    model = family(name)
-    ids = torch.randint(1, VOCAB, (2, LENGTH))
-    want = model(input_ids=ids, labels=ids).loss
-    fused = copy.deepcopy(model)
-    fuse_causal_lm(fused, "mle")
-    torch.testing.assert_close(fused(input_ids=ids, labels=ids).loss, want, rtol=1e-5, atol=1e-6)
-
-
-def test_fusing_checks_the_family_at_once() -> None:
-    # defects A2
-    model = family("llama")
-
-    class Peculiar(type(model)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            out = super().forward(*args, **kwargs)
-            out.logits = out.logits * 0.5
-            return out
-
-    model.__class__ = Peculiar
-    with pytest.raises(UserError, match="does something to its logits"):
-        fuse_causal_lm(model, "mle")
-    with pytest.raises(UserError, match="needs a teacher"):
-        fuse_causal_lm(family("llama"), "demd_dense")
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
@@ -251,20 +174,6 @@ def test_emo_loss_module() -> None:
     all_ignored.backward()
 
 
-def test_logits_loss_refusals() -> None:
-    z, labels = torch.randn(4, VOCAB), torch.randint(VOCAB, (4,))
-    with pytest.raises(UserError, match="part of the logits already"):
-        logits_loss(z, labels, make("mle"), softcap=3.0)
-    with pytest.raises(UserError, match="do not fit"):
-        logits_loss(z, labels[1:], make("mle"))
-    with pytest.raises(UserError, match="need the fused head"):
-        logits_loss(z, labels, make("emo"), LIVE)
-    with pytest.raises(UserError, match="needs a cost embedding"):
-        logits_loss(z, labels, make("emo"))
-    with pytest.raises(UserError, match="has 3 rows but the logits have 61"):
-        logits_loss(z, labels, make("emo"), CostEmbedding(torch.ones(3, 2)))
-
-
 def examples() -> list[str]:
     """The indented blocks of the module's docstring."""
     blocks: list[list[str]] = [[]]
@@ -309,20 +218,6 @@ def test_labels_that_were_shifted_already() -> None:
     model(input_ids=ids, labels=shifted)
 
 
-def test_a_schedule_under_the_trainer(tmp_path: Path) -> None:
-    """The objective of a step is that of the Trainer's step: after the ramp likelihood alone is left."""
-    parts = [(get_objective("emo2"), Ramp(1.0, 0.0, 2)), (get_objective("mle"), Ramp(0.0, 1.0, 2))]
-    logged = {}
-    for name, objective in {"sum": weighted_sum(parts), "mle": "mle", "emo2": "emo2"}.items():
-        args = arguments(tmp_path, learning_rate=0.0, max_steps=4)
-        trainer = EmoTrainer(tiny_llama(VOCAB), args, train_dataset=rows(), objective=objective)
-        trainer.train()
-        logged[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    for step, share in enumerate((0.0, 0.5, 1.0, 1.0)):
-        want = (1 - share) * logged["emo2"][step] + share * logged["mle"][step]
-        assert logged["sum"][step] == pytest.approx(want, rel=1e-5)
-
-
 def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
     """It would stay at its first step, without a word; given for a step, it is what it is there."""
     moving = weighted_sum(
@@ -355,12 +250,12 @@ def test_a_batch_without_anything_to_predict(kind: str, tmp_path: Path) -> None:
     model = tiny_llama(VOCAB)
     before = parameters(model)
     data = [{"input_ids": row["input_ids"], "labels": [-100] * LENGTH} for row in rows()]
-    given: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
+    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
     if kind == "mixin":
-        trainer: Trainer = EmoTrainer(**given)
+        trainer: Trainer = EmoTrainer(**settings)
     else:
         cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **given)
+        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **settings)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == 0
     torch.testing.assert_close(parameters(model), before, rtol=0, atol=0)

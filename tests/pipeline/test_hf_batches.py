@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM
 
-from common.errors import UserError
-from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm
-from pipeline.loss import CostEmbedding, fused_linear_loss
+from pipeline.hf import fuse_causal_lm
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import relative_error
-from tests.loss.test_objectives import make
-from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters, rows
+from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters
 
 DOCUMENTS = (7, 3, 10, 1, 6)
 
@@ -74,10 +71,10 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
     # defects A3, A1
     start = parameters(family(name))
     plain = family(name)
-    own = []
+    losses = []
     for row in packed_rows():
         parts = torch.tensor(row["input_ids"]).split(DOCUMENTS)
-        own += [
+        losses += [
             torch.nn.functional.cross_entropy(
                 plain(input_ids=part[None]).logits[0, :-1], part[1:], reduction="sum"
             )
@@ -85,7 +82,7 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
             if len(part) > 1
         ]
     tokens = 6 * sum(n - 1 for n in DOCUMENTS)
-    (torch.stack(own).sum() / tokens).backward()
+    (torch.stack(losses).sum() / tokens).backward()
     plain_step = torch.cat(
         [(p - 0.1 * p.grad if p.grad is not None else p).detach().flatten() for p in plain.parameters()]
     )
@@ -105,23 +102,6 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
         assert relative_error(got, want) <= 1e-3, left
 
 
-def test_positions_beside_a_padding_mask(tmp_path: Path) -> None:
-    """A mask of ones would switch off the look at the positions; contradictions are refused."""
-    # defects A3
-    model = family("llama")
-    fuse_causal_lm(model, "mle")
-    row = {key: torch.tensor([value]) for key, value in packed_rows()[0].items()}
-    want = model(**row).loss
-    ones = torch.ones_like(row["input_ids"])
-    torch.testing.assert_close(model(**row, attention_mask=ones).loss, want)
-    plain = family("llama")(input_ids=row["input_ids"], labels=row["labels"]).loss
-    assert abs(plain - want) > 1e-2
-    mask = ones.clone()
-    mask[0, :2] = 0  # padding whose positions run on into the document
-    with pytest.raises(UserError, match="contradict each other"):
-        model(**row, attention_mask=mask)
-
-
 def test_the_signature_of_the_model_stays() -> None:
     # defects A3
     model = tiny_llama(VOCAB)
@@ -130,88 +110,6 @@ def test_the_signature_of_the_model_stays() -> None:
     fuse_causal_lm(model, "emo")
     assert inspect.signature(model.forward) == want
     assert inspect.signature(type(model).forward) == inspect.signature(LlamaForCausalLM.forward)
-
-
-def test_label_smoothing_of_the_trainer(tmp_path: Path) -> None:
-    """It is honoured, and is the Trainer's own; two different ones are a contradiction."""
-    # defects D8
-    results = []
-    for kind in (EmoTrainer, Trainer):
-        model = tiny_llama(VOCAB)
-        extra: dict[str, Any] = {"objective": "mle"} if kind is EmoTrainer else {}
-        args = arguments(tmp_path, label_smoothing_factor=0.3, max_steps=1)
-        kind(model=model, args=args, train_dataset=rows()[:1] * 6, **extra).train()
-        results.append(parameters(model))
-    assert relative_error(results[0], results[1]) <= 1e-5
-    args = arguments(tmp_path, label_smoothing_factor=0.3)
-    with pytest.raises(UserError, match=r"label_smoothing_factor=0.3 .* give one of them"):
-        EmoTrainer(
-            model=tiny_llama(VOCAB), args=args, train_dataset=rows(), loss_options={"label_smoothing": 0.1}
-        )
-
-
-def test_autocast_does_not_round_the_costs() -> None:
-    """float32 logits keep a float32 loss, whatever the mode around them; so do fused gradients."""
-    # defects D8
-    torch.manual_seed(0)
-    z, E = torch.randn(2, LENGTH, 300), torch.randn(300, 16)
-    labels = torch.randint(300, (2, LENGTH))
-    results = []
-    for on in (False, True):
-        leaf = z.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            loss = EMOLoss("demd")(leaf, labels, E)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad))
-    for with_autocast, without in zip(results[1], results[0], strict=True):
-        assert relative_error(with_autocast, without) <= 1e-6
-    h, w = torch.randn(30, 8).bfloat16(), torch.randn(300, 8).bfloat16()
-    cost, y = CostEmbedding.from_weight(E), torch.randint(300, (30,))
-    plain = fused_linear_loss(h, w, y, make("demd"), cost).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(fused_linear_loss(h, w, y, make("demd"), cost).loss, plain)
-
-
-@pytest.mark.parametrize("change", ["in place", "data", "out of sight"])
-def test_a_changed_cost_embedding_is_seen(change: str) -> None:
-    # defects D8
-    z, E = torch.randn(2, LENGTH, VOCAB), torch.randn(VOCAB, 5)
-    labels = torch.randint(VOCAB, (2, LENGTH))
-    module, other = EMOLoss("demd"), torch.randn(VOCAB, 5)
-    before = module(z, labels, E)
-    if change == "in place":
-        E.copy_(other)
-    elif change == "data":
-        E.data.copy_(other)
-    else:
-        E.numpy()[:] = other.numpy()
-    after = module(z, labels, E)
-    assert after != before
-    assert after == EMOLoss("demd")(z, labels, other)
-    assert EMOLoss("demd")(z, labels, CostEmbedding.from_weight(other)) == after
-
-
-class CountingTrainer(FusedLossMixin, Trainer):
-    """A Trainer that keeps what TRL's SFTTrainer keeps."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._total_train_tokens, self._metrics = 0, {"train": {}, "eval": {}}
-        super().__init__(*args, **kwargs)
-
-
-def test_tokens_are_counted_as_trl_logs_them(tmp_path: Path) -> None:
-    # defects D8
-    data = [{"input_ids": r["input_ids"], "attention_mask": r["attention_mask"], "labels": r["labels"]}
-            for r in padded(packed_rows(), left=False)]  # fmt: skip
-    with pytest.warns(UserWarning, match="entropy and mean_token_accuracy are not logged"):
-        trainer = CountingTrainer(
-            model=tiny_llama(VOCAB),
-            args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=len(data)),
-            train_dataset=data,
-            objective="mle",
-        )
-    trainer.train()
-    assert trainer._metrics["train"]["num_tokens"] == [6 * sum(DOCUMENTS)]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,18 @@ class Job:
         for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             (directory / command).write_text(text)
             (directory / command).chmod(0o755)
-        given = {"SLURM_SUBMIT_DIR": str(directory), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "12"}
-        given |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
-        given |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
-        given["PATH"] = f"{directory}:{os.environ['PATH']}"
-        given |= {"STAND_IN_EXCLUDED": "(null)", "STAND_IN_COMMAND": str(REPO / "launch/slurm" / name)}
+        settings = {"SLURM_SUBMIT_DIR": str(directory), "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "12"}
+        settings |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
+        settings |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports}
+        settings["PATH"] = f"{directory}:{os.environ['PATH']}"
+        settings |= {"STAND_IN_EXCLUDED": "(null)", "STAND_IN_COMMAND": str(REPO / "launch/slurm" / name)}
         spooled = directory / "slurm_script"  # as slurmd runs it
         spooled.write_text((REPO / "launch/slurm" / name).read_text())
         done = subprocess.run(
             ["bash", str(spooled), "continual", "recipe.yaml"],
-            env={key: value for key, value in os.environ.items() if "OMP" not in key} | given | environment,
+            env={key: value for key, value in os.environ.items() if "OMP" not in key}
+            | settings
+            | environment,
             capture_output=True,
             text=True,
             timeout=60,
@@ -104,30 +105,9 @@ def test_a_node_whose_hardware_failed_is_excluded(
     assert job.again and job.updated == (f"update JobId=17 ExcNodeList={excluded}" if excluded else "")
 
 
-def test_jobs_may_be_submitted_from_anywhere(tmp_path: Path) -> None:
-    """Slurm runs a copy of the file; paths of the command are those of the directory that it was given in."""
-    job = Job(tmp_path, "train.sbatch", 0)
-    assert job.called[0] == str(tmp_path) and f"{REPO}/launch/continual.sh" in job.called
-    assert job.environment["PATH"].startswith(f"{REPO}/.venv/bin:")
-
-
 def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     job = Job(tmp_path, "train.sbatch", 1, SLURM_RESTART_COUNT="3", RETRIES="3")
     assert (job.code, job.again) == (1, False)
-
-
-@pytest.mark.parametrize("name", ["train.sbatch", "evaluate.sbatch"])
-def test_every_rank_gets_its_cores(tmp_path: Path, name: str) -> None:
-    """srun has not taken over --cpus-per-task since Slurm 22.05."""
-    job = Job(tmp_path, name, 0)
-    assert job.environment["SRUN_CPUS_PER_TASK"] == "12"
-    assert job.environment["OMP_NUM_THREADS"] == "12"
-
-
-def test_every_job_file_that_calls_srun_is_tested_for_it() -> None:
-    files = (REPO / "launch/slurm").glob("*")
-    calling = {path.name for path in files if re.search(r"^ *srun ", path.read_text(), re.MULTILINE)}
-    assert calling == {"train.sbatch", "evaluate.sbatch"}
 
 
 def outcome(rules: list[dict[str, Any]], code: int) -> str:
@@ -141,83 +121,14 @@ def outcome(rules: list[dict[str, Any]], code: int) -> str:
 def kubernetes(name: str) -> dict[str, Any]:
     """The job in a file of the base."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base" / name).read_text())
-    (job,) = (one for one in documents if one["kind"] in ("Job", "CronJob"))
+    (job,) = (entry for entry in documents if entry["kind"] in ("Job", "CronJob"))
     return job
 
 
 def test_kubernetes_starts_again_what_may_pass() -> None:
     rules = kubernetes("train.yaml")["spec"]["podFailurePolicy"]["rules"]
-    found = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
-    assert found == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
-
-
-def test_pods_avoid_nodes_that_are_marked_and_name_their_own() -> None:
-    pod = kubernetes("train.yaml")["spec"]["template"]["spec"]
-    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
-        "nodeSelectorTerms"
-    ]
-    assert term == {"matchExpressions": [{"key": "emo/broken", "operator": "DoesNotExist"}]}
-    (container,) = pod["containers"]
-    assert container["env"][0]["name"] == "NODE_NAME"  # pipeline.stop.node_name
-    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-
-
-@pytest.mark.parametrize(("state", "evaluates"), [("absent", False), ("training", True), ("done", False)])
-def test_a_scheduled_pass_without_work_ends_well(tmp_path: Path, state: str, evaluates: bool) -> None:
-    run = tmp_path / "emo"
-    if state != "absent":
-        run.mkdir()
-    if state == "done":
-        (run / "eval/watch/done").mkdir(parents=True)
-        (run / "eval/watch/done/emo.json").touch()
-    entry = tmp_path / "launch/entrypoint.sh"
-    entry.parent.mkdir()
-    entry.write_text('#!/bin/sh\necho "called: $*"\n')
-    entry.chmod(0o755)
-    job = kubernetes("evaluate.yaml")["spec"]
-    assert job["concurrencyPolicy"] == "Forbid"
-    (container,) = job["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    environment = os.environ | {"RUN_DIR": str(run), "DATA": "hub"}
-    done = subprocess.run(
-        ["sh", "-c", *container["args"]], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and ("called: watch" in done.stdout) == evaluates
-
-
-def test_with_infiniband_a_pod_does_not_fall_back_to_tcp() -> None:
-    patch = yaml.safe_load((REPO / "launch/k8s/rdma/train.yaml").read_text())
-    (container,) = patch["spec"]["template"]["spec"]["containers"]
-    assert {"name": "NCCL_NET", "value": "IB"} in container["env"]
-
-
-def test_a_pod_does_not_wait_for_ever_for_the_first() -> None:
-    """The wait ends with a failure, which is tried again."""
-    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
-    (line,) = (line for line in container["args"][0].splitlines() if "getent" in line)
-    short = line.replace("600", "0.2").replace("getent hosts", "false")
-    assert subprocess.run(["sh", "-c", short], timeout=30).returncode == 1
-
-
-def test_the_pods_of_the_cron_job_are_those_of_jobs() -> None:
-    pods, deeper = kubernetes("pod.yaml"), kubernetes("pod-cron.yaml")
-    assert deeper["spec"]["jobTemplate"]["spec"] == pods["spec"]
-
-
-def test_pods_run_as_the_image_does() -> None:
-    (user,) = re.findall(r"^USER (.*)$", (REPO / "Dockerfile").read_text(), re.MULTILINE)
-    pod = kubernetes("pod.yaml")["spec"]["template"]["spec"]
-    assert {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")} == {int(user)}
-    mounts = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
-    assert {"/emo/runs", "/tmp"} <= mounts  # all that the image writes to
-
-
-def test_pods_are_probed_by_the_images_health_check() -> None:
-    (container,) = kubernetes("train.yaml")["spec"]["template"]["spec"]["containers"]
-    command = container["livenessProbe"]["exec"]["command"]
-    assert (
-        f"HEALTHCHECK --interval=60s --timeout=10s --retries=1 CMD {json.dumps(command)}"
-        in (REPO / "Dockerfile").read_text()
-    )
+    result = {code: outcome(rules, code) for code in (1, 2, 75, 134, 137)}
+    assert result == {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}, json.dumps(rules)
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)
@@ -231,27 +142,3 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
-
-
-def test_disagreement_and_rights_are_seen() -> None:
-    """What the test above and the campaign rely on."""
-    pod = kubernetes("pod.yaml")["spec"]["template"]
-    train, prepare = kubernetes("train.yaml"), kubernetes("prepare.yaml")
-    for job in (train, prepare):
-        own = job["spec"]["template"]["spec"]["containers"][0]
-        container = pod["spec"]["containers"][0] | own
-        job["spec"]["template"] = pod | {"spec": pod["spec"] | {"containers": [container]}}
-        job["metadata"]["labels"]["app.kubernetes.io/part-of"] = "emo"
-    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
-    data = dict(one.split("=") for one in literals["configMapGenerator"][0]["literals"])
-    labels = {"app.kubernetes.io/part-of": "emo", "app.kubernetes.io/component": "common"}
-    settings = {"kind": "ConfigMap", "metadata": {"name": "emo-settings", "labels": labels}, "data": data}
-    documents = [settings, train, prepare]
-    assert problems(documents) == []
-    data["NODES"] = "4"
-    train["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"] = {"drop": []}
-    assert problems(documents) == [
-        "NODES: ['4', 2, 2]",
-        "emo-train: capabilities",
-        "emo-prepare: capabilities",
-    ]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common import lease
 from common.errors import FailureError, UserError
 from common.lease import Lease
 from pipeline import lock
@@ -96,47 +95,6 @@ def test_who_was_superseded_learns_of_it(tmp_path: Path) -> None:
     assert "another launch took over" in (first.problem or "")
 
 
-def test_a_released_lock_is_free(tmp_path: Path) -> None:
-    for _ in range(3):
-        one = RunLock(tmp_path, active=True)
-        one.take()
-        one.release("finished")
-
-
-def test_of_many_only_one_gets_it(tmp_path: Path) -> None:
-    got = [lease.Lease(tmp_path, "lock", 10.0).acquire() for _ in range(5)]
-    assert got == [True, False, False, False, False]
-
-
-def test_one_that_slept_does_not_take_a_number_that_was_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the look at the newest number and the next number's creation others may come and go."""
-    late, judged = Lease(tmp_path, "lock", 10.0), tmp_path / "lock.000001"
-    judged.write_text(json.dumps({"released": True}))
-
-    def others_first(path: Path, seconds: float) -> bool:
-        monkeypatch.undo()
-        for _ in range(2):
-            other = Lease(tmp_path, "lock", 10.0)
-            assert other.acquire()
-            last.append(other)
-            if len(last) == 1:
-                other.release()
-        return False
-
-    last: list[Lease] = []
-    monkeypatch.setattr(lease, "_alive", others_first)
-    assert not late.acquire()
-    assert last[1].held()
-
-
-def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        RunLock(tmp_path / "file" / "run", active=True).take()
-
-
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, FailureError), (errno.EROFS, UserError)])
 def test_a_disk_that_is_full_for_now_is_no_mistake(
     number: int, kind: type[UserError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,18 +114,18 @@ def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
     def beat() -> dict:
         return json.loads((tmp_path / HEARTBEAT).read_text())
 
-    one = RunLock(tmp_path, active=True)
-    one.take()
+    entry = RunLock(tmp_path, active=True)
+    entry.take()
     assert (beat()["doing"], beat()["step"]) == ("loading", 0)
-    one.now("training")
-    one.reached(7)
-    with one.doing("saving"):
+    entry.now("training")
+    entry.reached(7)
+    with entry.doing("saving"):
         assert (beat()["doing"], beat()["step"]) == ("saving", 7)
     first = beat()
     time.sleep(0.5)
     assert first["doing"] == "training" and beat()["time"] > first["time"]
     assert beat()["since"] == first["since"]
-    one.release("finished")
+    entry.release("finished")
     assert beat()["doing"] == "finished"
 
 
@@ -180,19 +138,10 @@ def test_a_container_gets_its_own_copy_of_the_heartbeat(
     other = RunLock(run, active=False)
     other.take()
     assert not copy.exists()
-    one = RunLock(run, active=True)
-    one.take()
-    one.now("training")
+    entry = RunLock(run, active=True)
+    entry.take()
+    entry.now("training")
     assert copy.read_text() == (run / HEARTBEAT).read_text()
-    one.release("finished")
+    entry.release("finished")
     assert not copy.exists()  # what comes after the run has no heartbeat
     assert (run / HEARTBEAT).exists()
-
-
-def test_other_ranks_hold_nothing(tmp_path: Path) -> None:
-    other = RunLock(tmp_path, active=False)
-    other.take()
-    other.now("training")
-    assert other.problem is None
-    other.release("finished")
-    assert list(tmp_path.iterdir()) == []

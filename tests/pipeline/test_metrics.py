@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config import RunConfig, load_config
 from pipeline.engine import DomainSums, Sums
-from pipeline.loss.sums import histogram
+from pipeline.loss.fused import histogram
 from pipeline.planning.footprint import ACCELERATORS, Setup, Sizes, utilisation
 from pipeline.report.console import Console
 from pipeline.report.metrics import Metrics

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser as torchrun_parser
 
 from common.exit_codes import ExitCode
 from pipeline.stop import REPORTS, StopRequest, Watch, _grace
@@ -49,9 +48,9 @@ def start(
     """A rank in `phase`, once it is ready, started by the command `before`."""
     (directory / "rank.py").write_text(RANK)
     command = [*before, sys.executable, str(directory / "rank.py"), phase, str(directory)]
-    given = os.environ | {"PYTHONPATH": str(REPO)} | (environment or {})
+    settings = os.environ | {"PYTHONPATH": str(REPO)} | (environment or {})
     process = subprocess.Popen(
-        command, cwd=REPO, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=REPO, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -73,15 +72,6 @@ def test_a_rank_that_is_still_starting_ends_at_once(tmp_path: Path, number: sign
     output = rank.communicate(timeout=20)[0]
     assert f"stopped ({number.name}) before the run was opened; exit code 75" in output
     assert rank.returncode == ExitCode.STOPPED
-
-
-def test_the_launch_scripts_watch_before_they_import() -> None:
-    """defects B9"""
-    for script in ("continual", "instruct"):
-        lines = (REPO / "launch" / f"{script}.sh").read_text().split('"""')[2].splitlines()
-        watch = next(i for i, line in enumerate(lines) if line.startswith("watch = Watch()"))
-        imported = [line for line in lines[:watch] if "import" in line]
-        assert imported == ["import sys", "from pathlib import Path", "from pipeline.stop import Watch"]
 
 
 @pytest.mark.parametrize("phase", ["starting", "loading", "training"])
@@ -122,13 +112,6 @@ class Nothing(Watch):
         self.signal, self.launcher_gone = None, False
 
 
-def test_a_file_is_a_request(tmp_path: Path) -> None:
-    request = StopRequest(tmp_path, None, Nothing())
-    assert request.reason is None
-    (tmp_path / "STOP").touch()
-    assert "STOP" in (request.reason or "")
-
-
 def test_a_time_limit_is_a_request(tmp_path: Path) -> None:
     assert StopRequest(tmp_path, 60, Nothing()).reason is None
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, Nothing()).reason or "")
@@ -156,8 +139,3 @@ def test_a_rank_takes_the_time_that_its_launcher_gives(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert _grace(command.split()) == seconds
-
-
-def test_torchrun_still_has_the_options_that_the_docs_name() -> None:
-    options = {option for action in torchrun_parser()._actions for option in action.option_strings}
-    assert {"--shutdown-timeout", "--signals-to-handle"} <= options
