@@ -48,9 +48,9 @@ from data_prep.encode import (
     encoding,
 )
 from data_prep.inputs import Input
+from data_prep.plan import Plan
+from data_prep.planning import Planning, clear, encode_settings, set_up
 from data_prep.reencode import PlainEncoder, ShardCheck
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.planning import Planning, clear, encode_settings, set_up
 from data_prep.shards import (
     MANIFEST,
     manifest_text,
@@ -211,7 +211,7 @@ def _of_splits(config: DataConfig, *names: str) -> list[str]:
 
 def _shards(
     config: DataConfig,
-    plan: Assignment,
+    plan: Plan,
     inputs: list[Input] | str,
     tokenizer: Tokenizer,
     todo: list[Missing],
@@ -246,7 +246,7 @@ def _shards(
         say(f"shards made: {len(todo)}, {rate}")
 
 
-def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> None:
+def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
     """Write the manifest of every split whose shards are all there; exactly one job does."""
     for split in config.splits:
         directory = config.dir / split
@@ -275,7 +275,7 @@ def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> N
             say(f"{file} was not that of its shards; written again")
 
 
-def _outcome(config: DataConfig, plan: Assignment) -> str:
+def _outcome(config: DataConfig, plan: Plan) -> str:
     """The last line: what of the sources is not in the data, as far as shards are there."""
     lost = left_out(plan.summary)
     for split in config.splits:
@@ -285,7 +285,7 @@ def _outcome(config: DataConfig, plan: Assignment) -> str:
     return f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}"
 
 
-def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
+def _as_expected(config: DataConfig, plan: Plan, split: str) -> bool:
     """Whether a split is complete and its manifest is what its shards' notes give."""
     directory = config.dir / split
     infos = [info for i in range(config.shards) if (info := read_note(directory, i, config.shards))]

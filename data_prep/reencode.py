@@ -17,8 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from common.errors import UserError
+from data_prep.plan import Part
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
-from data_prep.scan.assignment import Part
 from data_prep.shards import Manifest, Shard
 from data_prep.templates import Chat, Conversation, render
 from data_prep.templates.chat import ChatTemplate

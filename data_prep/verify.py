@@ -24,8 +24,8 @@ from common.text import counted
 from common.untrusted import read_json
 from data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
 from data_prep.inputs import AGAIN, Input
+from data_prep.plan import Plan
 from data_prep.reencode import PlainEncoder, written_again
-from data_prep.scan.assignment import Assignment
 from data_prep.shards import (
     FORMAT,
     IGNORE,
@@ -81,11 +81,11 @@ def content(path: Path, hashes: Hashes) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def load_plan(config: DataConfig) -> Assignment:
+def load_plan(config: DataConfig) -> Plan:
     """The plan, whose settings must be those of the recipe."""
     check_settings(config)
     try:
-        return Assignment.load(config.dir / PLAN)
+        return Plan.load(config.dir / PLAN)
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file
         raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
 
@@ -105,7 +105,7 @@ def check_settings(config: DataConfig, place: Path | None = None) -> None:
         raise UserError(f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}")
 
 
-def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[Input] | str:
+def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
     """The inputs, which must be those that were planned; or which is gone, if its data are there."""
     planned = [source["name"] for source in plan.summary["sources"]]
     complete = all((config.dir / split / MANIFEST).is_file() for split in config.splits)
@@ -143,7 +143,7 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
     return inputs if gone is None else f"{gone} is gone since {config.dir} was prepared"
 
 
-def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
+def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
     """Return the saved tokenizer.
 
     Raises UserError unless it, and a local one that it was made from, are those that were planned with.
@@ -168,7 +168,7 @@ def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
     return read_tokenizer(config.dir / TOKENIZER)[0]
 
 
-def _same_template(place: Path, plan: Assignment) -> bool:
+def _same_template(place: Path, plan: Plan) -> bool:
     return read_template(place, str(place)).digest == plan.summary["chat_template"]
 
 
@@ -390,7 +390,7 @@ def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
         yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
     try:
         tree = json.loads((place.parent / SETTINGS).read_text(encoding="utf-8"))
-        summary = Assignment.load(place.parent / PLAN).summary
+        summary = Plan.load(place.parent / PLAN).summary
     except FileNotFoundError:  # a data set may be copied without them
         return
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file

@@ -40,11 +40,12 @@ from data_prep.tokenizer import FILES, TokenizerFacts
 MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
 NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
+ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
 PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
 NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", "spill/*", f".*{PART}"))
-PARTS = tuple(f"[0-9]*.{of}" for of in ("pieces", "near", "inputs", "lease.[0-9]*"))
+SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, ROWS, LIMITED, "spill/*", f".*{PART}"))
+PARTS = ("[0-9]*.parquet", "[0-9]*.lease.[0-9]*")
 UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, ".clock.*", f".*{PART}")))
 OF_SPLIT = (
     "shard-[0-9]*-of-[0-9]*.arrow",

@@ -3,7 +3,7 @@
 In `.new`, until the plan is there:
     tokenizer/, grams.npz, settings.json    set up by the job that comes first
     scan/                                   a part of each unit, and a lease of who makes it
-    *.column, spill/                         of the job that decides
+    rows.parquet, limited.parquet, spill/   of the job that decides
 Parts stay when jobs die: the next ones go on from them. A part is believed as long as settings and sources
 are those that it was made from.
 """
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
 from common.files import Hashes, Signature, remove_abandoned, remove_made, signature, write_text
 from common.parallel import Workers
@@ -23,14 +25,23 @@ from common.progress import progress
 from common.text import counted
 from data_prep import contamination
 from data_prep.config import DataConfig, context_of, settings
-from data_prep.encode import EncodeSettings, counting, limit_tokens, words_agree
+from data_prep.encode import EncodeSettings, counting, words_agree
 from data_prep.inputs import Input
+from data_prep.limit import limit_tokens
+from data_prep.plan import Plan
 from data_prep.rows import plain_text, take
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.merge import assign
-from data_prep.scan.parts import BEYOND_LIMIT, Part, scan_unit
-from data_prep.scan.piece import scanner
-from data_prep.scan.units import Unit, digest, divide, shared_out
+from data_prep.scan import (
+    BEYOND_LIMIT,
+    Part,
+    ScanSettings,
+    Unit,
+    digest,
+    divide,
+    scan_unit,
+    scanner,
+    shared_out,
+)
+from data_prep.selection import select
 from data_prep.shards import FORMAT
 from data_prep.sources import is_saved
 from data_prep.templates.chat import ChatTemplate, check_template, read_template
@@ -42,7 +53,20 @@ from data_prep.tokenizer import (
     train_sentencepiece,
 )
 from data_prep.verify import content, file_of, planned_inputs
-from data_prep.write import GRAMS, HASHES, NEW, PLAN, SCAN, SET_UP, SETTINGS, TOKENIZER, UNFINISHED, describe
+from data_prep.write import (
+    GRAMS,
+    HASHES,
+    LIMITED,
+    NEW,
+    PLAN,
+    ROWS,
+    SCAN,
+    SET_UP,
+    SETTINGS,
+    TOKENIZER,
+    UNFINISHED,
+    describe,
+)
 
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
@@ -153,10 +177,12 @@ class Planning:
                 count(unit)
             return unit.number in whole or (not alone and (self.config.dir / PLAN).is_file())
 
-        with Workers(workers, scanner, near, self.chat) as pool, progress("reading", total, self.say) as at:
+        threshold = self.config.near_threshold if near else None
+        settings = ScanSettings(threshold, self.chat, self.config.seed, self.config.validation_fraction)
+        with Workers(workers, scanner, settings) as pool, progress("reading", total, self.say) as at:
             for unit in shared_out(self.units, place, done, first, self.say):
                 key, strict = self._keys[unit.number], self.config.strict
-                scan_unit(place, unit, key, self.inputs, strict, pool, lambda now: at(read + now))
+                scan_unit(place, unit, key, self.inputs, strict, near, pool, lambda now: at(read + now))
                 count(unit)
 
     def finish(self, workers: int) -> Hashes:
@@ -172,23 +198,34 @@ class Planning:
                 name = self.inputs[unit.stretches[0].input].name
                 raise UserError(f"{name} changed while it was read; run prepare again", code="source-changed")
             parts.append(part)
-        plan = assign(config, self.inputs, parts, place, workers)
+        rows = place / ROWS
+        summary = select(config, self.inputs, parts, rows, workers)
+        plan = Plan(rows, np.concatenate([part.pieces for part in parts]), summary)
         if self.chat is not None:
             plan.summary["chat_template"] = self.chat.digest
-        rows, characters = len(plan.shard), plan.summary["chars"]["train"]
-        say(f"{counted(rows, 'row')} read; {counted(characters, 'character')} of them to train on")
+        total, characters = int(plan.ends[-1]), summary["chars"]["train"]
+        say(f"{counted(total, 'row')} read; {counted(characters, 'character')} of them to train on")
         facts = self._tokenizer(plan)
         if said := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(said)
         plan.summary["tokenizer"] = facts._asdict()
         hashes = self._hashes(plan)
-        plan = _fit_tokens(config, plan, self.inputs, encode_settings(config, plan, place), workers, say)
+        encode = encode_settings(config, plan, place)
+        summary["by_words"] = words_agree(encode, plan, self.inputs)
+        if not summary["by_words"]:
+            say(
+                "note: with this tokenizer words get other ids than whole texts; the word cache is switched off"
+            )
+        if config.limit_tokens is not None:
+            encode = encode._replace(by_words=summary["by_words"], grams=None)
+            with Workers(workers, counting, encode) as pool:
+                plan = limit_tokens(config, plan, self.inputs, pool, place / LIMITED)
         for line in describe(plan.summary):
             say(line)
         plan.save(place / PLAN)
         return hashes
 
-    def _tokenizer(self, plan: Assignment) -> TokenizerFacts:
+    def _tokenizer(self, plan: Plan) -> TokenizerFacts:
         """Of the tokenizer that was saved, or is now trained."""
         if self.config.train_tokenizer is None:
             return tokenizer_facts(self.place / TOKENIZER)
@@ -198,7 +235,7 @@ class Planning:
         train_sentencepiece(texts, self.config.train_tokenizer, model)
         return save_tokenizer(model, None, self.place / TOKENIZER)
 
-    def _hashes(self, plan: Assignment) -> Hashes:
+    def _hashes(self, plan: Plan) -> Hashes:
         """Of the sources, so that the next job need not compute them."""
         hashes = Hashes(self.config.dir / HASHES)
         for source in plan.summary["sources"]:
@@ -210,26 +247,7 @@ class Planning:
         return hashes
 
 
-def _fit_tokens(
-    config: DataConfig,
-    plan: Assignment,
-    inputs: list[Input],
-    encode: EncodeSettings,
-    workers: int,
-    say: Say,
-) -> Assignment:
-    """What takes a tokenizer to decide: whether texts are encoded by words, and data.limit_tokens."""
-    plan.summary["by_words"] = words_agree(encode, plan, inputs)
-    if not plan.summary["by_words"]:
-        say("note: with this tokenizer words get other ids than whole texts; the word cache is switched off")
-    if config.limit_tokens is None:
-        return plan
-    encode = encode._replace(by_words=plan.summary["by_words"], grams=None)
-    with Workers(workers, counting, encode) as pool:
-        return limit_tokens(config, plan, inputs, pool)
-
-
-def encode_settings(config: DataConfig, plan: Assignment, place: Path) -> EncodeSettings:
+def encode_settings(config: DataConfig, plan: Plan, place: Path) -> EncodeSettings:
     """What workers need to encode; `place` holds the tokenizer and the grams."""
     return EncodeSettings(
         place / TOKENIZER,
@@ -243,7 +261,7 @@ def encode_settings(config: DataConfig, plan: Assignment, place: Path) -> Encode
     )
 
 
-def _training_texts(config: DataConfig, plan: Assignment, inputs: list[Input]) -> Iterator[str]:
+def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
     """Yield the training rows' text, an even sample of it if there is much; other rows are not parsed."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
     for part in plan.training(inputs, config.shards, step):
