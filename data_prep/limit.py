@@ -1,4 +1,4 @@
-"""data.limit_tokens: the training rows that fit into a number of tokens, which takes a tokenizer to decide."""
+"""data.limit_tokens: the training rows that fit into a number of tokens, decided with the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
     proportion; its rows are written to `path`.
 
     `workers` count, see `encode.counting`. Rows are dealt to the shards anew, by their tokens. For text the
-    summary then has a quota of tokens for each shard, whose sum is the limit in whole blocks. Instructions are
-    not cut: less than one example is missing. The rows of the plan are held in memory for it, some 50 bytes each.
+    summary then has a quota of tokens for each shard, whose sum is the limit in whole blocks. Instructions
+    are not cut: less than one example is missing. The plan is held in memory, some 50 bytes a row.
     """
     limit = config.limit_tokens
     assert limit is not None

@@ -83,8 +83,8 @@ def _permutations() -> np.ndarray:
 def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:
     """Return a hash of each band of rows, uint64 [rows, bands].
 
-    Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the signature of both
-    together, which resemble each other where each does.
+    Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the signature of
+    both together, which resemble each other where each does.
     """
     both = np.min(signed, axis=1)
     bands, width = band_shape(threshold)
@@ -112,7 +112,8 @@ def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
             WITH alike AS (
                 SELECT row, min(row) OVER (PARTITION BY band, key) AS head,
                     lag(row) OVER (PARTITION BY band, key ORDER BY row) AS before
-                FROM keys WHERE (band, key) IN (SELECT (band, key) FROM keys GROUP BY ALL HAVING count(*) > 1))
+                FROM keys
+                WHERE (band, key) IN (SELECT (band, key) FROM keys GROUP BY band, key HAVING count(*) > 1))
             SELECT head AS first, row AS second FROM alike WHERE row > head
             UNION SELECT before, row FROM alike WHERE before > head""")
     compared = f"""

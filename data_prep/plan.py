@@ -1,7 +1,7 @@
 """The plan: which rows each shard takes, as Parquet: a row for each row that is used, in order of the shards.
 
-Its metadata hold the pieces that rows are read in, and a summary of what became of all rows. A job reads the row
-groups that have rows of its shards.
+Its metadata hold the pieces that rows are read in, and a summary of what became of all rows. A job reads the
+row groups that have rows of its shards.
 """
 
 from __future__ import annotations

@@ -213,9 +213,7 @@ class Planning:
         encode = encode_settings(config, plan, place)
         summary["by_words"] = words_agree(encode, plan, self.inputs)
         if not summary["by_words"]:
-            say(
-                "note: with this tokenizer words get other ids than whole texts; the word cache is switched off"
-            )
+            say("note: with this tokenizer words get other ids than whole texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with Workers(workers, counting, encode) as pool:

@@ -1,9 +1,9 @@
 """The scan: every row is read once, by any number of jobs, and noted in the part of its unit.
 
-The sources are cut into units, and any job takes the next one that is free. A part is a Parquet file with a row
-for each row of the unit (COLUMNS), which is there when it is whole; its metadata hold the pieces that the rows
-came in, what was seen of each input, and a key of what it was made from. Reading and checking text is far
-cheaper than tokenising it, and what becomes of a row depends on all others, see selection.py.
+The sources are cut into units, and any job takes the next one that is free. A part is a Parquet file with a
+row for each row of the unit (COLUMNS), which is there when it is whole; its metadata hold the pieces that the
+rows came in, what was seen of each input, and a key of what it was made from. Reading and checking text is
+far cheaper than tokenising it, and what becomes of a row depends on all others, see selection.py.
 
 Units depend on the sources alone, never on the jobs, so that the bytes are the same for any number of jobs.
 """
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from common.errors import UserError
 from common.files import part_file
 from common.lease import Lease, held
 from common.parallel import Workers
-from data_prep.arrow import array_of
+from data_prep.arrow import array_of, bytes_of, lists_of
 from data_prep.grams import mixed
 from data_prep.inputs import PIECE, Input, Piece, Place, TextInput, open_text
 from data_prep.near import band_keys, signatures
@@ -60,7 +60,7 @@ COLUMNS = {
     "chars": pa.uint32(),
     "reason": pa.uint8(),  # index into REASONS; 0: usable
 }
-NEAR = {"signature": pa.binary(), "bands": pa.list_(pa.uint64())}  # of usable rows, where dedup is near
+NEAR = {"signature": pa.large_binary(), "bands": pa.list_(pa.uint64())}  # where dedup is near
 SPLIT_SALT, WEIGHT_SALT = 1, 2
 
 
@@ -252,13 +252,13 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
                 uniform(hashes, settings.seed, SPLIT_SALT) < settings.validation_fraction
             ).astype(np.uint16)
         chars = np.array([each.chars for each in judged], np.uint32)
-        found: dict[str, Any] = weighed | {"hash": hashes, "chars": chars, "reason": reasons}
+        noted: dict[str, Any] = weighed | {"hash": hashes, "chars": chars, "reason": reasons}
         if settings.near is not None:
-            found |= _near(judged, spec.kind, settings.near)
+            noted |= _near(judged, spec.kind, settings.near)
         talks = [each.row.unused for each in judged if isinstance(each.row, Conversation | Chat)]
         read = (set(), set()) if payload is None or place.start else columns(payload, spec)[:2]
         return ScannedPiece(
-            place, 0 if payload is None else checksum(payload), found, fault, read, sum(talks)
+            place, 0 if payload is None else checksum(payload), noted, fault, read, sum(talks)
         )
 
     return scan_piece
@@ -268,9 +268,8 @@ def _near(judged: list[Judged], kind: str, threshold: float) -> dict[str, Any]:
     """Return the NEAR columns of some rows."""
     usable = [number for number, each in enumerate(judged) if not isinstance(each.row, Rejected)]
     signed = signatures([judged[number].row for number in usable], kind)
-    marks: list[bytes | None] = [None] * len(judged)
-    bands: list[list[int] | None] = [None] * len(judged)
-    for number, signature, keys in zip(usable, signed, band_keys(signed, threshold).tolist(), strict=True):
+    marks, bands = [b""] * len(judged), [np.zeros(0, np.uint64)] * len(judged)
+    for number, signature, keys in zip(usable, signed, band_keys(signed, threshold), strict=True):
         marks[number], bands[number] = signature.tobytes(), keys
     return {"signature": marks, "bands": bands}
 
@@ -291,7 +290,7 @@ def _written(judged: Judged, chat: ChatTemplate) -> Judged:
 
 
 class PartWriter:
-    """Writes a part: `add` its pieces, then `finish`. A context manager, which publishes what was finished."""
+    """Writes a part in a `with` block, which publishes it at its end: `add` its pieces, then `finish`."""
 
     def __init__(self, place: Path, unit: Unit, near: bool) -> None:
         self.columns = COLUMNS | (NEAR if near else {})
@@ -321,9 +320,16 @@ class PartWriter:
 
     def _write(self) -> None:
         arrays = []
-        for name, kind in self.columns.items() if self._waiting else ():
+        for name in self.columns if self._waiting else ():
             parts = [columns[name] for columns in self._waiting]
-            arrays.append(pa.array(sum(parts, []), kind) if name in NEAR else array_of(np.concatenate(parts)))
+            if name == "signature":
+                arrays.append(bytes_of(list(chain.from_iterable(parts))))
+            elif name == "bands":
+                bands = list(chain.from_iterable(parts))
+                offsets = np.append(0, np.cumsum(list(map(len, bands))))
+                arrays.append(lists_of(offsets, np.concatenate([np.zeros(0, np.uint64), *bands])))
+            else:
+                arrays.append(array_of(np.concatenate(parts)))
         if arrays:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._writer.schema))
         self._waiting, self._waiting_rows = [], 0

@@ -74,12 +74,13 @@ def select(
 def write_selected(
     db: DuckDBPyConnection, config: DataConfig, inputs: int, parts: list[Part], path: Path
 ) -> None:
-    """Deduplicate, limit and deal out; leaves the table `rows`, and the view `live` of those that are used."""
+    """Deduplicate, limit and deal out; leave the table `rows`, and the view `live` of those that are used."""
     counts = [int(part.pieces[:, 3].sum()) for part in parts]
-    starts = [array_of(np.cumsum(counts) - counts), pa.array([str(part.path) for part in parts])]
-    db.register("parts", pa.Table.from_arrays(starts, names=["start", "filename"]))
-    files = ", ".join("'{}'".format(str(part.path).replace("'", "''")) for part in parts)
-    scanned = f"read_parquet([{files}], file_row_number = true, filename = true) JOIN parts USING (filename)"
+    files = [_quoted(part.path) for part in parts]
+    starts = zip(files, (np.cumsum(counts) - counts).tolist(), strict=True)
+    numbered = f"(VALUES {', '.join(f'({file}, {start})' for file, start in starts)}) parts(filename, start)"
+    read = f"read_parquet([{', '.join(files)}], file_row_number = true, filename = true)"
+    scanned = f"{read} JOIN {numbered} USING (filename)"
     columns = ", ".join(name for name in COLUMNS if name != "reason")
     db.execute(f"""
         CREATE TABLE rows AS SELECT start + file_row_number AS row, {columns},
@@ -105,7 +106,11 @@ def write_selected(
                 + (sum(amount) OVER (PARTITION BY split ORDER BY row) - amount) * {config.shards}
                 // greatest(1, sum(amount) OVER (PARTITION BY split)))::INTEGER AS shard
             FROM amounts ORDER BY shard, row
-        ) TO '{str(path).replace("'", "''")}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP})""")
+        ) TO {_quoted(path)} (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP})""")
+
+
+def _quoted(path: Path) -> str:
+    return "'{}'".format(str(path).replace("'", "''"))
 
 
 def _drop_copies(db: DuckDBPyConnection, reason: str, group: str, rows: str) -> None:

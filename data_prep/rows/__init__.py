@@ -232,7 +232,10 @@ def _silent(row: Conversation | Chat) -> Rejected | None:
 
 
 def _fault(text: str, content: bytes, whole: bool, spec: RowSpec) -> str:
-    """Return why a text is not prose of any kind, or ''; content: its bytes, whole: without half characters."""
+    """Return why a text is not prose of any kind, or ''.
+
+    content: its bytes; whole: it has no half of a character.
+    """
     if len(text) > spec.max_chars:
         return "too_long"
     if len(content.translate(None, _CONTROL)) < len(content):
