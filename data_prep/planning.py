@@ -65,7 +65,8 @@ from data_prep.write import (
     SETTINGS,
     TOKENIZER,
     UNFINISHED,
-    describe,
+    columns_read,
+    left_out,
 )
 
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
@@ -218,7 +219,8 @@ class Planning:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with Workers(workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, self.inputs, pool, place / LIMITED)
-        for line in describe(plan.summary):
+        say(f"not used: {'; '.join(left_out(plan.summary)) or 'nothing'}")
+        for line in columns_read(plan.summary):
             say(line)
         plan.save(place / PLAN)
         return hashes
