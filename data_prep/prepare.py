@@ -202,7 +202,7 @@ def _put_in_place(config: DataConfig, planning: Planning, workers: int) -> None:
 def _splits_there(config: DataConfig) -> tuple[str, ...]:
     """Return the splits that may be in the directory: the recipe's, and those of the settings before."""
     earlier: tuple[str, ...] = ()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         earlier = splits_made(read_json(config.dir / SETTINGS))
     return tuple(dict.fromkeys((TRAIN, VALIDATION, *config.splits, *earlier)))
 

@@ -10,6 +10,7 @@ Units depend on the sources alone, never on the jobs, so that the bytes are the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -307,6 +308,8 @@ class PartWriter:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        with contextlib.suppress(ValueError):  # where it was not finished
+            self._writer.close()
         self._part.__exit__(*error)
 
     def add(self, number: int, piece: ScannedPiece) -> None:
