@@ -36,7 +36,7 @@ Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the sup
 class EncodeSettings(NamedTuple):
     """All that the ids depend on, besides the rows."""
 
-    place: Path  # of the saved tokenizer
+    directory: Path  # of the saved tokenizer
     tokenizer: TokenizerFacts
     template: str
     block: int  # instruct: longest example
@@ -66,10 +66,10 @@ class RowEncoder:
         self.settings = settings
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
-        self.text = TextEncoder(settings.place, self.dtype, settings.by_words)
+        self.text = TextEncoder(settings.directory, self.dtype, settings.by_words)
         self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
-        self.chat = None if settings.chat is None else ChatEncoder(settings.place, settings.chat)
+        self.chat = None if settings.chat is None else ChatEncoder(settings.directory, settings.chat)
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
@@ -95,13 +95,13 @@ class RowEncoder:
     def texts(self, texts: list[str | TokenIds], name: str) -> Encoded:
         """Each text as BOS, its tokens, EOS; tokens as they are. All are of the source `name`."""
         written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
-        found = [
+        encoded = [
             self.bos + next(written) + self.eos if isinstance(text, str) else self._given(text, name)
             for text in texts
         ]
-        lengths = np.array([self._count(ids) for ids in found], np.int64)
-        sources = _hashes(found)
-        return Encoded(self._array(b"".join(found)), lengths, [], sources, len(texts), Counter(), NONE, 0)
+        lengths = np.array([self._count(ids) for ids in encoded], np.int64)
+        sources = _hashes(encoded)
+        return Encoded(self._array(b"".join(encoded)), lengths, [], sources, len(texts), Counter(), NONE, 0)
 
     def _given(self, text: TokenIds, name: str) -> bytes:
         size = self.settings.tokenizer.vocab_size
@@ -138,7 +138,7 @@ class RowEncoder:
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
-        found = []
+        fitted = []
         for talk, example in zip(talks, examples, strict=True):
             ids, spans = bytearray(self.bos), []
             for number in range(len(example)):
@@ -147,8 +147,8 @@ class RowEncoder:
                 ids += next(responses) + self.eos
                 if number not in talk.unsupervised:
                     spans.append((begin, self._count(ids)))
-            found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
-        return found
+            fitted.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
+        return fitted
 
     def _count(self, ids: bytes | bytearray) -> int:
         return len(ids) // self.dtype.itemsize
@@ -167,18 +167,18 @@ class RowEncoder:
             counts["overlong_tokens_lost"] += len(ids)
             return []
         fitted = []
-        kept = 0
+        used = 0
         for start in range(0, len(ids) if policy == "split" else 1, block):
             piece = ids[start : start + block]
-            own = np.clip(spans - start, 0, len(piece))
-            own = own[own[:, 0] < own[:, 1]]
+            inside = np.clip(spans - start, 0, len(piece))
+            inside = inside[inside[:, 0] < inside[:, 1]]
             # A piece's first token is predicted by nothing: supervised alone, it teaches nothing.
-            if len(own) and own[-1, 1] > 1:
-                fitted.append((piece, own))
-                kept += len(piece)
+            if len(inside) and inside[-1, 1] > 1:
+                fitted.append((piece, inside))
+                used += len(piece)
             elif policy == "split":
                 counts["overlong_pieces_without_response"] += 1
-        counts["overlong_tokens_lost"] += len(ids) - kept
+        counts["overlong_tokens_lost"] += len(ids) - used
         if not fitted:
             counts["overlong_without_response"] += 1
         else:
@@ -227,7 +227,7 @@ class PartStream:
         self._order: deque[tuple[int, str, list[Sampled]]] = deque()
         self._next: tuple[int, str, list[Sampled], Encoded] | None = None
 
-    def parts(self, at: Callable[[int], None]) -> Iterator[Part]:
+    def parts(self, progress: Callable[[int], None]) -> Iterator[Part]:
         """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
         done, row = 0, _row_size(self.plan)
         for planned in self.planned:
@@ -235,11 +235,11 @@ class PartStream:
                 self._order.append((planned, part.domain, sample(part, number)))
                 yield part
                 done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
-                at(done)
+                progress(done)
 
     def size(self) -> int:
         """Bytes of text in all parts; of tables about as many as there are."""
-        texts = np.array([isinstance(one, TextInput) for one in self.inputs])
+        texts = np.array([isinstance(opened, TextInput) for opened in self.inputs])
         lengths = self.plan.pieces[:, 2]
         sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
         return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
@@ -248,14 +248,14 @@ class PartStream:
         """Yield what is next in the stream, as long as it belongs to the shard: domain, some rows, ids."""
         while True:
             if self._next is None:
-                one = next(self.encoded, None)
-                if one is None:
+                result = next(self.encoded, None)
+                if result is None:
                     return
-                self._next = *self._order.popleft(), one
+                self._next = *self._order.popleft(), result
             if self._next[0] != planned:
                 return
-            (_, domain, rows, encoded), self._next = self._next, None
-            yield domain, rows, encoded
+            (_, domain, rows, ids), self._next = self._next, None
+            yield domain, rows, ids
 
 
 def _row_size(plan: Plan) -> int:
@@ -267,7 +267,7 @@ def _row_size(plan: Plan) -> int:
 
 def words_agree(settings: EncodeSettings, plan: Plan, inputs: list[Input]) -> bool:
     """Return whether a sample of real rows gets the same ids by words as from the tokenizer itself."""
-    by_words = TextEncoder(settings.place, token_dtype(settings.tokenizer.vocab_size))
+    by_words = TextEncoder(settings.directory, token_dtype(settings.tokenizer.vocab_size))
     if by_words.words is None:
         return True
     whole = TextEncoder(by_words.place, by_words.dtype, by_words=False)

@@ -42,24 +42,24 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
             tokens = np.append(tokens, counted[np.argsort(np.argsort(rows))])
         ends = np.cumsum(tokens * copies[: len(tokens)])
         if config.kind == "instruct":
-            kept = int(np.searchsorted(ends, limit, side="right"))
-            if kept < len(tokens):  # some copies of the next
-                copies[kept] = (limit - (ends[kept - 1] if kept else 0)) // tokens[kept]
-            kept = min(kept + 1, len(tokens))
-            shard, _ = _dealt(config, plan, inputs, order[:kept], (tokens * copies[: len(tokens)])[:kept])
+            count = int(np.searchsorted(ends, limit, side="right"))
+            if count < len(tokens):  # some copies of the next
+                copies[count] = (limit - (ends[count - 1] if count else 0)) // tokens[count]
+            count = min(count + 1, len(tokens))
+            shard, _ = _dealt(config, plan, inputs, order[:count], (tokens * copies[: len(tokens)])[:count])
             break
-        kept = min(int(np.searchsorted(ends, target)) + 1, len(tokens))
-        shard, blocks = _dealt(config, plan, inputs, order[:kept], (tokens * copies[: len(tokens)])[:kept])
+        count = min(int(np.searchsorted(ends, target)) + 1, len(tokens))
+        shard, blocks = _dealt(config, plan, inputs, order[:count], (tokens * copies[: len(tokens)])[:count])
         short = want - int(blocks.sum()) * config.block
-        if short <= 0 or kept == len(order):
+        if short <= 0 or count == len(order):
             quotas = (_trimmed(blocks, max(0, -short // config.block)) * config.block).tolist()
             break
-        target = int(ends[kept - 1]) + short  # what the ends of shards and domains lose
-    copies[kept:] = 0
+        target = int(ends[count - 1]) + short  # what the ends of shards and domains lose
+    copies[count:] = 0
     summary = _restricted(plan, order, copies)
     if quotas is not None:
         summary["token_quotas"] = quotas
-    used = np.flatnonzero(copies[:kept])
+    used = np.flatnonzero(copies[:count])
     used = used[np.argsort(order[used])]
     others = plan.rows(config.shards, config.shards * len(config.splits))
     columns = zip(
@@ -81,8 +81,8 @@ def _dealt(
     names = config.domains_of(TRAIN)
     domains = np.array([names.index(i.source.domain_name) if i.split == 0 else 0 for i in inputs])
     count = int(domains.max()) + 1
-    place = dealt * count + domains[plan.inputs_of(rows)]
-    whole = np.bincount(place, amount, config.shards * count).astype(np.int64)
+    group = dealt * count + domains[plan.inputs_of(rows)]
+    whole = np.bincount(group, amount, config.shards * count).astype(np.int64)
     return dealt, (whole // config.block).reshape(config.shards, count).sum(axis=1)
 
 

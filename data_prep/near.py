@@ -35,11 +35,11 @@ def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
-    said = [_said(row) for row in rows]
-    prompts, responses = [prompt for prompt, _ in said], [response for _, response in said]
+    spoken = [_said(row) for row in rows]
+    prompts, responses = [prompt for prompt, _ in spoken], [response for _, response in spoken]
     telling = split(responses).totals(len(rows)) >= TELLING * WORD
-    asked = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
-    return np.stack([asked, _signatures(responses, SHINGLE, salt=1)], axis=1)
+    signed = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
+    return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
 def _said(row: Row) -> tuple[str, str]:
@@ -48,11 +48,11 @@ def _said(row: Row) -> tuple[str, str]:
         prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
         return prompts, "\n".join(exchange.response for exchange in row.exchanges)
     assert isinstance(row, Chat)
-    said: dict[str, list[str]] = {"user": [], "assistant": []}
+    texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
         parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
-        said.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
-    return "\n".join(said["user"]), "\n".join(said["assistant"])
+        texts.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
+    return "\n".join(texts["user"]), "\n".join(texts["assistant"])
 
 
 def _text(value: Any) -> str:
@@ -63,13 +63,13 @@ def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) ->
     """Return the MinHash of each text's runs of `words` words, uint32 [texts, PERMUTATIONS]."""
     hashes, text = split(texts, punctuation=True).grams(words, short=True)
     hashes = mixed(hashes + np.uint64(salt))
-    found = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
+    minima = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
     if len(hashes):
         owners, begins = np.unique(text, return_index=True)
         for number, (factor, summand) in enumerate(_permutations()):
             values = ((hashes * factor + summand) >> np.uint64(32)).astype(np.uint32)
-            found[owners, number] = np.minimum.reduceat(values, begins)
-    return found
+            minima[owners, number] = np.minimum.reduceat(values, begins)
+    return minima
 
 
 @cache
@@ -122,10 +122,10 @@ def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
     edges = [np.zeros((0, 2), np.int64)]
     for batch in db.sql(compared).to_arrow_reader(BATCH):
         pairs = np.stack([numbers_of(batch.column(number)) for number in (0, 1)], axis=1)
-        first, second = (
+        signed, other = (
             np.frombuffer(b"".join(batch.column(number).to_pylist()), np.uint32) for number in (2, 3)
         )
-        same = (first == second).reshape(len(pairs), -1, PERMUTATIONS).mean(axis=2)
+        same = (signed == other).reshape(len(pairs), -1, PERMUTATIONS).mean(axis=2)
         edges.append(pairs[(same >= threshold).all(axis=1)])
     db.execute("DROP TABLE keys; DROP TABLE pairs")
     rows, ends = np.unique(np.concatenate(edges), return_inverse=True)

@@ -22,14 +22,14 @@ import pyarrow.parquet as pq
 from common.errors import UserError
 from common.files import part_file
 from data_prep.arrow import array_of, numbers_of
-from data_prep.inputs import AGAIN, Input, Place
+from data_prep.inputs import AGAIN, Extent, Input
 from data_prep.rows import Payload, RowSpec
 
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 GROUP = 1 << 17  # rows of a row group
 LARGEST = 1 << 30  # bytes of what its metadata say at most
 ROWS = {"row": pa.int64(), "shard": pa.int32(), "copies": pa.uint16()}  # shard: counted through all splits
-SAMPLED = 16  # places that a sample is from, and rows of each
+SAMPLED = 16  # extents that a sample is from, and rows of each
 
 
 class Part(NamedTuple):
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class Plan:
-    """Which rows of which pieces each shard takes; `path` holds ROWS, in order of shard and row."""
+    """The rows that each shard takes; `path` holds ROWS, in order of shard and row."""
 
     def __init__(self, path: Path, pieces: np.ndarray, summary: dict[str, Any]) -> None:
         """pieces: int64 [pieces, 5], input, start, length, rows, checksum.
@@ -160,10 +160,10 @@ class Plan:
         rows, _, copies = self.rows(shard, shard + 1)
         copies = copies.astype(np.int64)  # the products below are larger than uint16
         passes = min(int(copies.max(initial=0)), PASSES)
-        place = (np.arange(len(rows)) + 0.5) / max(1, len(rows))
+        position = (np.arange(len(rows)) + 0.5) / max(1, len(rows))
         before = np.zeros(len(rows), np.int64)
         for number in range(1, passes + 1):
-            due = copies if passes == 1 else np.ceil(number * copies / passes - place).astype(np.int64)
+            due = copies if passes == 1 else np.ceil(number * copies / passes - position).astype(np.int64)
             times = due - before
             before = due
             yield rows[times > 0], times[times > 0]
@@ -176,8 +176,8 @@ class Plan:
         for number, group in groupby(numbered, lambda item: int(self.pieces[item[1], 0])):
             members = list(group)
             opened = inputs[number]
-            places = (Place(*self.pieces[piece, 1:3].tolist()) for _, piece in members)
-            for (i, piece), payload in zip(members, opened.read(places), strict=True):
+            extents = (Extent(*self.pieces[piece, 1:3].tolist()) for _, piece in members)
+            for (i, piece), payload in zip(members, opened.read(extents), strict=True):
                 part = slice(bounds[i], bounds[i + 1])
                 count, check = self.pieces[piece, 3:].tolist()
                 copies = np.zeros(count, np.uint16)

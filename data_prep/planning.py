@@ -75,21 +75,21 @@ Say = Callable[[str], None]
 
 
 def set_up(config: DataConfig, force: bool, say: Say) -> None:
-    """What takes no scan, into `.new`; last the settings, which say that it is there.
+    """Make what takes no scan, in `.new`; last the settings, which say that it is there.
 
     force: parts of an earlier scan are not believed either. Raises UserError for all that can be found wrong
     before the rows are read.
     """
-    place = config.dir / NEW
+    directory = config.dir / NEW
     remove_made(config.dir, UNFINISHED if force else SET_UP)
-    (place / SCAN).mkdir(parents=True, exist_ok=True)
-    remove_abandoned(place / SCAN)
+    (directory / SCAN).mkdir(parents=True, exist_ok=True)
+    remove_abandoned(directory / SCAN)
     try:
         inputs = planned_inputs(config)
         say(f"reading {counted(len(inputs), 'input')}")
-        for one in inputs:
-            if one.source.hub and not one.source.revision and not is_saved(Path(one.source.hub)):
-                say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
+        for opened in inputs:
+            if opened.source.hub and not opened.source.revision and not is_saved(Path(opened.source.hub)):
+                say(f"note: {opened.name} is not pinned; set its revision to prepare the same data again")
         if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
             local = config.root / config.tokenizer
             source = local if local.exists() else config.tokenizer
@@ -98,28 +98,28 @@ def set_up(config: DataConfig, force: bool, say: Say) -> None:
                     f"note: blocks of {config.block} tokens are longer than the context of {context} of the "
                     f"model in {local}, which cannot be trained on them"
                 )
-            save_tokenizer(source, config.tokenizer_revision, place / TOKENIZER)
+            save_tokenizer(source, config.tokenizer_revision, directory / TOKENIZER)
         if config.contamination is not None:
-            found = contamination.collect(config.root / config.contamination, config.contamination_ngram)
-            contamination.save(found, place / GRAMS)
+            grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+            contamination.save(grams, directory / GRAMS)
         if config.by_chat_template:
-            for note in check_template(read_template(place / TOKENIZER, str(config.tokenizer))):
+            for note in check_template(read_template(directory / TOKENIZER, str(config.tokenizer))):
                 say(note)
-        for one in inputs:
-            one.probe()
+        for opened in inputs:
+            opened.probe()
         tree = settings(config) | {"format": FORMAT}
-        write_text(place / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
+        write_text(directory / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
     except BaseException:
         clear(config, SET_UP)
         raise
 
 
-def clear(config: DataConfig, made: tuple[str, ...] = UNFINISHED) -> None:
+def clear(config: DataConfig, patterns: tuple[str, ...] = UNFINISHED) -> None:
     """Remove what was made in `.new`."""
-    remove_made(config.dir, made)
-    for place in (config.dir / NEW / SCAN, config.dir / NEW):
+    remove_made(config.dir, patterns)
+    for directory in (config.dir / NEW / SCAN, config.dir / NEW):
         with contextlib.suppress(OSError):
-            place.rmdir()
+            directory.rmdir()
 
 
 class Planning:
@@ -130,7 +130,9 @@ class Planning:
         self.place = config.dir / NEW
         self.inputs = planned_inputs(config)
         self.units = divide(self.inputs)
-        self._files = {one.name: path for one in self.inputs if (path := file_of(config, one)) is not None}
+        self._files = {
+            opened.name: path for opened in self.inputs if (path := file_of(config, opened)) is not None
+        }
         self._seen = {name: signature(path) for name, path in self._files.items()}
         made_with = [settings(config), FORMAT, None if self.chat is None else self.chat.digest]
         self._keys = [digest([made_with, self._origin(unit)]) for unit in self.units]
@@ -144,17 +146,17 @@ class Planning:
         )
 
     def _origin(self, unit: Unit) -> list[tuple[str, int, int | None, list[Signature] | int]]:
-        """What a unit reads, and what tells that from what was there before."""
-        found = []
+        """Return what a unit reads, and what tells that from what was there before."""
+        origins = []
         for number, begin, end in unit.stretches:
-            one = self.inputs[number]
-            path = self._files.get(one.name)
-            state: list[Signature] | int = one.size
+            opened = self.inputs[number]
+            path = self._files.get(opened.name)
+            state: list[Signature] | int = opened.size
             if path is not None:
                 files = sorted(path.rglob("*")) if path.is_dir() else []
-                state = [self._seen[one.name], *map(signature, files)]
-            found.append((one.name, begin, end, state))
-        return found
+                state = [self._seen[opened.name], *map(signature, files)]
+            origins.append((opened.name, begin, end, state))
+        return origins
 
     def _part(self, unit: Unit) -> Part | None:
         return Part.read(self.place / SCAN, unit, self._keys[unit.number])
@@ -165,7 +167,7 @@ class Planning:
         alone: no other job can make the plan meanwhile, the one that is there is to be made again.
         """
         whole: set[int] = set()
-        place, near = self.place / SCAN, self.config.dedup == "near"
+        directory, near = self.place / SCAN, self.config.dedup == "near"
         total, read = sum(unit.size for unit in self.units), 0
 
         def count(unit: Unit) -> None:
@@ -180,10 +182,12 @@ class Planning:
 
         threshold = self.config.near_threshold if near else None
         settings = ScanSettings(threshold, self.chat, self.config.seed, self.config.validation_fraction)
-        with Workers(workers, scanner, settings) as pool, progress("reading", total, self.say) as at:
-            for unit in shared_out(self.units, place, done, first, self.say):
+        with Workers(workers, scanner, settings) as pool, progress("reading", total, self.say) as advance:
+            for unit in shared_out(self.units, directory, done, first, self.say):
                 key, strict = self._keys[unit.number], self.config.strict
-                scan_unit(place, unit, key, self.inputs, strict, near, pool, lambda now: at(read + now))
+                scan_unit(
+                    directory, unit, key, self.inputs, strict, near, pool, lambda now: advance(read + now)
+                )
                 count(unit)
 
     def finish(self, workers: int) -> Hashes:
@@ -191,7 +195,7 @@ class Planning:
 
         Raises UserError when that leaves nothing to train on, or a source has changed meanwhile.
         """
-        config, place, say = self.config, self.place, self.say
+        config, directory, say = self.config, self.place, self.say
         parts = []
         for unit in self.units:
             part = self._part(unit)
@@ -199,7 +203,7 @@ class Planning:
                 name = self.inputs[unit.stretches[0].input].name
                 raise UserError(f"{name} changed while it was read; run prepare again", code="source-changed")
             parts.append(part)
-        rows = place / ROWS
+        rows = directory / ROWS
         summary = select(config, self.inputs, parts, rows, workers)
         plan = Plan(rows, np.concatenate([part.pieces for part in parts]), summary)
         if self.chat is not None:
@@ -207,26 +211,26 @@ class Planning:
         total, characters = int(plan.ends[-1]), summary["chars"]["train"]
         say(f"{counted(total, 'row')} read; {counted(characters, 'character')} of them to train on")
         facts = self._tokenizer(plan)
-        if said := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
-            say(said)
+        if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
+            say(note)
         plan.summary["tokenizer"] = facts._asdict()
         hashes = self._hashes(plan)
-        encode = encode_settings(config, plan, place)
+        encode = encode_settings(config, plan, directory)
         summary["by_words"] = words_agree(encode, plan, self.inputs)
         if not summary["by_words"]:
             say("note: with this tokenizer words get other ids than whole texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with Workers(workers, counting, encode) as pool:
-                plan = limit_tokens(config, plan, self.inputs, pool, place / LIMITED)
+                plan = limit_tokens(config, plan, self.inputs, pool, directory / LIMITED)
         say(f"not used: {'; '.join(left_out(plan.summary)) or 'nothing'}")
         for line in columns_read(plan.summary):
             say(line)
-        plan.save(place / PLAN)
+        plan.save(directory / PLAN)
         return hashes
 
     def _tokenizer(self, plan: Plan) -> TokenizerFacts:
-        """Of the tokenizer that was saved, or is now trained."""
+        """Return the facts of the tokenizer that was saved, or is now trained."""
         if self.config.train_tokenizer is None:
             return tokenizer_facts(self.place / TOKENIZER)
         self.say(f"training a tokenizer of {self.config.train_tokenizer} pieces")
@@ -236,7 +240,7 @@ class Planning:
         return save_tokenizer(model, None, self.place / TOKENIZER)
 
     def _hashes(self, plan: Plan) -> Hashes:
-        """Of the sources, so that the next job need not compute them."""
+        """Return the hashes of the sources, so that the next job need not compute them."""
         hashes = Hashes(self.config.dir / HASHES)
         for source in plan.summary["sources"]:
             name = source["name"]
@@ -247,17 +251,17 @@ class Planning:
         return hashes
 
 
-def encode_settings(config: DataConfig, plan: Plan, place: Path) -> EncodeSettings:
-    """What workers need to encode; `place` holds the tokenizer and the grams."""
+def encode_settings(config: DataConfig, plan: Plan, directory: Path) -> EncodeSettings:
+    """Return what workers need to encode; `directory` holds the tokenizer and the grams."""
     return EncodeSettings(
-        place / TOKENIZER,
+        directory / TOKENIZER,
         TokenizerFacts(**plan.summary["tokenizer"]),
         config.template,
         config.block,
         config.overlong,
-        place / GRAMS if config.contamination is not None else None,
+        directory / GRAMS if config.contamination is not None else None,
         plan.summary.get("by_words", True),
-        read_template(place / TOKENIZER, str(config.tokenizer)) if config.by_chat_template else None,
+        read_template(directory / TOKENIZER, str(config.tokenizer)) if config.by_chat_template else None,
     )
 
 

@@ -232,8 +232,8 @@ def _shards(
     plain = PlainEncoder(tokenizer, encode.tokenizer)
     workers = min(workers, len(plan.pieces))
     stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
-    with Workers(workers, encoding, encode) as pool, progress("tokenising", stream.size(), say) as at:
-        stream.encoded = pool.map(stream.parts(at))
+    with Workers(workers, encoding, encode) as pool, progress("tokenising", stream.size(), say) as advance:
+        stream.encoded = pool.map(stream.parts(advance))
         began, tokens = time.perf_counter(), 0
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, number, planned in todo:

@@ -122,7 +122,7 @@ def sample(part: Part, number: int) -> list[Sampled]:
 
 
 class ShardCheck:
-    """What some rows of a shard must be in it."""
+    """A comparison of some rows of a shard with what is in its file."""
 
     def __init__(
         self, plain: PlainEncoder, template: str, block: int, overlong: str, chat: ChatTemplate | None
@@ -150,14 +150,14 @@ class ShardCheck:
                 self._examples += [(domain, piece) for piece in self._fitted(*example)]
         self._tokens[domain] += len(ids)
 
-    def compare(self, part: Path, kind: str, place: Path) -> None:
+    def compare(self, part: Path, kind: str, path: Path) -> None:
         """Raise UserError unless the rows are in the file `part`, which becomes the shard at `place`."""
         shard = Shard(part, kind)
         if not all(self._has_text(shard, *text) for text in self._texts) or not all(
             _has_example(shard, domain, *example) for domain, example in self._examples
         ):
             raise UserError(
-                f"{place} is not made: the tokenizer itself gives other ids for a row of it than were to be "
+                f"{path} is not made: the tokenizer itself gives other ids for a row of it than were to be "
                 "written; this is an error of this program or its libraries, please report it",
                 code="not-as-tokenized",
             )
@@ -225,8 +225,8 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
     ):
         starts = np.cumsum(lengths, dtype=np.int64) - lengths  # rows follow each other, as segments do
         alike = np.flatnonzero(lengths == len(ids))
-        for place in range(0, min(len(ids), MARGIN)):
-            alike = alike[tokens[starts[alike] + place] == ids[place]]
+        for position in range(0, min(len(ids), MARGIN)):
+            alike = alike[tokens[starts[alike] + position] == ids[position]]
         for segment in alike.tolist():
             number = int(np.searchsorted(counts, segment, side="right")) - 1
             start = int(starts[segment])
@@ -288,18 +288,18 @@ def _turns(
 ) -> list[Whole]:
     """Return the prompts and responses of the last example of a row, if it is a whole one."""
     start = ([0, *ends])[len(ends) - 1]
-    place = start + len(plain.bos)
+    position = start + len(plain.bos)
     texts: list[Whole] = []
-    if not plain.bos or tokens[start:place] != plain.bos:
+    if not plain.bos or tokens[start:position] != plain.bos:
         return []  # it may be the end of one that was split
     for begin, end in spans:
         if begin >= start:
-            prompt, response = tokens[place:begin], tokens[begin : end - 1]
+            prompt, response = tokens[position:begin], tokens[begin : end - 1]
             if tokens[end - 1] != plain.eos[0] or plain.eos[0] in prompt:
                 return []  # cut short, or with an answer that is not supervised
             texts += [([], prompt), (prompt, response)]
-            place = end
-    return texts if place == len(tokens) else []
+            position = end
+    return texts if position == len(tokens) else []
 
 
 def _same(plain: PlainEncoder, before: list[int], ids: list[int]) -> bool | None:

@@ -31,7 +31,7 @@ from common.lease import Lease, held
 from common.parallel import Workers
 from data_prep.arrow import array_of, bytes_of, lists_of
 from data_prep.grams import mixed
-from data_prep.inputs import PIECE, Input, Piece, Place, TextInput, open_text
+from data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
 from data_prep.near import band_keys, signatures
 from data_prep.rows import (
     CODE,
@@ -66,7 +66,7 @@ SPLIT_SALT, WEIGHT_SALT = 1, 2
 
 
 class Stretch(NamedTuple):
-    """What a unit reads of an input."""
+    """A part of an input that a unit reads."""
 
     input: int
     begin: int  # byte from which on rows begin; those that begin before are of the unit before
@@ -82,13 +82,13 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Return the name of its files."""
         return f"{self.number:06d}"
 
 
 @dataclass
 class Seen:
-    """What was seen of an input, in one stretch of it or in all."""
+    """Notes on an input, from one stretch of it or from all."""
 
     input: int
     identity: dict[str, Any] = field(default_factory=dict)  # see Input.identity; with its first stretch
@@ -113,24 +113,24 @@ class Part(NamedTuple):
 
     path: Path
     pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
-    seen: list[Seen]
+    notes: list[Seen]
 
     @staticmethod
-    def read(place: Path, unit: Unit, key: str) -> Part | None:
+    def read(directory: Path, unit: Unit, key: str) -> Part | None:
         """Return the part of a unit, or None where it has to be made, from what `key` stands for."""
-        path = place / f"{unit.name}.parquet"
+        path = directory / f"{unit.name}.parquet"
         try:
             note = json.loads(pq.read_metadata(path).metadata[b"note"])
             if note["key"] != key:
                 return None
             pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)
-            return Part(path, pieces, [Seen(**seen) for seen in note["seen"]])
+            return Part(path, pieces, [Seen(**summary) for summary in note["seen"]])
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
             return None
 
 
 class ScanSettings(NamedTuple):
-    """What a worker needs to know to judge rows."""
+    """All that a worker needs to know to judge rows."""
 
     near: float | None  # threshold of near duplicates, where these are looked for
     chat: ChatTemplate | None  # that must be able to write the rows
@@ -139,9 +139,9 @@ class ScanSettings(NamedTuple):
 
 
 class ScannedPiece(NamedTuple):
-    """What is known of the rows of a piece."""
+    """All that is noted of the rows of a piece."""
 
-    place: Place
+    extent: Extent
     check: int  # checksum of the piece
     columns: dict[str, Any]  # COLUMNS but the source, as arrays; of NEAR as lists
     fault: tuple[int, str] | None = None  # the first row that breaks the structure, and how
@@ -186,7 +186,7 @@ def divide(inputs: list[Input]) -> list[Unit]:
 
 def shared_out(
     units: list[Unit],
-    place: Path,
+    directory: Path,
     done: Callable[[Unit], bool],
     first: float,
     waiting: Callable[[str], None],
@@ -205,7 +205,7 @@ def shared_out(
         for unit in left:
             if done(unit):
                 continue
-            lease = Lease(place, f"{unit.name}.lease")
+            lease = Lease(directory, f"{unit.name}.lease")
             with held(lease) as free:
                 if not free:
                     holder = str(lease.holder() or "one that has just begun")
@@ -230,7 +230,7 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
     """Return a worker's function: a piece, its spec, its source's weight and its split -> what is in it."""
 
     def scan_piece(item: tuple[Piece, RowSpec, float, int]) -> ScannedPiece:
-        (place, payload), spec, weight, split = item
+        (extent, payload), spec, weight, split = item
         judged = [Judged(Rejected("too_long"))] if payload is None else list(judge(payload, spec))
         if settings.chat is not None:
             judged = [_written(each, settings.chat) for each in judged]
@@ -257,9 +257,9 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
         if settings.near is not None:
             noted |= _near(judged, spec.kind, settings.near)
         talks = [each.row.unused for each in judged if isinstance(each.row, Conversation | Chat)]
-        read = (set(), set()) if payload is None or place.start else columns(payload, spec)[:2]
+        read = (set(), set()) if payload is None or extent.start else columns(payload, spec)[:2]
         return ScannedPiece(
-            place, 0 if payload is None else checksum(payload), noted, fault, read, sum(talks)
+            extent, 0 if payload is None else checksum(payload), noted, fault, read, sum(talks)
         )
 
     return scan_piece
@@ -268,7 +268,8 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
 def _near(judged: list[Judged], kind: str, threshold: float) -> dict[str, Any]:
     """Return the NEAR columns of some rows."""
     usable = [number for number, each in enumerate(judged) if not isinstance(each.row, Rejected)]
-    signed = signatures([judged[number].row for number in usable], kind)
+    rows = [each.row for each in judged if not isinstance(each.row, Rejected)]
+    signed = signatures(rows, kind)
     marks, bands = [b""] * len(judged), [np.zeros(0, np.uint64)] * len(judged)
     for number, signature, keys in zip(usable, signed, band_keys(signed, threshold), strict=True):
         marks[number], bands[number] = signature.tobytes(), keys
@@ -293,9 +294,9 @@ def _written(judged: Judged, chat: ChatTemplate) -> Judged:
 class PartWriter:
     """Writes a part in a `with` block, which publishes it at its end: `add` its pieces, then `finish`."""
 
-    def __init__(self, place: Path, unit: Unit, near: bool) -> None:
+    def __init__(self, directory: Path, unit: Unit, near: bool) -> None:
         self.columns = COLUMNS | (NEAR if near else {})
-        self._part = part_file(place / f"{unit.name}.parquet")
+        self._part = part_file(directory / f"{unit.name}.parquet")
         self._places: list[list[int]] = []
         self._waiting: list[dict[str, Any]] = []
         self._waiting_rows = 0
@@ -315,7 +316,7 @@ class PartWriter:
     def add(self, number: int, piece: ScannedPiece) -> None:
         """Append a piece of an input."""
         rows = len(piece.columns["reason"])
-        self._places.append([number, *piece.place, rows, piece.check])
+        self._places.append([number, *piece.extent, rows, piece.check])
         self._waiting.append({"source": np.full(rows, number, np.int32)} | piece.columns)
         self._waiting_rows += rows
         if self._waiting_rows >= GROUP:
@@ -337,36 +338,36 @@ class PartWriter:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._writer.schema))
         self._waiting, self._waiting_rows = [], 0
 
-    def finish(self, key: str, seen: list[Seen]) -> None:
+    def finish(self, key: str, summaries: list[Seen]) -> None:
         """Write what waits, and what the part is."""
         self._write()
-        note = {"key": key, "pieces": self._places, "seen": [asdict(each) for each in seen]}
+        note = {"key": key, "pieces": self._places, "seen": [asdict(each) for each in summaries]}
         self._writer.add_key_value_metadata({"note": json.dumps(note)})
         self._writer.close()
 
 
 def scan_unit(
-    place: Path,
+    directory: Path,
     unit: Unit,
     key: str,
     inputs: list[Input],
     strict: bool,
     near: bool,
     workers: Workers,
-    at: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> None:
     """Make the part of a unit in `place`. `workers` run a `scanner`; `at` is told bytes that have been read.
 
     Raises UserError for inputs that cannot be used.
     """
     left = inputs[unit.stretches[0].input].source.limit  # units of a source with a limit hold all of it
-    seen: list[Seen] = []
+    summaries: list[Seen] = []
     done = 0
-    with PartWriter(place, unit, near) as writer:
+    with PartWriter(directory, unit, near) as writer:
         for stretch in unit.stretches:
             opened = inputs[stretch.input]
             summary = Seen(stretch.input)
-            seen.append(summary)
+            summaries.append(summary)
             if left == 0:
                 summary.identity = {"name": opened.name, BEYOND_LIMIT: True}
                 continue
@@ -380,14 +381,14 @@ def scan_unit(
                 summary.add(Seen(stretch.input, {}, counts, len(reasons), piece.messages, read, unread))
                 left = None if left is None else max(0, left - len(reasons))
                 writer.add(stretch.input, piece)
-                at(done + max(0, opened.position() - stretch.begin))
+                advance(done + max(0, opened.position() - stretch.begin))
             if stretch.begin == 0:
                 summary.identity = opened.identity()
             if stretch.begin == 0 and stretch.end is None:
                 require_usable(opened, summary, strict)
             done += (stretch.end or opened.size) - stretch.begin
-            at(done)
-        writer.finish(key, seen)
+            advance(done)
+        writer.finish(key, summaries)
 
 
 def _pieces(opened: Input, stretch: Stretch, left: int | None, workers: Workers) -> Iterator[ScannedPiece]:
@@ -410,18 +411,18 @@ def by_reason(counts: np.ndarray) -> dict[str, int]:
     return {reason: n for reason, n in zip(REASONS, counts.tolist(), strict=True) if reason and n}
 
 
-def require_usable(opened: Input, seen: Seen, strict: bool) -> None:
+def require_usable(opened: Input, summary: Seen, strict: bool) -> None:
     """Refuse, if strict, an input without rows, and one without a usable row because it is not UTF-8."""
-    if not strict or seen.identity.get(BEYOND_LIMIT):
+    if not strict or summary.identity.get(BEYOND_LIMIT):
         return
-    if not seen.rows:
+    if not summary.rows:
         raise UserError(
             f"{opened.name} has no rows; leave it out, or set data.strict=false to pass over it",
             code="no-rows",
         )
-    unusable = sum(seen.rejected.values()) == seen.rows
-    if unusable and any(reason in seen.rejected for reason in UNREADABLE):
-        by_code = sorted(seen.rejected.items(), key=lambda item: CODE[item[0]])
+    unusable = sum(summary.rejected.values()) == summary.rows
+    if unusable and any(reason in summary.rejected for reason in UNREADABLE):
+        by_code = sorted(summary.rejected.items(), key=lambda item: CODE[item[0]])
         reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in by_code)
         raise UserError(
             f"{opened.name} has no usable row ({reasons}); convert it to UTF-8, leave it out, or set "
@@ -435,14 +436,14 @@ def _located(opened: Input, piece: ScannedPiece) -> UserError:
     assert piece.fault is not None
     number, detail = piece.fault
     reason = REASONS[piece.columns["reason"][number]].replace("_", " ")
-    where = f"row {piece.place.start + number + 1}"
+    where = f"row {piece.extent.start + number + 1}"
     if isinstance(opened, TextInput):
         with open_text(opened.path) as stream:
-            before, left = 0, piece.place.start
+            before, left = 0, piece.extent.start
             while left > 0:
                 chunk = stream.read(min(PIECE, left))
                 before, left = before + chunk.count(b"\n"), left - len(chunk)
-            payload = stream.read(piece.place.length)
+            payload = stream.read(piece.extent.length)
         lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
         where = f"line {before + lines[number] + 1}"
     return UserError(

@@ -43,14 +43,14 @@ def select(
     """
     import duckdb
 
-    seen: dict[int, Seen] = {}
-    for each in (each for part in parts for each in part.seen):
-        if each.input in seen:
-            seen[each.input].add(each)
+    summaries: dict[int, Seen] = {}
+    for each in (each for part in parts for each in part.notes):
+        if each.input in summaries:
+            summaries[each.input].add(each)
         else:
-            seen[each.input] = each
+            summaries[each.input] = each
     for number, opened in enumerate(inputs):
-        require_usable(opened, seen[number], config.strict)
+        require_usable(opened, summaries[number], config.strict)
     spill = path.parent / SPILL
     options: Any = {
         "memory_limit": MEMORY,
@@ -60,7 +60,7 @@ def select(
     try:
         with contextlib.closing(duckdb.connect(config=options)) as db:
             write_selected(db, config, len(inputs), parts, path)
-            return _summary(db, config, inputs, seen)
+            return _summary(db, config, inputs, summaries)
     except duckdb.OutOfMemoryException as error:
         raise FailureError(
             f"comparing the rows takes more memory or disk than there is ({one_line(error)}); make room in "
@@ -155,7 +155,7 @@ def _limit(db: DuckDBPyConnection, limit: int, inputs: int) -> None:
 
 
 def _summary(
-    db: DuckDBPyConnection, config: DataConfig, inputs: list[Input], seen: dict[int, Seen]
+    db: DuckDBPyConnection, config: DataConfig, inputs: list[Input], summaries: dict[int, Seen]
 ) -> dict[str, Any]:
     """Return what became of the rows, per input and in all. Raises UserError for a split without rows."""
     rejected = np.zeros((len(inputs), len(REASONS)), np.int64)
@@ -174,12 +174,12 @@ def _summary(
         chars[split] += amount
     sources = []
     for number, opened in enumerate(inputs):
-        summary = seen[number]
+        noted = summaries[number]
         facts: dict[str, Any] = {"format": opened.spec.format, "weight": opened.source.weight}
-        facts |= {"rows": summary.rows, "columns": summary.columns, "columns_not_read": summary.not_read}
-        facts |= {"messages_left_out": summary.messages}
+        facts |= {"rows": noted.rows, "columns": noted.columns, "columns_not_read": noted.not_read}
+        facts |= {"messages_left_out": noted.messages}
         facts |= dict(zip(config.splits, used[number].tolist(), strict=True))
-        sources.append(summary.identity | facts | {"rejected": by_reason(rejected[number])})
+        sources.append(noted.identity | facts | {"rejected": by_reason(rejected[number])})
     reasons = by_reason(rejected.sum(axis=0))
     if not rows[0]:
         if config.validation_fraction and rows[1]:

@@ -91,9 +91,9 @@ def load_plan(config: DataConfig) -> Plan:
         raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
 
 
-def check_settings(config: DataConfig, place: Path | None = None) -> None:
+def check_settings(config: DataConfig, directory: Path | None = None) -> None:
     """Refuse to continue with other settings than what is there, or in `place`, was prepared with."""
-    file = (place or config.dir) / SETTINGS
+    file = (directory or config.dir) / SETTINGS
     try:
         prepared = read_json(file)
         version = prepared.pop("format")
@@ -146,27 +146,27 @@ def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
     Raises UserError unless it, and a local one that it was made from, are those that were planned with.
     """
     planned = TokenizerFacts(**plan.summary["tokenizer"])
-    places = [config.dir / TOKENIZER]
+    directories = [config.dir / TOKENIZER]
     if config.tokenizer is not None and (config.root / config.tokenizer).exists():
-        places.insert(0, config.root / config.tokenizer)
-    for place in places:
+        directories.insert(0, config.root / config.tokenizer)
+    for directory in directories:
         try:
-            same = tokenizer_facts(place) == planned and (
-                not config.by_chat_template or _same_template(place, plan)
+            same = tokenizer_facts(directory) == planned and (
+                not config.by_chat_template or _same_template(directory, plan)
             )
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
         if not same:
             raise UserError(
-                f"{place} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
+                f"{directory} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
                 f"{AGAIN}",
                 code="tokenizer-changed",
             )
     return read_tokenizer(config.dir / TOKENIZER)[0]
 
 
-def _same_template(place: Path, plan: Plan) -> bool:
-    return read_template(place, str(place)).digest == plan.summary["chat_template"]
+def _same_template(directory: Path, plan: Plan) -> bool:
+    return read_template(directory, str(directory)).digest == plan.summary["chat_template"]
 
 
 def missing_shards(
@@ -196,7 +196,7 @@ def missing_shards(
 
 
 def _is_as_made(path: Path, noted: ShardInfo, listed: ShardInfo, hashes: Hashes) -> bool:
-    """Whether note, manifest and content of a shard agree."""
+    """Return whether note, manifest and content of a shard agree."""
     return noted == listed and hashes.sha256(path) == noted.sha256
 
 
@@ -204,36 +204,36 @@ def data_sets(directory: Path) -> list[Path]:
     """The data sets that should be in a prepared directory, or the data set that the directory is."""
     if (directory / MANIFEST).is_file():
         return [directory]
-    sets = sorted(place.name for place in directory.glob(f"{VALIDATION}-*"))
-    present = [place for name in (TRAIN, VALIDATION, *sets) if (place := directory / name).is_dir()]
-    for place in present:
+    sets = sorted(path.name for path in directory.glob(f"{VALIDATION}-*"))
+    present = [path for name in (TRAIN, VALIDATION, *sets) if (path := directory / name).is_dir()]
+    for path in present:
         try:
-            made = splits_made(parse_manifest(place).config)
+            splits = splits_made(parse_manifest(path).config)
         except UserError:
             continue
         also = (split for split in (TRAIN, VALIDATION) if directory / split in present)
-        return [directory / split for split in dict.fromkeys((*made, *also))]
+        return [directory / split for split in dict.fromkeys((*splits, *also))]
     return present or [directory]
 
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
     """Return what was found right, and every fault, a line each."""
     right, faults = [], []
-    for place in data_sets(directory):
+    for split in data_sets(directory):
         wrong: list[str] = []
         again = 0
         try:
-            manifest = parse_manifest(place)
-            wrong += [*_shard_faults(place, manifest), *_manifest_faults(place, manifest)]
-            tokenizer, facts = read_tokenizer(place.parent / TOKENIZER)
+            manifest = parse_manifest(split)
+            wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
+            tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
             expected = (manifest.tokenizer_fingerprint, manifest.vocab_size, manifest.bos_id, manifest.eos_id)
             if (facts.fingerprint, facts.vocab_size, facts.bos_id, facts.eos_id) != expected:
-                wrong.append(f"{place.parent / TOKENIZER} is not the tokenizer that made {place}")
+                wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
             if not wrong:
-                wrong += _row_faults(place)
+                wrong += _row_faults(split)
                 plain = PlainEncoder(tokenizer, facts)
                 for info in manifest.shards:
-                    path = place / info.file
+                    path = split / info.file
                     same = list(written_again(Shard(path, manifest.kind), manifest, plain))
                     again += len(same)
                     if not all(same):
@@ -244,19 +244,19 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
         if not wrong:
             counts = f"{manifest.rows:,} rows in {len(manifest.shards)} shards, all as written"
             encoded = counted(again, "document" if manifest.kind == "text" else "example")
-            right.append(f"{place}: {counts}; encoded again and the same: {encoded if again else 'none'}")
+            right.append(f"{split}: {counts}; encoded again and the same: {encoded if again else 'none'}")
     return right, faults
 
 
-def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
+def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Yield faults of files: there, whole, unchanged, readable; and no others."""
     names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
     if [info.file for info in manifest.shards] != names:
-        yield f"{place / MANIFEST} does not list its shards in order"
-    for extra in sorted(p.name for p in place.glob("*.arrow") if p.name not in names):
-        yield f"{place / extra} is not in the manifest"
+        yield f"{directory / MANIFEST} does not list its shards in order"
+    for extra in sorted(p.name for p in directory.glob("*.arrow") if p.name not in names):
+        yield f"{directory / extra} is not in the manifest"
     for number, info in enumerate(manifest.shards):
-        path = place / names[number]
+        path = directory / names[number]
         if not path.is_file():
             yield f"{path} is missing"
             continue
@@ -264,9 +264,9 @@ def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
         if size != info.bytes or sha256(path) != info.sha256:
             yield f"{path} was changed: it has {size:,} bytes of the {info.bytes:,}, or another hash"
             continue
-        note = read_note(place, number, len(names))
+        note = read_note(directory, number, len(names))
         if note is not None and note != info:
-            yield f"{path}: its note does not say what {place / MANIFEST} says"
+            yield f"{path}: its note does not say what {directory / MANIFEST} says"
         try:
             yield from _content_faults(path, Shard(path, manifest.kind), info, manifest)
         except (pa.ArrowException, KeyError, ValueError) as error:
@@ -307,9 +307,9 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
     yield from _unequal(path, info, totals(info.domains), "its domains")
 
 
-def _manifest_faults(place: Path, manifest: Manifest) -> Iterator[str]:
+def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Yield where a manifest differs from its shards, its settings, its plan, or its own digest."""
-    file, made = place / MANIFEST, manifest.config
+    file, settled_with = directory / MANIFEST, manifest.config
     yield from _unequal(file, manifest, totals(manifest.shards), "its shards")
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
@@ -324,40 +324,40 @@ def _manifest_faults(place: Path, manifest: Manifest) -> Iterator[str]:
         "digest": manifest_digest(manifest),
     }
     yield from _unequal(file, manifest, expected, "its content")
-    if len(manifest.shards) != made.get("shards"):
-        yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
+    if len(manifest.shards) != settled_with.get("shards"):
+        yield f"{file} lists {len(manifest.shards)} shards of {settled_with.get('shards')}"
     settled = {
-        "split": place.name if place.name in splits_made(made) else manifest.split,
-        "kind": made.get("kind"),
-        "block": made.get("block"),
-        "template": made.get("template_version"),
+        "split": directory.name if directory.name in splits_made(settled_with) else manifest.split,
+        "kind": settled_with.get("kind"),
+        "block": settled_with.get("block"),
+        "template": settled_with.get("template_version"),
     }
     yield from _unequal(file, manifest, settled, "its settings")
     try:
-        tree = json.loads((place.parent / SETTINGS).read_text(encoding="utf-8"))
-        summary = Plan.load(place.parent / PLAN).summary
+        tree = json.loads((directory.parent / SETTINGS).read_text(encoding="utf-8"))
+        summary = Plan.load(directory.parent / PLAN).summary
     except FileNotFoundError:  # a data set may be copied without them
         return
     except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
-        yield f"{place.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
+        yield f"{directory.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
         return
-    if tree != made | {"format": FORMAT}:
-        yield f"{file} was not made with the settings in {place.parent / SETTINGS}"
+    if tree != settled_with | {"format": FORMAT}:
+        yield f"{file} was not made with the settings in {directory.parent / SETTINGS}"
     planned = {name: summary[name] for name in ("sources", "rejected")}
-    yield from _unequal(file, manifest, planned, str(place.parent / PLAN))
+    yield from _unequal(file, manifest, planned, str(directory.parent / PLAN))
 
 
 def _unequal(file: Path, record: Any, expected: dict[str, Any], origin: str) -> Iterator[str]:
     """Yield a fault for every field of a record that is not as expected by `origin`."""
     for name, value in expected.items():
         if getattr(record, name) != value:
-            said, right = one_line(str(getattr(record, name)), 80), one_line(str(value), 80)
-            yield f"{file} says {name} {said}, {origin} {right}; it was edited, or is of other data"
+            recorded, right = one_line(str(getattr(record, name)), 80), one_line(str(value), 80)
+            yield f"{file} says {name} {recorded}, {origin} {right}; it was edited, or is of other data"
 
 
-def _row_faults(place: Path) -> Iterator[str]:
+def _row_faults(directory: Path) -> Iterator[str]:
     """Yield the first row whose supervised targets, as training reads them, are not as many as counted."""
-    data = TokenDataset(place)
+    data = TokenDataset(directory)
     for start in range(0, len(data), ROWS):
         rows = np.arange(start, min(start + ROWS, len(data)))
         targets = (data.batch(rows)["labels"] != IGNORE).sum(axis=1)
@@ -366,5 +366,5 @@ def _row_faults(place: Path) -> Iterator[str]:
             row = int(rows[wrong[0]])
             file, number = data.provenance(np.array([row]))[0]
             counts = f"supervises {targets[wrong[0]]} tokens, its count says {data.valid[row]}"
-            yield f"{place / file} row {number} {counts}"
+            yield f"{directory / file} row {number} {counts}"
             return

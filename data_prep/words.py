@@ -53,9 +53,9 @@ class TextEncoder:
     With `by_words` false every text is encoded whole, whatever the tokenizer.
     """
 
-    def __init__(self, place: Path, dtype: np.dtype, by_words: bool = True) -> None:
-        self.place, self.dtype = place, dtype
-        content = (place / "tokenizer.json").read_text(encoding="utf-8")
+    def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
+        self.place, self.dtype = directory, dtype
+        content = (directory / "tokenizer.json").read_text(encoding="utf-8")
         rule = word_rule(json.loads(content)) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
@@ -190,12 +190,12 @@ def _encoder(content: str, specials: frozenset[str], continuing: bool) -> Tokeni
     return backend
 
 
-def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
+def markup_encoder(directory: Path, continuing: bool = False) -> Tokenizer:
     """The encoder of what a chat template writes: adds no special token, but finds those in the text.
 
     With `continuing` the text continues earlier text: no space is put before it.
     """
-    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     if continuing:
         tree["normalizer"] = _without_prefix(tree["normalizer"])
         tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
@@ -204,11 +204,11 @@ def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
     return backend
 
 
-def special_tokens(place: Path) -> tuple[str, ...]:
+def special_tokens(directory: Path) -> tuple[str, ...]:
     """All special tokens of a saved tokenizer, in order."""
-    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["content"] for token in tree["added_tokens"] if token["special"]}
-    return tuple(sorted(added | set(special_names(place).values())))
+    return tuple(sorted(added | set(special_names(directory).values())))
 
 
 def _bare(tree: dict[str, Any]) -> Tokenizer:
@@ -222,11 +222,11 @@ def _bare(tree: dict[str, Any]) -> Tokenizer:
 
 
 def _spelled(backend: Tokenizer, specials: frozenset[str]) -> bool:
-    """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
+    """Return whether a text that spells a special token gets its id: it may be a piece as well."""
     for special in specials:
         number = backend.token_to_id(special)
         texts = [special, f" {special} ", f"x{special}x"]
-        if any(number in one.ids for one in backend.encode_batch(texts, add_special_tokens=False)):
+        if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
             return True
     return False
 
@@ -257,7 +257,7 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     for name in ("normalizers", "pretokenizers"):
         if name in part:
             inner = map(_without_prefix, part[name])
-            return part | {name: [one for one in inner if one is not None]}
+            return part | {name: [inner_part for inner_part in inner if inner_part is not None]}
     if part["type"] == "Metaspace":
         return part | {"prepend_scheme": "never"}
     return part | {"add_prefix_space": False} if "add_prefix_space" in part else part

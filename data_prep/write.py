@@ -95,7 +95,7 @@ class ShardWriter:
         if self._waiting_rows >= BATCH_ROWS:
             self._write_waiting(BATCH_ROWS)
 
-    def finish(self, place: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
+    def finish(self, path: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
         """Write what waits and the end of the stream; return the note of a shard that is put at `place`.
 
         documents: of each domain.
@@ -110,8 +110,8 @@ class ShardWriter:
             if documents[name]
         ]
         return ShardInfo(
-            split=place.parent.name,
-            file=place.name,
+            split=path.parent.name,
+            file=path.name,
             bytes=self.bytes,
             sha256=self._hash.hexdigest(),
             **totals(domains),
@@ -358,7 +358,7 @@ def left_out(summary: dict[str, Any]) -> list[str]:
 
 
 def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
-    """Return lines for the user: what of a split's rows was cut or dropped while they were encoded and packed.
+    """Return lines for the user: what of a split's rows was cut or dropped as they were encoded and packed.
 
     infos: of the shards that are there so far.
     """

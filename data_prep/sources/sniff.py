@@ -23,7 +23,7 @@ from data_prep.config import DataConfig, context_of
 from data_prep.encode import EncodeSettings, RowEncoder
 from data_prep.inputs import Input
 from data_prep.inspect import CONTEXT, stretch
-from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, flags, parse, plain_text, raw_rows
+from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
 from data_prep.rows.columns import flow, guess
 from data_prep.sources import open_inputs
 from data_prep.templates import Chat, Conversation, render
@@ -47,9 +47,9 @@ Stretch = tuple[str, bool]  # of an example: text, and whether it is supervised
 
 
 class Taken(NamedTuple):
-    """What a file is taken for, by its beginning."""
+    """A file as it is understood by its beginning."""
 
-    one: Input  # the first of the inputs
+    input: Input  # the first of the inputs
     files: int
     payload: Payload
     rows: list[Row | Rejected]
@@ -59,7 +59,7 @@ class Taken(NamedTuple):
     @property
     def good(self) -> list[tuple[int, Row]]:
         """Rows that can be used, and their numbers."""
-        return [(at, row) for at, row in enumerate(self.rows) if not isinstance(row, Rejected)]
+        return [(number, row) for number, row in enumerate(self.rows) if not isinstance(row, Rejected)]
 
 
 class Examples(NamedTuple):
@@ -77,19 +77,19 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
     row can be read.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place = None if tokenizer is None else Path(folder)
-        if tokenizer is not None and place is not None:
-            save_tokenizer(tokenizer, None, place)
-        template = "chat_template" if place is not None and chat_template(place) is not None else None
+        directory = None if tokenizer is None else Path(folder)
+        if tokenizer is not None and directory is not None:
+            save_tokenizer(tokenizer, None, directory)
+        template = "chat_template" if directory is not None and chat_template(directory) is not None else None
         taken = _taken(files, template)
         if template is not None and taken.config.kind == "instruct":
-            taken = _written(taken, files, read_template(place or Path(), str(tokenizer)), console)
+            taken = _written(taken, files, read_template(directory or Path(), str(tokenizer)), console)
         for line in _told(taken):
             console.print(Text(printable(line)), soft_wrap=True)
-        examples = _examples(taken, place)
+        examples = _examples(taken, directory)
     colours = console.is_terminal and not console.no_color
-    for at, stretches in zip(examples.picked, examples.stretches, strict=True):
-        console.rule(f"row {taken.good[at][0] + 1}")
+    for number, stretches in zip(examples.picked, examples.stretches, strict=True):
+        console.rule(f"row {taken.good[number][0] + 1}")
         console.print(_coloured(stretches, colours))
     like = _coloured([("supervised", True), (", context", False)], colours)
     console.print(like)
@@ -120,7 +120,9 @@ def _taken(files: str, template: str | None) -> Taken:
     if best.good:
         return best
     fault = next((row for row in best.rows if isinstance(row, Rejected)), Rejected("no rows"))
-    raise UserError(f"{best.one.name}: no row can be read: {fault.reason.replace('_', ' ')} ({fault.detail})")
+    raise UserError(
+        f"{best.input.name}: no row can be read: {fault.reason.replace('_', ' ')} ({fault.detail})"
+    )
 
 
 def _look(files: str, kind: str, proposed: dict[str, str], template: str | None) -> Taken:
@@ -133,15 +135,15 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
         tree["template"] = template
     config = parse_section(DataConfig, tree, "data")
     inputs = open_inputs(config)
-    one = inputs[0]
-    payload = next((piece.payload for piece in one.pieces() if piece.payload is not None), b"")
-    if isinstance(payload, bytes) and one.spec.format == "lines" and _has_paragraphs(payload):
-        one.spec = one.spec._replace(format="paragraphs")
-    return Taken(one, len(inputs), payload, list(parse(payload, one.spec)), config, proposed)
+    opened = inputs[0]
+    payload = next((piece.payload for piece in opened.pieces() if piece.payload is not None), b"")
+    if isinstance(payload, bytes) and opened.spec.format == "lines" and _has_paragraphs(payload):
+        opened.spec = opened.spec._replace(format="paragraphs")
+    return Taken(opened, len(inputs), payload, list(parse(payload, opened.spec)), config, proposed)
 
 
 def _has_paragraphs(text: bytes) -> bool:
-    """Whether blank lines divide a text into stretches of several lines."""
+    """Return whether blank lines divide a text into stretches of several lines."""
     lines = text.split(b"\n")[:-1]
     blank = sum(not line.strip() for line in lines)
     return (
@@ -151,15 +153,15 @@ def _has_paragraphs(text: bytes) -> bool:
 
 def _proposed(look: Taken) -> dict[str, str]:
     """Columns for rows that have none of the known names, by the first rows that are objects."""
-    if not look.one.spec.lines and isinstance(look.payload, bytes):
+    if not look.input.spec.lines and isinstance(look.payload, bytes):
         return {}
-    for raw in raw_rows(look.payload, look.one.spec)[:EXAMPLES]:
+    for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
         try:
             row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and (found := guess(row, look.config.kind)):
-            return found
+        if isinstance(row, dict) and (columns := guess(row, look.config.kind)):
+            return columns
     return {}
 
 
@@ -182,20 +184,20 @@ def _written(taken: Taken, files: str, template: ChatTemplate, console: Console)
 
 
 def _told(taken: Taken) -> list[str]:
-    """What is said of a file before its rows are shown."""
-    one, spec = taken.one, taken.one.spec
+    """Return the lines about a file that come before its rows."""
+    opened, spec = taken.input, taken.input.spec
     kind = "instructions" if taken.config.kind == "instruct" else "text"
-    size = f", {amount(one.size)}" if one.size else ""
-    more = f" and {counted(taken.files - 1, 'more file')}" if taken.files > 1 else ""
+    size = f", {amount(opened.size)}" if opened.size else ""
+    others = f" and {counted(taken.files - 1, 'more file')}" if taken.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
     rejected = Counter(row.reason.replace("_", " ") for row in taken.rows if isinstance(row, Rejected))
-    lines = [f"{one.name}{size}{more}: {kind}{form}"]
-    read, unread = columns(taken.payload, spec)
+    lines = [f"{opened.name}{size}{others}: {kind}{form}"]
+    read, unread, marks = columns(taken.payload, spec)
     if read:
         lines.append(
             f"columns read: {', '.join(sorted(read))}; not read: {', '.join(sorted(unread)) or 'none'}"
         )
-        if marks := unread & flags(taken.payload, spec):
+        if marks:
             lines.append(
                 f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
                 "these would be trained on too; leave such rows out first"
@@ -217,22 +219,22 @@ def _told(taken: Taken) -> list[str]:
     return lines
 
 
-def _examples(taken: Taken, place: Path | None) -> Examples:
+def _examples(taken: Taken, directory: Path | None) -> Examples:
     """The good rows as training sees them; `place`: of a saved tokenizer."""
     rows = [row for _, row in taken.good]
     picked = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)).tolist()
     template = _template(taken)
-    if place is None:
+    if directory is None:
         lengths = [len(plain_text(row)) // CHARS for row in rows]
-        return Examples(picked, [_plain(rows[at], template) for at in picked], lengths)
-    chat = read_template(place, "") if template == "chat_template" else None
+        return Examples(picked, [_plain(rows[number], template) for number in picked], lengths)
+    chat = read_template(directory, "") if template == "chat_template" else None
     encoder = RowEncoder(
-        EncodeSettings(place, tokenizer_facts(place), template, WHOLE, "truncate", None, False, chat)
+        EncodeSettings(directory, tokenizer_facts(directory), template, WHOLE, "truncate", None, False, chat)
     )
-    decoder = Tokenizer.from_file(str(place / "tokenizer.json"))
-    encoded = [_encoded(row, encoder, taken.one.name) for row in rows]
-    shown = [_decoded(encoded[at][0], encoded[at][1], decoder) for at in picked]
-    return Examples(picked, shown, [len(ids) for ids, _ in encoded])
+    decoder = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    encoded = [_encoded(row, encoder, taken.input.name) for row in rows]
+    stretches = [_decoded(encoded[number][0], encoded[number][1], decoder) for number in picked]
+    return Examples(picked, stretches, [len(ids) for ids, _ in encoded])
 
 
 def _encoded(row: Row, encoder: RowEncoder, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -277,9 +279,9 @@ def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Str
 def _coloured(stretches: list[Stretch], colours: bool) -> Text:
     """An example for the terminal, its first SHOWN characters."""
     text, left = Text(), SHOWN
-    for said, supervised in stretches:
-        text.append(stretch(printable(said[:left]), supervised, colours))
-        left -= len(said[:left])
+    for piece, supervised in stretches:
+        text.append(stretch(printable(piece[:left]), supervised, colours))
+        left -= len(piece[:left])
         if left <= 0:
             text.append(" ...", CONTEXT)
             break
@@ -288,10 +290,10 @@ def _coloured(stretches: list[Stretch], colours: bool) -> Text:
 
 def recipe(taken: Taken, files: str, tokenizer: str | None, lengths: list[int]) -> str:
     """The `data` section that reads a file as it was shown: YAML to paste."""
-    size = taken.one.size * taken.files
+    size = taken.input.size * taken.files
     address = files if "://" in files else str(Path(files).expanduser().absolute())
     source: dict[str, Any] = {"files": address}
-    if taken.one.spec.format == "paragraphs":
+    if taken.input.spec.format == "paragraphs":
         source["format"] = "paragraphs"
     if taken.proposed:
         source["columns"] = taken.proposed
@@ -319,9 +321,9 @@ def recipe(taken: Taken, files: str, tokenizer: str | None, lengths: list[int]) 
 
 
 def _enough(taken: Taken, lengths: list[int], block: int, shards: int) -> bool:
-    """Whether VALIDATED of the rows, drawn by chance, surely gives every shard of a validation set rows."""
+    """Return whether VALIDATED of the rows, drawn by chance, surely gives every validation shard rows."""
     rows, tokens = VALIDATED * len(lengths), VALIDATED * sum(lengths)
-    large = taken.one.size > len(taken.payload) if isinstance(taken.payload, bytes) else False
+    large = taken.input.size > len(taken.payload) if isinstance(taken.payload, bytes) else False
     return rows >= SURELY and (large or taken.config.kind == "instruct" or tokens >= SURELY * block * shards)
 
 
