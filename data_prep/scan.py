@@ -242,18 +242,9 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
                 if fault is None and row.reason in STRUCTURE:
                     fault = number, row.detail
         hashes = np.array([each.hash for each in judged], np.uint64)
-        weighed = {
-            "split": np.full(len(judged), split, np.uint16),
-            "copies": np.full(len(judged), int(weight), np.uint16),
-        }
-        if weight % 1:
-            weighed["copies"] += uniform(hashes, settings.seed, WEIGHT_SALT) < weight % 1
-        if settings.validation_fraction:
-            weighed["split"] = (
-                uniform(hashes, settings.seed, SPLIT_SALT) < settings.validation_fraction
-            ).astype(np.uint16)
         chars = np.array([each.chars for each in judged], np.uint32)
-        noted: dict[str, Any] = weighed | {"hash": hashes, "chars": chars, "reason": reasons}
+        noted: dict[str, Any] = weighed(hashes, weight, split, settings.seed, settings.validation_fraction)
+        noted |= {"hash": hashes, "chars": chars, "reason": reasons}
         if settings.near is not None:
             noted |= _near(judged, spec.kind, settings.near)
         talks = [each.row.unused for each in judged if isinstance(each.row, Conversation | Chat)]
@@ -274,6 +265,19 @@ def _near(judged: list[Judged], kind: str, threshold: float) -> dict[str, Any]:
     for number, signature, keys in zip(usable, signed, band_keys(signed, threshold), strict=True):
         marks[number], bands[number] = signature.tobytes(), keys
     return {"signature": marks, "bands": bands}
+
+
+def weighed(
+    hashes: np.ndarray, weight: float, split: int, seed: int, validation_fraction: float
+) -> dict[str, np.ndarray]:
+    """Return the splits and the copies of a source's rows, uint16."""
+    copies = np.full(len(hashes), int(weight), np.uint16)
+    splits = np.full(len(hashes), split, np.uint16)
+    if weight % 1:
+        copies += uniform(hashes, seed, WEIGHT_SALT) < weight % 1
+    if validation_fraction:
+        splits[:] = uniform(hashes, seed, SPLIT_SALT) < validation_fraction
+    return {"split": splits, "copies": copies}
 
 
 def uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
