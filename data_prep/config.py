@@ -372,7 +372,8 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
     if changed:
         raise UserError(
             f"{directory} was {described(changed)}; give the same overrides to both commands, or run prepare "
-            f"again with --force or another data.dir"
+            f"again with --force or another data.dir",
+            code="settings-differ",
         )
 
 

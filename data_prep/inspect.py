@@ -47,7 +47,7 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         console.rule(
             escape(
-                f"row {row}  ({file} row {number}{suffix}, {counted(int(data.valid[row]), 'supervised token')})"
+                f"row {row}  ({file} row {number}{suffix}, {counted(int(data.valid[row]), 'target')})"
             )
         )
         console.print(coloured(data, row, tokenizer, colours))

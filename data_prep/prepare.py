@@ -99,7 +99,10 @@ def prepare(
     shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
     """
     if force and shard[1] > 1:
-        raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
+        raise UserError(
+            "--force with --shard would discard other jobs' shards; run it once without --shard",
+            code="force-with-shard",
+        )
     claim(config.dir, MARKER, NOTE, "data.dir")
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
@@ -161,11 +164,16 @@ def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
         check_settings(config)
     splits = _splits_there(config)
     if not force and any((config.dir / split / MANIFEST).is_file() for split in splits):
-        raise UserError(f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force")
+        raise UserError(
+            f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force",
+            code="plan-gone",
+        )
     patterns = (*OF_ALL, *_of_splits(config, *OF_SPLIT), *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
     other = next(foreign(config.dir, patterns), None)
     if other is not None:
-        raise UserError(f"{other} was not made by prepare; move it away, or set another data.dir")
+        raise UserError(
+            f"{other} was not made by prepare; move it away, or set another data.dir", code="foreign-file"
+        )
     set_up(config, force, say)
     if force:
         try:

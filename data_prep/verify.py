@@ -63,7 +63,10 @@ def planned_inputs(config: DataConfig) -> list[Input]:
     home = config.dir.resolve()
     for path in (*filter(None, (file_of(config, opened) for opened in inputs)), *read):
         if path.exists() and path.resolve().is_relative_to(home):
-            raise UserError(f"{path} lies in data.dir={config.dir}, which is for prepared data; set another")
+            raise UserError(
+                f"{path} lies in data.dir={config.dir}, which is for prepared data; set another",
+                code="source-in-data-dir",
+            )
     return inputs
 
 
@@ -88,7 +91,9 @@ def load_plan(config: DataConfig) -> Plan:
     try:
         return Plan.load(config.dir / PLAN)
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file
-        raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
+        raise UserError(
+            f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}", code="plan-damaged"
+        ) from None
 
 
 def check_settings(config: DataConfig, directory: Path | None = None) -> None:
@@ -98,12 +103,16 @@ def check_settings(config: DataConfig, directory: Path | None = None) -> None:
         prepared = read_json(file)
         version = prepared.pop("format")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{file} is missing or damaged ({one_line(error)}); {AGAIN}") from None
+        raise UserError(
+            f"{file} is missing or damaged ({one_line(error)}); {AGAIN}", code="settings-damaged"
+        ) from None
     if version != FORMAT:
         raise UserError(f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}")
     changed = differences(prepared, config)
     if changed:
-        raise UserError(f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}")
+        raise UserError(
+            f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}", code="settings-differ"
+        )
 
 
 def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
@@ -119,10 +128,15 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] 
     listed = Counter(source["name"] for source in plan.summary["sources"])
     names = Counter(opened.name for opened in inputs)
     for name in names - listed:
-        raise UserError(f"{name} was not there when {config.dir} was prepared; take it away, or {AGAIN}")
+        raise UserError(
+            f"{name} was not there when {config.dir} was prepared; take it away, or {AGAIN}",
+            code="source-new",
+        )
     gone = next(iter(listed - names), None)
     if gone is not None and not complete:
-        raise UserError(f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}")
+        raise UserError(
+            f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}", code="source-gone"
+        )
     for opened in inputs:
         source, path = planned[opened.name], config.root / opened.name
         size = source.get("bytes")

@@ -151,13 +151,12 @@ def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec | None = No
 
 
 def _hint(raw: dict[str, Any], spec: RowSpec) -> str:
-    other = "instruct" if spec.kind == "text" else "text"
     if spec.kind == "text" and (_is_instruction(raw) or first(raw, CHAT_COLUMNS)):
-        return f"; for instructions set data.kind={other}"
+        return "; for instructions set data.kind=instruct"
     if spec.kind == "instruct" and not _is_instruction(raw) and first(raw, TEXT_COLUMNS):
-        return f"; for plain text set data.kind={other}"
-    found = guess(raw, spec.kind) if spec.column is None and not spec.columns else {}
-    return f"; name yours in the source, for example columns: {flow(found)}" if found else ""
+        return "; for plain text set data.kind=text"
+    named = spec.column is not None or spec.columns or not guess(raw, spec.kind)
+    return "" if named else "; name yours in the source's columns, as sniff proposes"
 
 
 def _is_instruction(raw: dict[str, Any]) -> bool:

@@ -13,8 +13,8 @@ import pytest
 
 from data_prep.contamination import Finder, collect
 from data_prep.grams import WORD, split
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.near import signatures
+from data_prep.near import signatures
+from data_prep.plan import Plan
 from data_prep.templates import Chat, Conversation, Exchange
 from tests.helpers.corpus import data_config, run, sentence, texts, write_jsonl
 from tests.helpers.scripts import TEXTS
@@ -54,20 +54,6 @@ def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
     assert 0.6 < similarity(text, changed) < 1
     assert similarity(text, text[: len(text) // 2]) < 0.75
     assert all(similarity(text, other) < 0.1 for name, other in TEXTS.items() if name != script)
-
-
-@pytest.mark.parametrize("script", TEXTS)
-def test_near_duplicates_go_in_any_script(tmp_path: Path, script: str) -> None:
-    """Of long texts of one script, one of which comes again with a letter less."""
-    rng = random.Random(3)
-    parts = [TEXTS[script][i : i + 12] for i in range(0, len(TEXTS[script]) - 12, 6)]
-    rows = ["".join(rng.sample(parts, len(parts)) * 2) for _ in range(12)]
-    rows += [rows[4][:70] + rows[4][71:], rows[7].upper()]
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], dedup="near", shards=1)
-    run(config)
-    rejected = Assignment.load(config.dir / "plan.parquet").summary["rejected"]
-    assert sum(rejected.values()) == 2, "exact where the script has no capitals"
 
 
 @pytest.mark.parametrize("script", TEXTS)
@@ -125,7 +111,7 @@ def rejected(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> dict[st
     write_jsonl(tmp_path / "a.jsonl", rows)
     common = {"kind": "instruct", "block": 1024, "shards": 1, "dedup": "near"}
     run(config := data_config(tmp_path, sources=[{"files": "a.jsonl"}], **(common | data)))
-    summary = Assignment.load(config.dir / "plan.parquet").summary
+    summary = Plan.load(config.dir / "plan.parquet").summary
     found: dict[str, int] = summary["rejected"]
     return found
 

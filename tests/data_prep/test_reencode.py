@@ -139,7 +139,7 @@ def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyP
         pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
         return np.array(pieces, self.dtype).tobytes()
 
-    monkeypatch.setattr("data_prep.scan.planning.words_agree", lambda *_: True)
+    monkeypatch.setattr("data_prep.planning.words_agree", lambda *_: True)
     monkeypatch.setattr(KnownWords, "__missing__", spelled)
     with pytest.raises(UserError) as error:
         run(config)
@@ -181,7 +181,9 @@ def test_the_plain_way_is_that_of_words(tmp_path: Path) -> None:
                 assert plain.ids(line, continuing) == expected
 
 
-PARTS = st.sampled_from(["dog ", "6. ", "日本語", "🙂🙂🙂", "солнце ", "▁", "e\u0301", "\ufffd", "\u2028", "\n", " "])
+PARTS = st.sampled_from(
+    ["dog ", "6. ", "日本語", "🙂🙂🙂", "солнце ", "▁", "e\u0301", "\ufffd", "\u2028", "\n", " "]
+)
 
 
 @given(st.lists(PARTS, min_size=20, max_size=200), st.integers(0, 400), st.sampled_from([40, 64, 512]))
