@@ -166,13 +166,6 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
     assert rows_of(tmp_path, files="b.jsonl") == ["a", "a", "a"]  # around JSON it is nobody's text
 
 
-def test_entities_of_ag_news(tmp_path: Path) -> None:
-    text = r"AT&T #39;s &lt;b&gt;plan&lt;/b&gt; #146;s  amp; quot;more quot; #8220;x\\y; &copy; copy; lt"
-    write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
-    (found,) = rows_of(tmp_path, files="a.jsonl", clean="ag_news")
-    assert found == 'AT&T\'s <b>plan</b>\u2019s  & "more "\u201cx  y; \u00a9 copy; lt'
-
-
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_rows_without_tokens_go_to_no_other_split(tmp_path: Path, overlong: str) -> None:
     """limit_tokens deals rows by tokens: those that come to nothing stay in training, wherever they are."""
