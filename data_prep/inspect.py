@@ -45,11 +45,8 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         file, number = data.provenance(np.array([row]))[0]
         domain = data.domains[data.domain[row]]
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
-        console.rule(
-            escape(
-                f"row {row}  ({file} row {number}{suffix}, {counted(int(data.valid[row]), 'target')})"
-            )
-        )
+        supervised = counted(int(data.valid[row]), "supervised token")
+        console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
         console.print(coloured(data, row, tokenizer, colours))
     console.print(
         Text.assemble(
