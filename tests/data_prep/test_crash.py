@@ -21,7 +21,7 @@ from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.said import lines
 
-TRIALS = 10
+TRIALS = 6
 
 
 class Job:

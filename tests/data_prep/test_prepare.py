@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from data_prep.config import DataConfig
 from data_prep.plan import Plan
 from data_prep.rows import Rejected, parse, plain_text
 from data_prep.sources import open_inputs
-from data_prep.world import corpus, read_rows
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -88,21 +86,6 @@ def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
     before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in files}
     assert run(config)[:-1] == [f"{config.dir} is already prepared; nothing to do"]
     assert before == {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in before}
-
-
-def test_other_settings_are_refused_and_force_starts_over(tmp_path: Path) -> None:
-    documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
-    run(config)
-    old = train_set(config).fingerprint
-    other = data_config(tmp_path, sources=[{"files": "a.jsonl"}], block=64)
-    with pytest.raises(UserError, match=r"with data.block=32, the recipe says 64; set another"):
-        run(other)
-    assert train_set(config).fingerprint == old
-    run(other, force=True)
-    assert train_set(other).manifest.block == 64
-    with pytest.raises(UserError, match="--force with --shard"):
-        run(other, force=True, shard=(0, 2))
 
 
 def test_a_failed_attempt_does_not_bind(tmp_path: Path) -> None:
@@ -221,13 +204,6 @@ def test_wikitext_pieces_do_not_change_documents(tmp_path: Path, monkeypatch: py
     assert found[0] == found[1] == found[2] and len(found[0]) == len(ARTICLES)
 
 
-def test_real_wikitext_has_its_articles(shared_data: Path, tmp_path: Path) -> None:
-    sources = [{"files": str(shared_data / "lm/wikitext-2-v1/validation.txt.zst")}]
-    config = data_config(tmp_path, sources=sources)
-    run(config)
-    assert len(rows_of(config)) == 60  # the published number of articles
-
-
 def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one <newline> <newline>two<newline>three"}])
     write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
@@ -256,21 +232,6 @@ def test_hub_data_sets_load_like_files(tmp_path: Path, monkeypatch: pytest.Monke
     )
     with pytest.raises(UserError, match="cannot be loaded"):
         run(missing)
-
-
-def test_the_embedded_world(tmp_path: Path) -> None:
-    config = data_config(tmp_path, sources=[{"embedded": "world", "limit": 60}], dedup="none")
-    run(config)
-    assert rows_of(config) == [row["text"] for row in islice(read_rows(corpus("world")), 60)]
-    talk = data_config(
-        tmp_path,
-        dir=str(tmp_path / "talk"),
-        kind="instruct",
-        block=256,
-        sources=[{"embedded": "world-instruct", "limit": 50}],
-    )
-    run(talk)
-    assert train_set(talk).manifest.documents == len(rows_of(talk)) > 20
 
 
 def test_a_tokenizer_trained_on_the_sources(tmp_path: Path) -> None:
@@ -348,14 +309,6 @@ def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
     run(config)
     assert rows_of(config) == originals + far
     assert rejected(config) == {"duplicate": 5, "near_duplicate": 61}
-    exact = data_config(tmp_path, dir=str(tmp_path / "exact"), sources=[{"files": "a.jsonl"}])
-    run(exact)
-    assert rejected(exact) == {"duplicate": 5}
-    everything = data_config(
-        tmp_path, dir=str(tmp_path / "all"), sources=[{"files": "a.jsonl"}], dedup="none"
-    )
-    run(everything)
-    assert rows_of(everything) == rows
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
