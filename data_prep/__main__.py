@@ -93,8 +93,8 @@ def _inspect(args: argparse.Namespace) -> None:
     from data_prep.inspect import inspect
     from data_prep.verify import data_sets
 
-    for place in data_sets(args.directory):
-        inspect(place, args.samples, args.seed, Console())
+    for split in data_sets(args.directory):
+        inspect(split, args.samples, args.seed, Console())
 
 
 def _sniff(args: argparse.Namespace) -> None:
@@ -116,8 +116,8 @@ def _verify(args: argparse.Namespace) -> None:
     for fault in faults[1:]:
         print(printable(fault), file=sys.stderr)
     if faults:
-        more = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
-        raise UserError(faults[0] + more)
+        others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
+        raise UserError(faults[0] + others)
 
 
 def _world(args: argparse.Namespace) -> None:

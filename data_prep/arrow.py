@@ -21,12 +21,11 @@ def lists_of(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
     return pa.Array.from_buffers(pa.list_(child.type), len(offsets) - 1, buffers, children=[child])
 
 
-def texts_of(values: Sequence[str]) -> pa.Array:
-    """Return texts as an Arrow array."""
-    encoded = [value.encode() for value in values]
-    offsets = np.append(0, np.cumsum([len(value) for value in encoded])).astype(np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers)
+def bytes_of(values: Sequence[bytes]) -> pa.Array:
+    """Return strings of bytes as an Arrow array."""
+    offsets = np.append(0, np.cumsum([len(value) for value in values])).astype(np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+    return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
 
 
 def numbers_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -46,7 +46,7 @@ COLUMNS = {  # parts of a row whose columns can be named
 
 
 class Source(Section):
-    """Where rows come from. Exactly one of `hub`, `files` and `embedded`."""
+    """Rows come from here: exactly one of `hub`, `files` and `embedded`."""
 
     hub: str | None = Field(None, min_length=1)
     """Id of a hub data set, "owner/name". Give exactly one of `hub`, `files` and `embedded`."""
@@ -109,7 +109,7 @@ class Source(Section):
 
 
 class DataConfig(Section):
-    """What to tokenise, how, and where the shards are."""
+    """The text to tokenise, the way to do it, and the directory of the shards."""
 
     dir: Path = mark("place")
     """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set); nothing else
@@ -194,13 +194,13 @@ class DataConfig(Section):
             if self.kind == "instruct":
                 raise ValueError("format: tokens is for kind: text; instructions need their text")
             if self.train_tokenizer or self.contamination:
-                what = "train_tokenizer" if self.train_tokenizer else "contamination"
-                raise ValueError(f"{what} needs text, and a source has format: tokens")
+                key = "train_tokenizer" if self.train_tokenizer else "contamination"
+                raise ValueError(f"{key} needs text, and a source has format: tokens")
         return self
 
     @property
     def by_chat_template(self) -> bool:
-        """Whether the tokenizer's own template writes the examples."""
+        """Return whether the tokenizer's own template writes the examples."""
         return self.kind == "instruct" and self.template == "chat_template"
 
     @property
@@ -257,12 +257,12 @@ def _checked_name(name: str) -> str:
 
 def _check_columns(source: Source, kind: str) -> None:
     """Raise ValueError for `columns` that no row of this kind has."""
-    known = COLUMNS[kind]
+    parts = COLUMNS[kind]
     for part in source.columns or ():
-        if part not in known:
+        if part not in parts:
             raise ValueError(
                 f"columns: {part} is no part of a row of kind {kind}; write part: column, the parts are "
-                f"{', '.join(known)}"
+                f"{', '.join(parts)}"
             )
 
 
@@ -299,13 +299,13 @@ def context_of(model: Path) -> int | None:
         tree = read_json(model / "config.json")
     except (OSError, ValueError):
         return None
-    named = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
-    said = next((tree[key] for key in named if key in tree), None) if isinstance(tree, dict) else None
-    return said if type(said) is int and said > 1 else None
+    keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
+    length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
+    return length if type(length) is int and length > 1 else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
-    """What decides the prepared data, as JSON values; fields without effect are null.
+    """Return what decides the prepared data, as JSON values; fields without effect are null.
 
     With `reports` all that decides what `prepare` does, without only what changes the rows.
     """
@@ -330,9 +330,9 @@ def _decisive(section: Section, reports: bool) -> dict[str, Any]:
 def _plain_value(value: Any, reports: bool) -> Any:
     """A value as JSON, with what is decisive of the sections in it."""
     if isinstance(value, dict):
-        return {key: _plain_value(one, reports) for key, one in value.items()}
+        return {key: _plain_value(item, reports) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain_value(one, reports) for one in value]
+        return [_plain_value(item, reports) for item in value]
     return _decisive(value, reports) if isinstance(value, Section) else value
 
 
@@ -345,20 +345,20 @@ class Difference(NamedTuple):
 
 
 def differences(prepared: Mapping[str, Any], config: DataConfig, reports: bool = True) -> list[Difference]:
-    """Where the `settings` of prepared data differ from those of a configuration."""
+    """Return where the `settings` of prepared data differ from those of a configuration."""
     ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
     was = {key: value for key, value in prepared.items() if key not in ignored}
     return list(_differences("data", was, settings(config, reports)))
 
 
 def _differences(key: str, was: Any, now: Any) -> Iterator[Difference]:
-    """Where two trees of JSON values differ; lists of different length differ as a whole."""
+    """Yield where two trees of JSON values differ; lists of different length differ as a whole."""
     if isinstance(was, dict) and isinstance(now, dict):
         for inner in dict.fromkeys((*now, *was)):
             yield from _differences(f"{key}.{inner}", was.get(inner), now.get(inner))
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        for at, pair in enumerate(zip(was, now, strict=True)):
-            yield from _differences(f"{key}.{at}", *pair)
+        for number, pair in enumerate(zip(was, now, strict=True)):
+            yield from _differences(f"{key}.{number}", *pair)
     elif was != now:
         yield Difference(key, was, now)
 
@@ -368,35 +368,27 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
     prepared: the settings in its manifest. Fields that change no row may differ.
     """
-    found = differences(prepared, config, reports=False)
-    if found:
+    changed = differences(prepared, config, reports=False)
+    if changed:
         raise UserError(
-            f"{directory} was {described(found)}; give the same overrides to both commands, or run prepare "
-            f"again with --force or another data.dir{_undo(found)}"
+            f"{directory} was {described(changed)}; give the same overrides to both commands, or run prepare "
+            f"again with --force or another data.dir",
+            code="settings-differ",
         )
 
 
-def described(found: list[Difference]) -> str:
+def described(changed: list[Difference]) -> str:
     """Differences for a message."""
-    first, *others = found
-    more = f" (also {', '.join(one.key for one in others)} differ)" if others else ""
+    first, *others = changed
+    also = f" (also {', '.join(other.key for other in others)} differ)" if others else ""
     was, now = (_value(value) for value in (first.was, first.now))
-    return one_line(f"prepared with {first.key}={was}, the recipe says {now}{more}")
-
-
-def _undo(found: list[Difference]) -> str:
-    """How to set the keys back, where overrides can."""
-    keys = [one.key.removeprefix("data.") for one in found]
-    lists = any(isinstance(one.was, list) for one in found)
-    if lists or len(found) > 3 or not all(key in DataConfig.model_fields for key in keys):
-        return ""
-    return f", or set {' '.join(f'{one.key}={_value(one.was)}' for one in found)}"
+    return one_line(f"prepared with {first.key}={was}, the recipe says {now}{also}")
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value) or "0 entries"
-    sets = isinstance(value, dict) and all(isinstance(one, list) for one in value.values())
+    sets = isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
     if isinstance(value, list) or sets:
         return f"{len(value)} entries"
     return value if isinstance(value, str) else json.dumps(value)

@@ -47,11 +47,11 @@ def collect(directory: Path, n: int) -> Grams:
     lengths = np.unique(size[size >= SHORTEST])
     if not len(lengths):
         raise UserError(f"no test row in {directory} has {SHORTEST} words")
-    found = []
+    grams = []
     for length in lengths.tolist():
         hashes, row = words.grams(length)
-        found.append((hashes[size[row] == length], row[size[row] == length]))
-    hashes, owners = (np.concatenate(column) for column in zip(*found, strict=True))
+        grams.append((hashes[size[row] == length], row[size[row] == length]))
+    hashes, owners = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, gram = np.unique(hashes, return_inverse=True)
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     return Grams(distinct, lengths, np.stack([gram, owners], axis=1), *columns)
@@ -69,8 +69,8 @@ def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
         except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
             raise UserError(f"{file} line {i + 1} is not a JSON row with {' or '.join(COLUMNS)}") from None
         if not isinstance(text, str):
-            found = "null" if text is None else type(text).__name__
-            raise UserError(f"{file} line {i + 1}: {' or '.join(COLUMNS)} must be text, not {found}")
+            kind = "null" if text is None else type(text).__name__
+            raise UserError(f"{file} line {i + 1}: {' or '.join(COLUMNS)} must be text, not {kind}")
         yield number, text
 
 
@@ -80,7 +80,7 @@ def save(grams: Grams, path: Path) -> None:
 
 
 def load(path: Path) -> Grams:
-    """What `save` wrote."""
+    """Return what `save` wrote."""
     with np.load(path) as file:
         return Grams(*(file[name] for name in Grams._fields))
 
@@ -100,10 +100,10 @@ class Finder:
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
         likely = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
         hashes, text = hashes[likely], text[likely]
-        at = np.searchsorted(self.grams.hashes, hashes)
-        at[at == len(self.grams.hashes)] = 0
-        found = self.grams.hashes[at] == hashes
-        return np.unique(at[found]), len(np.unique(text[found]))
+        index = np.searchsorted(self.grams.hashes, hashes)
+        index[index == len(self.grams.hashes)] = 0
+        same = self.grams.hashes[index] == hashes
+        return np.unique(index[same]), len(np.unique(text[same]))
 
 
 def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[str, Any]:
@@ -111,20 +111,20 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
 
     hits: grams found in any training row; documents: training rows in which one was found.
     """
-    seen = np.isin(np.arange(len(grams.hashes)), list(hits))
+    hit_grams = np.isin(np.arange(len(grams.hashes)), list(hits))
     total = np.bincount(grams.pairs[:, 1], minlength=len(grams.row))
-    found = np.bincount(grams.pairs[:, 1], weights=seen[grams.pairs[:, 0]], minlength=len(grams.row))
-    share = found / np.maximum(total, 1)
+    counts = np.bincount(grams.pairs[:, 1], weights=hit_grams[grams.pairs[:, 0]], minlength=len(grams.row))
+    share = counts / np.maximum(total, 1)
     tasks = {}
     for task in np.unique(grams.task).tolist():
-        own = np.flatnonzero(grams.task == task)
-        hit = own[found[own] > 0]
+        members = np.flatnonzero(grams.task == task)
+        hit = members[counts[members] > 0]
         worst = hit[np.argsort(-share[hit], kind="stable")]
         tasks[task] = {
-            "rows": len(own),
-            "too_short": int((total[own] == 0).sum()),
+            "rows": len(members),
+            "too_short": int((total[members] == 0).sum()),
             "overlapping": len(hit),
-            "contained": int((share[own] == 1).sum()),  # every gram of the row was found
+            "contained": int((share[members] == 1).sum()),  # every gram of the row was found
             "overlapping_rows": {str(grams.row[r]): round(float(share[r]), 4) for r in hit},
             "examples": [str(grams.text[r])[:300] for r in worst[:EXAMPLES]],
         }

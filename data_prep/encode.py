@@ -7,25 +7,19 @@ flat, so that little travels between processes. It imports no transformers, so i
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import UserError
-from common.parallel import Workers
-from data_prep.config import TRAIN, DataConfig
 from data_prep.contamination import Finder, load
 from data_prep.inputs import AGAIN, Input, TextInput
+from data_prep.plan import Part, Plan
 from data_prep.reencode import Sampled, sample
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
-from data_prep.scan.assignment import Assignment, Part
-from data_prep.selection import deal, in_turn
 from data_prep.shards import token_dtype
 from data_prep.templates import Chat, Conversation, render
 from data_prep.templates.chat import ChatEncoder, ChatTemplate
@@ -34,7 +28,7 @@ from data_prep.words import TextEncoder
 
 NONE = np.zeros(0, np.int64)
 
-SAMPLE_EACH, SAMPLE_CHARS = 16, 2000  # pieces, rows of each, and characters of a row to compare
+SAMPLE_CHARS = 1000  # of a row that are compared
 
 Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the supervised ones among them
 
@@ -42,7 +36,7 @@ Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the sup
 class EncodeSettings(NamedTuple):
     """All that the ids depend on, besides the rows."""
 
-    place: Path  # of the saved tokenizer
+    directory: Path  # of the saved tokenizer
     tokenizer: TokenizerFacts
     template: str
     block: int  # instruct: longest example
@@ -72,10 +66,10 @@ class RowEncoder:
         self.settings = settings
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
-        self.text = TextEncoder(settings.place, self.dtype, settings.by_words)
+        self.text = TextEncoder(settings.directory, self.dtype, settings.by_words)
         self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
-        self.chat = None if settings.chat is None else ChatEncoder(settings.place, settings.chat)
+        self.chat = None if settings.chat is None else ChatEncoder(settings.directory, settings.chat)
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
@@ -101,13 +95,13 @@ class RowEncoder:
     def texts(self, texts: list[str | TokenIds], name: str) -> Encoded:
         """Each text as BOS, its tokens, EOS; tokens as they are. All are of the source `name`."""
         written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
-        found = [
+        encoded = [
             self.bos + next(written) + self.eos if isinstance(text, str) else self._given(text, name)
             for text in texts
         ]
-        lengths = np.array([self._count(ids) for ids in found], np.int64)
-        sources = _hashes(found)
-        return Encoded(self._array(b"".join(found)), lengths, [], sources, len(texts), Counter(), NONE, 0)
+        lengths = np.array([self._count(ids) for ids in encoded], np.int64)
+        sources = _hashes(encoded)
+        return Encoded(self._array(b"".join(encoded)), lengths, [], sources, len(texts), Counter(), NONE, 0)
 
     def _given(self, text: TokenIds, name: str) -> bytes:
         size = self.settings.tokenizer.vocab_size
@@ -144,7 +138,7 @@ class RowEncoder:
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
-        found = []
+        fitted = []
         for talk, example in zip(talks, examples, strict=True):
             ids, spans = bytearray(self.bos), []
             for number in range(len(example)):
@@ -153,8 +147,8 @@ class RowEncoder:
                 ids += next(responses) + self.eos
                 if number not in talk.unsupervised:
                     spans.append((begin, self._count(ids)))
-            found.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
-        return found
+            fitted.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
+        return fitted
 
     def _count(self, ids: bytes | bytearray) -> int:
         return len(ids) // self.dtype.itemsize
@@ -173,18 +167,18 @@ class RowEncoder:
             counts["overlong_tokens_lost"] += len(ids)
             return []
         fitted = []
-        kept = 0
+        used = 0
         for start in range(0, len(ids) if policy == "split" else 1, block):
             piece = ids[start : start + block]
-            own = np.clip(spans - start, 0, len(piece))
-            own = own[own[:, 0] < own[:, 1]]
+            inside = np.clip(spans - start, 0, len(piece))
+            inside = inside[inside[:, 0] < inside[:, 1]]
             # A piece's first token is predicted by nothing: supervised alone, it teaches nothing.
-            if len(own) and own[-1, 1] > 1:
-                fitted.append((piece, own))
-                kept += len(piece)
+            if len(inside) and inside[-1, 1] > 1:
+                fitted.append((piece, inside))
+                used += len(piece)
             elif policy == "split":
                 counts["overlong_pieces_without_response"] += 1
-        counts["overlong_tokens_lost"] += len(ids) - kept
+        counts["overlong_tokens_lost"] += len(ids) - used
         if not fitted:
             counts["overlong_without_response"] += 1
         else:
@@ -226,14 +220,14 @@ class PartStream:
     """The parts of several shards as one stream, so that workers begin the next shard while this process
     finishes the last; and what became of them, given back to each shard."""
 
-    def __init__(self, plan: Assignment, inputs: list[Input], planned: list[int]) -> None:
+    def __init__(self, plan: Plan, inputs: list[Input], planned: list[int]) -> None:
         self.plan, self.inputs, self.planned = plan, inputs, planned
         self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
         # Shards, domains and some rows of the parts that were taken and have not come back.
         self._order: deque[tuple[int, str, list[Sampled]]] = deque()
         self._next: tuple[int, str, list[Sampled], Encoded] | None = None
 
-    def parts(self, at: Callable[[int], None]) -> Iterator[Part]:
+    def parts(self, progress: Callable[[int], None]) -> Iterator[Part]:
         """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
         done, row = 0, _row_size(self.plan)
         for planned in self.planned:
@@ -241,11 +235,11 @@ class PartStream:
                 self._order.append((planned, part.domain, sample(part, number)))
                 yield part
                 done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
-                at(done)
+                progress(done)
 
     def size(self) -> int:
         """Bytes of text in all parts; of tables about as many as there are."""
-        texts = np.array([isinstance(one, TextInput) for one in self.inputs])
+        texts = np.array([isinstance(opened, TextInput) for opened in self.inputs])
         lengths = self.plan.pieces[:, 2]
         sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
         return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
@@ -254,152 +248,36 @@ class PartStream:
         """Yield what is next in the stream, as long as it belongs to the shard: domain, some rows, ids."""
         while True:
             if self._next is None:
-                one = next(self.encoded, None)
-                if one is None:
+                result = next(self.encoded, None)
+                if result is None:
                     return
-                self._next = *self._order.popleft(), one
+                self._next = *self._order.popleft(), result
             if self._next[0] != planned:
                 return
-            (_, domain, rows, encoded), self._next = self._next, None
-            yield domain, rows, encoded
+            (_, domain, rows, ids), self._next = self._next, None
+            yield domain, rows, ids
 
 
-def _row_size(plan: Assignment) -> int:
+def _row_size(plan: Plan) -> int:
     """Characters of a row, on average."""
     chars = plan.summary["chars"]
     copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
     return sum(chars.values()) // max(1, copies)
 
 
-def words_agree(settings: EncodeSettings, assignment: Assignment, inputs: list[Input]) -> bool:
-    """Whether a sample of real rows gets the same ids by words as from the tokenizer itself."""
-    by_words = TextEncoder(settings.place, token_dtype(settings.tokenizer.vocab_size))
+def words_agree(settings: EncodeSettings, plan: Plan, inputs: list[Input]) -> bool:
+    """Return whether a sample of real rows gets the same ids by words as from the tokenizer itself."""
+    by_words = TextEncoder(settings.directory, token_dtype(settings.tokenizer.vocab_size))
     if by_words.words is None:
         return True
     whole = TextEncoder(by_words.place, by_words.dtype, by_words=False)
-    beginning: list[str] = []
-    continuing: list[str] = []
-    for part in assignment.once(inputs, _sample(assignment)):
+    texts: dict[bool, list[str]] = {False: [], True: []}  # by whether they continue others
+    for part in plan.once(inputs, plan.sample()):
         for row in _rows(part, part.copies):
             if isinstance(row, str):
-                beginning.append(row[:SAMPLE_CHARS])
+                texts[False].append(row[:SAMPLE_CHARS])
             elif isinstance(row, Conversation):
                 for turn in render(row, settings.template):
-                    beginning.append(turn.text[: turn.start][:SAMPLE_CHARS])
-                    continuing.append(turn.text[turn.start :][:SAMPLE_CHARS])
-    if by_words.encode(beginning) != whole.encode(beginning):
-        return False
-    return not continuing or by_words.encode(continuing, True) == whole.encode(continuing, True)
-
-
-def _sample(assignment: Assignment) -> np.ndarray:
-    """Some of the rows that are used: a few of each of some pieces, from all over the inputs."""
-    count = len(assignment.pieces)
-    firsts = np.unique(assignment.pieces[:, 0], return_index=True)[1]  # of each input
-    chosen = np.unique(np.concatenate([_even(np.arange(count)), _even(firsts)]))
-    return np.concatenate([_few(assignment, *pair) for pair in pairwise([*chosen.tolist(), count])])
-
-
-def _few(assignment: Assignment, first: int, end: int) -> np.ndarray:
-    """Rows of the first of some pieces that has any that are used."""
-    for piece in range(first, end):
-        until = int(assignment.ends[piece])
-        begin = until - int(assignment.pieces[piece, 3])
-        used = begin + np.flatnonzero(assignment.shard[begin:until] >= 0)
-        if len(used):
-            return _even(used)
-    return NONE
-
-
-def _even(values: np.ndarray) -> np.ndarray:
-    """At most SAMPLE_EACH of some values, evenly spaced."""
-    return values[np.linspace(0, len(values) - 1, min(len(values), SAMPLE_EACH)).astype(np.int64)]
-
-
-def limit_tokens(
-    config: DataConfig, assignment: Assignment, inputs: list[Input], workers: Workers
-) -> Assignment:
-    """The training rows that data.limit_tokens takes: of each source its first ones, in proportion.
-
-    The whole plan is held in memory for it, some 50 bytes a row.
-
-    `workers` count (see `counting`). Rows are dealt to the shards anew, by their tokens. For text the summary
-    then has a quota of tokens for each shard, whose sum is the limit in whole blocks. Instructions are not
-    cut: less than one example is missing.
-    """
-    limit = config.limit_tokens
-    assert limit is not None
-    names = config.domains_of(TRAIN)
-    domains = np.array([names.index(one.source.domain_name) if one.split == 0 else 0 for one in inputs])
-    shard = assignment.shard[:]
-    assignment = replace(assignment, shard=shard, copies=assignment.copies[:])
-    training = np.flatnonzero((shard >= 0) & (shard < config.shards))
-    order = training[in_turn(np.unique(assignment.inputs_of(training), return_inverse=True)[1])]
-    copies = assignment.copies[order].astype(np.int64)
-    step = max(256, 3 * limit * int(copies.sum()) // max(1, assignment.summary["chars"]["train"]))
-    tokens = np.zeros(0, np.int64)  # of one copy of the first rows in this order
-    want = target = limit // config.block * config.block if config.kind == "text" else limit
-    while True:
-        while len(tokens) < len(order) and int((tokens * copies[: len(tokens)]).sum()) < target:
-            rows = order[len(tokens) : len(tokens) + step]
-            tokens = np.append(tokens, _counted(assignment, rows, inputs, workers))
-        ends = np.cumsum(tokens * copies[: len(tokens)])
-        if config.kind == "instruct":
-            kept = int(np.searchsorted(ends, limit, side="right"))
-            if kept < len(tokens):  # some copies of the next
-                copies[kept] = (limit - (ends[kept - 1] if kept else 0)) // tokens[kept]
-            return _limited(config, assignment, order, copies, tokens[: kept + 1], domains)[0]
-        kept = min(int(np.searchsorted(ends, target)) + 1, len(tokens))
-        limited, blocks = _limited(config, assignment, order, copies, tokens[:kept], domains)
-        short = want - int(blocks.sum()) * config.block
-        if short <= 0 or kept == len(order):
-            quotas = _trimmed(blocks, max(0, -short // config.block)) * config.block
-            limited.summary["token_quotas"] = quotas.tolist()
-            return limited
-        target = int(ends[kept - 1]) + short  # what the ends of shards and domains lose
-
-
-def _counted(assignment: Assignment, rows: np.ndarray, inputs: list[Input], workers: Workers) -> np.ndarray:
-    """Tokens of one copy of some rows, int64, in their order."""
-    found = np.concatenate(list(workers.map(assignment.once(inputs, np.sort(rows)))))
-    tokens = np.zeros(len(rows), np.int64)
-    tokens[np.argsort(rows)] = found
-    return tokens
-
-
-def _limited(
-    config: DataConfig,
-    assignment: Assignment,
-    order: np.ndarray,
-    copies: np.ndarray,
-    tokens: np.ndarray,
-    domains: np.ndarray,
-) -> tuple[Assignment, np.ndarray]:
-    """The assignment with the first rows of `order`, as many as `tokens` has, dealt by their tokens; and the
-    whole blocks in each training shard, int64 [shards]. domains: [inputs], numbers of their domains."""
-    kept = len(tokens)
-    ascending = np.argsort(order[:kept])
-    rows, amount = order[:kept][ascending], (tokens * copies[:kept])[ascending]
-    dealt = np.minimum(deal(amount, config.shards), config.shards - 1)  # rows without tokens may come last
-    shard, times = np.array(assignment.shard), np.array(assignment.copies)
-    shard[order] = -1
-    shard[rows] = np.where(copies[:kept][ascending] > 0, dealt, -1)
-    times[order] = 0
-    times[rows] = copies[:kept][ascending]
-    count = int(domains.max()) + 1
-    place = dealt * count + domains[assignment.inputs_of(rows)]
-    whole = np.bincount(place, amount, config.shards * count).astype(np.int64)
-    blocks = (whole // config.block).reshape(config.shards, count).sum(axis=1)
-    left_out = order[times[order] == 0]
-    return assignment.restricted(shard, times, left_out, config.shards), blocks
-
-
-def _trimmed(blocks: np.ndarray, surplus: int) -> np.ndarray:
-    """Blocks of each shard with `surplus` less in all, taken from the longest."""
-    total = int(blocks.sum()) - surplus
-    level = (
-        bisect_right(range(int(blocks.max()) + 1), total, key=lambda x: int(np.minimum(blocks, x).sum())) - 1
-    )
-    trimmed = np.minimum(blocks, level)
-    trimmed[np.flatnonzero(blocks > level)[: total - int(trimmed.sum())]] += 1
-    return trimmed
+                    texts[False].append(turn.text[: turn.start][:SAMPLE_CHARS])
+                    texts[True].append(turn.text[turn.start :][:SAMPLE_CHARS])
+    return all(by_words.encode(texts[c], c) == whole.encode(texts[c], c) for c in texts if texts[c])

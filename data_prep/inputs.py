@@ -1,7 +1,7 @@
 """Inputs -> pieces: stretches of a file, small enough for a worker, that can be read again on their own.
 
 A text file is cut between rows into payloads of about PIECE bytes, a table into blocks of rows. The scan goes
-over all pieces once and keeps their places; a shard's job later reads just the pieces that it needs.
+over all pieces once and keeps their extents; a shard's job later reads just the pieces that it needs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ UTF8_MARK = b"\xef\xbb\xbf"
 AGAIN = "run prepare with --force to start over"
 
 
-class Place(NamedTuple):
-    """Where a piece lies in its file: bytes of the unpacked text, or rows of the table."""
+class Extent(NamedTuple):
+    """The place of a piece in its file: bytes of the unpacked text, or rows of the table."""
 
     start: int
     length: int
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 class Piece(NamedTuple):
     """A place and its content; payload None: a row longer than data.max_chars allows."""
 
-    place: Place
+    extent: Extent
     payload: Payload | None
 
 
@@ -53,11 +53,11 @@ class Reader(NamedTuple):
     input: Input
     stream: Any  # of a text its bytes, of a table an iterator of its rows
     end: int  # the place that comes next
-    last: tuple[Place, Payload] | None  # the piece before, which two shards may share
+    last: tuple[Extent, Payload] | None  # the piece before, which two shards may share
 
 
 class File(Protocol):
-    """What a local path and a file at an address have in common."""
+    """A local path, or a file at an address."""
 
     @property
     def suffix(self) -> str: ...
@@ -87,7 +87,7 @@ class Input:
         self._state = state(path)  # before anything is read
 
     def position(self) -> int:
-        """How many of the stored bytes `pieces` has read."""
+        """Return how many of the stored bytes `pieces` has read."""
         return 0
 
     def probe(self) -> None:
@@ -105,8 +105,8 @@ class Input:
     def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         raise NotImplementedError
 
-    def read(self, places: Iterable[Place]) -> Iterator[Payload]:
-        """Yield the payloads at some places, which come in order.
+    def read(self, extents: Iterable[Extent]) -> Iterator[Payload]:
+        """Yield the payloads at some extents, which come in order.
 
         What was read of an input last is gone on with, by the next call too, so that a file which cannot be
         entered in the middle is read once however many shards take rows of it.
@@ -115,16 +115,16 @@ class Input:
         if reader is not None and reader.input is not self:
             _close(reader.stream)
             reader = None
-        for place in places:
-            if reader is not None and reader.last is not None and reader.last[0] == place:
+        for extent in extents:
+            if reader is not None and reader.last is not None and reader.last[0] == extent:
                 yield reader.last[1]
                 continue
-            if reader is None or place.start < reader.end or self._jumps(reader.end, place.start):
+            if reader is None or extent.start < reader.end or self._jumps(reader.end, extent.start):
                 if reader is not None:
                     _close(reader.stream)
-                reader = Reader(self, *self._opened(place.start), None)
-            payload = self._taken(reader.stream, place, place.start - reader.end)
-            reader = Reader(self, reader.stream, place.start + place.length, (place, payload))
+                reader = Reader(self, *self._opened(extent.start), None)
+            payload = self._taken(reader.stream, extent, extent.start - reader.end)
+            reader = Reader(self, reader.stream, extent.start + extent.length, (extent, payload))
             yield payload
         Input._paused = reader
 
@@ -136,8 +136,8 @@ class Input:
         """Return whether opening at `start` is cheaper than reading on from `end`."""
         return False
 
-    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
-        """Return the payload at a place, `before` bytes or rows ahead of where the stream is."""
+    def _taken(self, stream: Any, extent: Extent, before: int) -> Payload:
+        """Return the payload at an extent, `before` bytes or rows ahead of where the stream is."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
@@ -145,9 +145,9 @@ class Input:
 
         Raises UserError if the file is not the same as when the input was made.
         """
-        found = {"name": self.name} | self._pinned()
+        pinned = {"name": self.name} | self._pinned()
         self._require_same()
-        return found
+        return pinned
 
     def _pinned(self) -> dict[str, Any]:
         assert self.path is not None
@@ -202,38 +202,38 @@ class TextInput(Input):
                 yield (
                     piece
                     if piece.payload is None
-                    else Piece(piece.place, _unmarked(piece.payload, piece.place))
+                    else Piece(piece.extent, _unmarked(piece.payload, piece.extent))
                 )
 
-    def _row_from(self, stream: Any, at: int) -> int:
-        """The first place after byte `at` where a row may begin, and there the stream then is.
+    def _row_from(self, stream: Any, byte: int) -> int:
+        """Return the first place from `byte` on where a row may begin; there the stream then is.
 
-        It depends on the file and on `at` alone, so that the stretches on its two sides meet.
+        It depends on the file and on `byte` alone, so that the stretches on its two sides meet.
         """
-        stream.seek(at)
+        stream.seek(byte)
         buffer = b""
         for chunk in chunks(stream, self.name):
             buffer = buffer[-STRADDLE:] + chunk
-            at += len(chunk)
-            place = next(cuts(buffer, self.spec), None)
-            if place is not None:
-                at += place - len(buffer)
+            byte += len(chunk)
+            cut = next(cuts(buffer, self.spec), None)
+            if cut is not None:
+                byte += cut - len(buffer)
                 break
-        stream.seek(at)
-        return at
+        stream.seek(byte)
+        return byte
 
     def _opened(self, start: int) -> tuple[Any, int]:
         return open_text(self.path), 0
 
-    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
+    def _taken(self, stream: Any, extent: Extent, before: int) -> Payload:
         try:
             skip(stream, before)
-            payload: bytes = stream.read(place.length)
+            payload: bytes = stream.read(extent.length)
         except OSError as error:
             raise _damaged(self.name, error) from None
-        if len(payload) != place.length:
+        if len(payload) != extent.length:
             raise UserError(f"{self.name} is shorter than when it was scanned; {AGAIN}")
-        return _unmarked(payload, place)
+        return _unmarked(payload, extent)
 
 
 class TableInput(Input):
@@ -268,7 +268,7 @@ class TableInput(Input):
     def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         start = 0
         for block in self._blocks():
-            yield Piece(Place(start, len(block)), self._payload(block))
+            yield Piece(Extent(start, len(block)), self._payload(block))
             start += len(block)
 
     def _pinned(self) -> dict[str, Any]:
@@ -280,9 +280,9 @@ class TableInput(Input):
     def _opened(self, start: int) -> tuple[Any, int]:
         return self._rows(start), start
 
-    def _taken(self, stream: Any, place: Place, before: int) -> Payload:
-        block = list(islice(stream, before, before + place.length))
-        if len(block) != place.length:
+    def _taken(self, stream: Any, extent: Extent, before: int) -> Payload:
+        block = list(islice(stream, before, before + extent.length))
+        if len(block) != extent.length:
             raise UserError(f"{self.name} has fewer rows than when it was scanned; {AGAIN}")
         return self._payload(block)
 
@@ -359,9 +359,9 @@ def _refuse_old_line_ends(beginning: bytes, name: str) -> None:
         raise UserError(f"{name} ends its lines with CR alone; convert it: tr '\\r' '\\n'", code="line-ends")
 
 
-def _unmarked(payload: Payload, place: Place) -> Payload:
+def _unmarked(payload: Payload, extent: Extent) -> Payload:
     """Return the payload of a text without the byte order mark that its file may begin with."""
-    if isinstance(payload, bytes) and place.start == 0:
+    if isinstance(payload, bytes) and extent.start == 0:
         return payload.removeprefix(UTF8_MARK)
     return payload
 
@@ -456,18 +456,18 @@ def _cut(stretches: Iterable[bytes], spec: RowSpec, limit: int, start: int) -> I
         buffer += chunk
         if spec.format == "document" and len(buffer) <= limit:
             continue
-        places = list(cuts(buffer, spec)) if spec.format != "document" else []
-        if skipped and places:  # the row that was too long ends at the first place
-            yield Piece(Place(start, skipped + places[0]), None)
-            start, buffer = start + skipped + places[0], buffer[places[0] :]
-            places, skipped = [p - places[0] for p in places[1:]], 0
-        if places:
-            yield Piece(Place(start, places[-1]), buffer[: places[-1]])
-            start, buffer = start + places[-1], buffer[places[-1] :]
+        ends = list(cuts(buffer, spec)) if spec.format != "document" else []
+        if skipped and ends:  # the row that was too long ends at the first extent
+            yield Piece(Extent(start, skipped + ends[0]), None)
+            start, buffer = start + skipped + ends[0], buffer[ends[0] :]
+            ends, skipped = [p - ends[0] for p in ends[1:]], 0
+        if ends:
+            yield Piece(Extent(start, ends[-1]), buffer[: ends[-1]])
+            start, buffer = start + ends[-1], buffer[ends[-1] :]
         elif len(buffer) > limit or skipped:
             keep = min(len(buffer), STRADDLE)  # a place may straddle two reads
             skipped, buffer = skipped + len(buffer) - keep, buffer[-keep:]
     if skipped:
-        yield Piece(Place(start, skipped + len(buffer)), None)
+        yield Piece(Extent(start, skipped + len(buffer)), None)
     elif raw_rows(buffer, spec):
-        yield Piece(Place(start, len(buffer)), buffer)
+        yield Piece(Extent(start, len(buffer)), buffer)

@@ -24,30 +24,29 @@ SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
 OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
 
 
-def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
+def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
     """Print the summary of a data set and `samples` of its rows. Raises UserError when it is not one."""
-    data = TokenDataset(place)
-    console.print(_summary(place, data))
+    data = TokenDataset(directory)
+    console.print(_summary(directory, data))
     if data.domains != (DEFAULT_DOMAIN,):
         console.print(_domains(data))
     console.print(_sources(data))
     console.print(_histogram(data))
-    overlap = place / "contamination.json"
+    overlap = directory / "contamination.json"
     if overlap.is_file():
         console.print(_overlap(overlap))
-    tokenizer = load_tokenizer(place.parent / "tokenizer")
+    tokenizer = load_tokenizer(directory.parent / "tokenizer")
     drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
     damage = data.damage(drawn, data.manifest.vocab_size)
     if damage is not None:
         raise UserError(f"{damage}; {AGAIN}")
     colours = console.is_terminal and not console.no_color
     for row in np.sort(drawn).tolist():
-        file, at = data.provenance(np.array([row]))[0]
+        file, number = data.provenance(np.array([row]))[0]
         domain = data.domains[data.domain[row]]
-        of = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
-        console.rule(
-            escape(f"row {row}  ({file} row {at}{of}, {counted(int(data.valid[row]), 'supervised token')})")
-        )
+        suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
+        supervised = counted(int(data.valid[row]), "supervised token")
+        console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
         console.print(coloured(data, row, tokenizer, colours))
     console.print(
         Text.assemble(
@@ -58,8 +57,8 @@ def inspect(place: Path, samples: int, seed: int, console: Console) -> None:
 
 def stretch(text: str, supervised: bool, colours: bool) -> Text:
     """A stretch of a row, in its colour; in brackets where it is supervised and there are no colours."""
-    shown = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
-    return Text(shown, SUPERVISED if supervised else CONTEXT)
+    marked = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
+    return Text(marked, SUPERVISED if supervised else CONTEXT)
 
 
 def coloured(data: TokenDataset, row: int, tokenizer: object, colours: bool = True) -> Text:
@@ -83,9 +82,9 @@ def coloured(data: TokenDataset, row: int, tokenizer: object, colours: bool = Tr
     return text
 
 
-def _summary(place: Path, data: TokenDataset) -> Table:
+def _summary(directory: Path, data: TokenDataset) -> Table:
     m = data.manifest
-    table = Table(title=shown(place), show_header=False)
+    table = Table(title=shown(directory), show_header=False)
     rows = {
         "kind": f"{m.kind}{f', template {m.template}' if m.template else ''}",
         "rows": f"{m.rows:,} of {m.block} tokens",
@@ -103,13 +102,13 @@ def _summary(place: Path, data: TokenDataset) -> Table:
 
 
 def _domains(data: TokenDataset) -> Table:
-    """What of the data is of which domain; shares are of the tokens."""
+    """Return what of the data is of which domain; shares are of the tokens."""
     table = Table("domain", "rows", "tokens", "share", "supervised", "documents", title="domains")
     total = max(1, data.manifest.tokens)
-    for one in data.manifest.domains:
-        share, others = f"{one.tokens / total:.1%}", (one.valid_tokens, one.documents)
-        counts = (f"{one.rows:,}", f"{one.tokens:,}", share, *(f"{count:,}" for count in others))
-        table.add_row(shown(one.name), *counts)
+    for domain in data.manifest.domains:
+        share, others = f"{domain.tokens / total:.1%}", (domain.valid_tokens, domain.documents)
+        counts = (f"{domain.rows:,}", f"{domain.tokens:,}", share, *(f"{count:,}" for count in others))
+        table.add_row(shown(domain.name), *counts)
     return table
 
 
@@ -151,10 +150,10 @@ def _histogram(data: TokenDataset) -> Table:
 def _overlap(file: Path) -> Table:
     table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
     try:
-        found = read_json(file)
-        for name, task in found["tasks"].items():
+        report = read_json(file)
+        for name, task in report["tasks"].items():
             table.add_row(shown(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
-        table.caption = f"overlapping: shares {shown(found['ngram'])} words; contained: wholly there"
+        table.caption = f"overlapping: shares {shown(report['ngram'])} words; contained: wholly there"
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({one_line(error, 80)}); {AGAIN}") from None
     return table

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -48,11 +47,12 @@ from data_prep.encode import (
     encoding,
 )
 from data_prep.inputs import Input
+from data_prep.plan import Plan
+from data_prep.planning import Planning, clear, encode_settings, set_up
 from data_prep.reencode import PlainEncoder, ShardCheck
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.planning import Planning, clear, encode_settings, set_up
 from data_prep.shards import (
     MANIFEST,
+    ShardInfo,
     manifest_text,
     shard_name,
     token_dtype,
@@ -99,16 +99,19 @@ def prepare(
     shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
     """
     if force and shard[1] > 1:
-        raise UserError("--force with --shard would discard other jobs' shards; run it once without --shard")
+        raise UserError(
+            "--force with --shard would discard other jobs' shards; run it once without --shard",
+            code="force-with-shard",
+        )
     claim(config.dir, MARKER, NOTE, "data.dir")
-    with contextlib.ExitStack() as held:
-        held.enter_context(full_disk(config.dir))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(full_disk(config.dir))
         with _alone(config, say):
             if force or not (config.dir / PLAN).is_file():
                 _begin(config, force, workers, say)
             else:
                 clear(config)  # what a job that died had still to clear
-            held.enter_context(joined(config.dir / JOBS))
+            stack.enter_context(joined(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             planning = Planning(config, say)
             planning.scan(shard[0] / shard[1], workers)
@@ -124,14 +127,18 @@ def prepare(
         else:
             if not todo and not finish:
                 say(f"all shards of job {shard[0]}/{shard[1]} are there")
-            _shards(config, plan, inputs, tokenizer, todo, workers, hashes, say)
+            if todo:
+                _shards(config, plan, inputs, tokenizer, todo, workers, hashes, say)
             _finish(config, plan, finish, say)
         hashes.save()
-    say(_outcome(config, plan))
+    lost = left_out(plan.summary)
+    for split in config.splits:
+        lost += [f"{split}: {line}" for line in losses(config, split, list(_notes(config, split).values()))]
+    say(f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}")
 
 
 def _alone(config: DataConfig, say: Say) -> AbstractContextManager[None]:
-    """While no other job sets up or decides."""
+    """Return a context in which no other job sets up or decides."""
     return waited(
         Lease(config.dir / PLANNING, "plan"),
         lambda holder: say(f"another job is planning ({holder}); waiting for it"),
@@ -157,11 +164,16 @@ def _begin(config: DataConfig, force: bool, workers: int, say: Say) -> None:
         check_settings(config)
     splits = _splits_there(config)
     if not force and any((config.dir / split / MANIFEST).is_file() for split in splits):
-        raise UserError(f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force")
-    known = (*OF_ALL, *_of_splits(config, *OF_SPLIT), *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
-    other = next(foreign(config.dir, known), None)
+        raise UserError(
+            f"{config.dir} holds prepared data, but its {PLAN} is gone; run prepare with --force",
+            code="plan-gone",
+        )
+    patterns = (*OF_ALL, *_of_splits(config, *OF_SPLIT), *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
+    other = next(foreign(config.dir, patterns), None)
     if other is not None:
-        raise UserError(f"{other} was not made by prepare; move it away, or set another data.dir")
+        raise UserError(
+            f"{other} was not made by prepare; move it away, or set another data.dir", code="foreign-file"
+        )
     set_up(config, force, say)
     if force:
         try:
@@ -196,22 +208,21 @@ def _put_in_place(config: DataConfig, planning: Planning, workers: int) -> None:
 
 
 def _splits_there(config: DataConfig) -> tuple[str, ...]:
-    """The splits that may be in the directory: those of the recipe, and of the settings that were before."""
-    made: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        made = read_json(config.dir / SETTINGS)
-    earlier = splits_made(made) if isinstance(made, dict) else ()
+    """Return the splits that may be in the directory: the recipe's, and those of the settings before."""
+    earlier: tuple[str, ...] = ()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        earlier = splits_made(read_json(config.dir / SETTINGS))
     return tuple(dict.fromkeys((TRAIN, VALIDATION, *config.splits, *earlier)))
 
 
 def _of_splits(config: DataConfig, *names: str) -> list[str]:
-    """Names in every split that may be there."""
+    """Return names in every split that may be there."""
     return [f"{split}/{name}" for split in _splits_there(config) for name in names]
 
 
 def _shards(
     config: DataConfig,
-    plan: Assignment,
+    plan: Plan,
     inputs: list[Input] | str,
     tokenizer: Tokenizer,
     todo: list[Missing],
@@ -220,23 +231,23 @@ def _shards(
     say: Say,
 ) -> None:
     """Make shards; `inputs` may be the reason why there are none."""
-    if not todo:
-        return
     if isinstance(inputs, str):
-        raise UserError(f"{counted(len(todo), 'shard')} must be made again, but {inputs}")
-    how = encode_settings(config, plan, config.dir)
-    dtype = token_dtype(how.tokenizer.vocab_size)
-    plain = PlainEncoder(tokenizer, how.tokenizer)
+        raise UserError(
+            f"{counted(len(todo), 'shard')} must be made again, but {inputs}", code="sources-gone"
+        )
+    encode = encode_settings(config, plan, config.dir)
+    dtype = token_dtype(encode.tokenizer.vocab_size)
+    plain = PlainEncoder(tokenizer, encode.tokenizer)
     workers = min(workers, len(plan.pieces))
     stream = PartStream(plan, inputs, [planned for _, _, planned in todo])
-    with Workers(workers, encoding, how) as pool, progress("tokenising", stream.size(), say) as at:
-        stream.encoded = pool.map(stream.parts(at))
+    with Workers(workers, encoding, encode) as pool, progress("tokenising", stream.size(), say) as advance:
+        stream.encoded = pool.map(stream.parts(advance))
         began, tokens = time.perf_counter(), 0
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
-        for directory, one, planned in todo:
+        for directory, number, planned in todo:
             quota = quotas[planned] if planned < len(quotas) else None
-            check = ShardCheck(plain, config.template, config.block, config.overlong, how.chat)
-            info = write_shard(directory, one, config, dtype, stream.of(planned), check, quota)
+            check = ShardCheck(plain, config.template, config.block, config.overlong, encode.chat)
+            info = write_shard(directory, number, config, dtype, stream.of(planned), check, quota)
             tokens += info.tokens
             path = directory / info.file
             hashes.remember(path, signature(path), info.sha256)
@@ -246,67 +257,58 @@ def _shards(
         say(f"shards made: {len(todo)}, {rate}")
 
 
-def _finish(config: DataConfig, plan: Assignment, required: bool, say: Say) -> None:
+def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
     """Write the manifest of every split whose shards are all there; exactly one job does."""
     for split in config.splits:
-        directory = config.dir / split
-        infos = [read_note(directory, i, config.shards) for i in range(config.shards)]
-        missing = [i for i, info in enumerate(infos) if info is None]
-        if missing:
-            what = f"{split}: {len(missing)} of {config.shards} shards are still to be made"
+        directory, infos = config.dir / split, _notes(config, split)
+        if len(infos) < config.shards:
+            missing = [i for i in range(config.shards) if i not in infos]
+            report = f"{split}: {len(missing)} of {config.shards} shards are still to be made"
             if required:
-                raise UserError(f"{what}, the first is {shard_name(missing[0], config.shards)}")
-            say(what)
+                raise UserError(
+                    f"{report}, the first is {shard_name(missing[0], config.shards)}", code="shards-missing"
+                )
+            say(report)
             continue
         if config.contamination is not None:
             _report_overlap(config, directory, say)
-        manifest = manifest_of(config, plan.summary, split, [i for i in infos if i is not None])
+        manifest = manifest_of(config, plan.summary, split, list(infos.values()))
         file, text = directory / MANIFEST, manifest_text(manifest)
         if write_once(file, text):
             say(
                 f"{directory}: {counted(manifest.rows, 'row')} of {config.block}, "
-                f"{counted(manifest.tokens, 'token')}, "
-                f"{manifest.waste:.2%} padding"
+                f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
             )
-            for line in losses(config, split, manifest.shards):
-                say(f"{directory}: {line}")
         elif file.read_bytes() != text.encode():
             write_text(file, text)
             say(f"{file} was not that of its shards; written again")
 
 
-def _outcome(config: DataConfig, plan: Assignment) -> str:
-    """The last line: what of the sources is not in the data, as far as shards are there."""
-    lost = left_out(plan.summary)
-    for split in config.splits:
-        infos = [read_note(config.dir / split, i, config.shards) for i in range(config.shards)]
-        there = [info for info in infos if info is not None]
-        lost += [f"{split}: {line}" for line in losses(config, split, there)]
-    return f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}"
+def _notes(config: DataConfig, split: str) -> dict[int, ShardInfo]:
+    """Return the notes of a split's shards that are there, by number."""
+    notes = {i: read_note(config.dir / split, i, config.shards) for i in range(config.shards)}
+    return {i: info for i, info in notes.items() if info is not None}
 
 
-def _as_expected(config: DataConfig, plan: Assignment, split: str) -> bool:
-    """Whether a split is complete and its manifest is what its shards' notes give."""
-    directory = config.dir / split
-    infos = [info for i in range(config.shards) if (info := read_note(directory, i, config.shards))]
+def _as_expected(config: DataConfig, plan: Plan, split: str) -> bool:
+    """Return whether a split is complete and its manifest is what its shards' notes give."""
+    directory, infos = config.dir / split, _notes(config, split)
     if len(infos) < config.shards or not (directory / MANIFEST).is_file():
         return False
     if config.contamination is not None and not (directory / OVERLAP).is_file():
         return False
-    text = manifest_text(manifest_of(config, plan.summary, split, infos))
+    text = manifest_text(manifest_of(config, plan.summary, split, list(infos.values())))
     return (directory / MANIFEST).read_bytes() == text.encode()
 
 
 def _report_overlap(config: DataConfig, directory: Path, say: Say) -> None:
-    """contamination.json, beside the manifest that is written next."""
-    notes = [
-        json.loads(overlap_path(directory, i, config.shards).read_text(encoding="utf-8"))
-        for i in range(config.shards)
-    ]
+    """Write contamination.json, beside the manifest that is written next."""
+    paths = [overlap_path(directory, i, config.shards) for i in range(config.shards)]
+    notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     hits = {gram for note in notes for gram in note["grams"]}
     documents = sum(note["documents"] for note in notes)
     n = config.contamination_ngram
-    found = contamination.report(contamination.load(config.dir / GRAMS), hits, documents, n)
-    write_text(directory / OVERLAP, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    tasks = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in found["tasks"].items())
-    say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {tasks}")
+    report = contamination.report(contamination.load(config.dir / GRAMS), hits, documents, n)
+    write_text(directory / OVERLAP, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    counts = (f"{name} {task['overlapping']}/{task['rows']}" for name, task in report["tasks"].items())
+    say(f"{directory.name}: test rows that share {n} words with {documents:,} documents: {', '.join(counts)}")

@@ -1,7 +1,7 @@
 """A sample of what was written, encoded again by the tokenizer's own library and compared.
 
 Nothing here goes by words.py: the tokenizer is loaded from the bytes of its file, gets whole texts, and
-remembers nothing. What the way of encoding for speed gets wrong is seen here before a shard is sealed.
+remembers nothing. What the way of encoding for speed gets wrong is noticed here before a shard is sealed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from common.errors import UserError
+from data_prep.plan import Part
 from data_prep.rows import Row, TokenIds, checksum, plain_text, take
-from data_prep.scan.assignment import Part
 from data_prep.shards import Manifest, Shard
 from data_prep.templates import Chat, Conversation, render
 from data_prep.templates.chat import ChatTemplate
@@ -28,11 +29,11 @@ from data_prep.tokenizer import TokenizerFacts
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
 ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
-TOKENS = 1 << 14  # of a document at most, there
 EDGE = 8  # tokens at either end of a stretch whose text may get other ids alone than in its document
 STRETCH = 512  # tokens of a stretch at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
 Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
+Whole = tuple[list[int], list[int]]  # ids of a whole text, after those that it continues
 
 
 class PlainEncoder:
@@ -48,10 +49,6 @@ class PlainEncoder:
         self.specials = {number: token.content for number, token in added if token.special}
         self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
 
-    def names_special(self, text: str) -> bool:
-        """Return whether a text holds the name of a special token."""
-        return any(special in text for special in self.specials.values())
-
     def unsure(self, text: str) -> bool:
         """Return whether a text names a special token that is also a piece of the vocabulary.
 
@@ -59,7 +56,7 @@ class PlainEncoder:
         """
         for number, special in self.specials.items():
             around = (special, f" {special} ", f"x{special}x")
-            if special in text and any(number in self.ids(one) for one in around):
+            if special in text and any(number in self.ids(spelled) for spelled in around):
                 return True
         return False
 
@@ -77,7 +74,7 @@ class PlainEncoder:
 
     @contextmanager
     def _without_prefix(self) -> Iterator[None]:
-        """While the tokenizer puts no space before a text."""
+        """Let the tokenizer put no space before a text in this block."""
         before = self.backend.normalizer, self.backend.pre_tokenizer
         try:
             if before[0] is not None:
@@ -125,7 +122,7 @@ def sample(part: Part, number: int) -> list[Sampled]:
 
 
 class ShardCheck:
-    """What some rows of a shard must be in it."""
+    """A comparison of some rows of a shard with what is in its file."""
 
     def __init__(
         self, plain: PlainEncoder, template: str, block: int, overlong: str, chat: ChatTemplate | None
@@ -142,23 +139,25 @@ class ShardCheck:
             if isinstance(row, str | TokenIds):
                 start = self._tokens[domain] + int(lengths[:number].sum())
                 self._texts.append((domain, start, int(lengths[number]), row))
-            elif len(plain_text(row)) <= 8 * CHARS and not self._unsure(row):
-                self._examples += [(domain, piece) for piece in self._fitted(self._example(row))]
+                continue
+            text = plain_text(row)
+            if isinstance(row, Chat):
+                unsure = any(special in text for special in self.plain.specials.values())
+            else:
+                unsure = self.plain.unsure(text)
+            if len(text) <= 8 * CHARS and not unsure:
+                example = self._chat(row) if isinstance(row, Chat) else self._conversation(row)
+                self._examples += [(domain, piece) for piece in self._fitted(*example)]
         self._tokens[domain] += len(ids)
 
-    def _unsure(self, row: Conversation | Chat) -> bool:
-        text = plain_text(row)
-        return self.plain.names_special(text) if isinstance(row, Chat) else self.plain.unsure(text)
-
-    def compare(self, part: Path, kind: str, place: Path) -> None:
+    def compare(self, part: Path, kind: str, path: Path) -> None:
         """Raise UserError unless the rows are in the file `part`, which becomes the shard at `place`."""
         shard = Shard(part, kind)
-        same = all(self._has_text(shard, *text) for text in self._texts) and all(
+        if not all(self._has_text(shard, *text) for text in self._texts) or not all(
             _has_example(shard, domain, *example) for domain, example in self._examples
-        )
-        if not same:
+        ):
             raise UserError(
-                f"{place} is not made: the tokenizer itself gives other ids for a row of it than were to be "
+                f"{path} is not made: the tokenizer itself gives other ids for a row of it than were to be "
                 "written; this is an error of this program or its libraries, please report it",
                 code="not-as-tokenized",
             )
@@ -170,8 +169,7 @@ class ShardCheck:
         if not used:
             return True
         tokens = np.concatenate([shard.row(row)[0] for row in used]).tolist()
-        within = start - start // self.block * self.block
-        written = tokens[within : within + count]
+        written = tokens[start % self.block : start % self.block + count]
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
         if len(text) > CHARS:  # a beginning, if that settles it
@@ -181,10 +179,7 @@ class ShardCheck:
         ids = [*self.plain.bos, *self.plain.ids(text), *self.plain.eos]
         return (len(ids) == count and written == ids[: len(written)]) or self.plain.unsure(text)
 
-    def _example(self, row: Conversation | Chat) -> Example:
-        if isinstance(row, Chat):
-            assert self.chat is not None
-            return self._chat(row, self.chat)
+    def _conversation(self, row: Conversation) -> Example:
         ids, spans = [*self.plain.bos], []
         for number, turn in enumerate(render(row, self.template)):
             ids += self.plain.ids(turn.text[: turn.start])
@@ -194,8 +189,9 @@ class ShardCheck:
                 spans.append((begin, len(ids)))
         return ids, spans
 
-    def _chat(self, row: Chat, template: ChatTemplate) -> Example:
-        text, answers = render_chat(row, template)
+    def _chat(self, row: Chat) -> Example:
+        assert self.chat is not None
+        text, answers = render_chat(row, self.chat)
         ids: list[int] = []
         spans = []
         done, end = 0, ""
@@ -205,17 +201,15 @@ class ShardCheck:
             ids += self.plain.ids(text[start:stop], continuing=True, markup=True)
             if number not in row.unsupervised:
                 spans.append((begin, len(ids)))
-            done, end = stop, next((token for token in template.specials if text[:stop].endswith(token)), "")
+            done, end = stop, next((token for token in self.chat.specials if text[:stop].endswith(token)), "")
         return ids, spans
 
-    def _fitted(self, example: Example) -> list[Example]:
+    def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
         """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
-        ids, spans = example
         if len(ids) > self.block and self.overlong == "drop":
             return []
-        ends = len(ids) if self.overlong == "split" else 1
         pieces = []
-        for start in range(0, ends, self.block):
+        for start in range(0, len(ids) if self.overlong == "split" else 1, self.block):
             inside = [(max(a - start, 0), min(b - start, self.block)) for a, b in spans]
             inside = [(a, b) for a, b in inside if a < b]
             if inside and (len(ids) <= self.block or inside[-1][1] > 1):
@@ -231,8 +225,8 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
     ):
         starts = np.cumsum(lengths, dtype=np.int64) - lengths  # rows follow each other, as segments do
         alike = np.flatnonzero(lengths == len(ids))
-        for place in range(0, min(len(ids), MARGIN)):
-            alike = alike[tokens[starts[alike] + place] == ids[place]]
+        for position in range(0, min(len(ids), MARGIN)):
+            alike = alike[tokens[starts[alike] + position] == ids[position]]
         for segment in alike.tolist():
             number = int(np.searchsorted(counts, segment, side="right")) - 1
             start = int(starts[segment])
@@ -248,31 +242,77 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
 def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iterator[bool]:
     """Yield, for some whole documents or examples of a shard, whether their text gets the ids that they have.
 
-    Yields nothing where that cannot be told: ids that were given, a chat_template, a tokenizer that does not
-    give back the text.
+    Yields nothing where that cannot be answered: ids that were given, a chat_template, a tokenizer that does
+    not give back the text.
     """
     sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
     if '"format": "tokens"' in sources or (manifest.template or "").startswith("chat_template"):
         return
-    rows = np.arange(len(shard.valid))
-    for row in rows[np.linspace(0, len(rows) - 1, min(len(rows), DOCUMENTS)).astype(np.int64)].tolist():
-        whole = _turns(shard, row, plain) if manifest.kind == "instruct" else _document(shard, row, plain)
-        same = [None] if whole is None else [_same(plain, *part) for part in whole]
-        if None in same:  # nothing whole that gives back its text: a stretch from within
-            same = [_same_within(plain, _longest(shard, row, plain))]
+    last = len(shard.valid) - 1
+    for row in np.unique(np.linspace(0, last, DOCUMENTS).astype(np.int64)).tolist() if last >= 0 else ():
+        tokens, segments, *spans = (column.tolist() for column in shard.row(row))
+        ends = np.cumsum(segments).tolist()
+        if spans:
+            pairs = list(zip(spans[0][::2], spans[0][1::2], strict=True))
+            texts = _turns(tokens, ends, pairs, plain)
+        else:
+            pairs = list(pairwise([0, *ends]))
+            texts = _document(tokens, pairs, plain)
+        same = [_same(plain, *text) for text in texts] or [None]
+        if None in same:  # nothing whole that gives back its text: the longest stretch of the row
+            start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+            same = [_same_within(plain, _bare(tokens[start:end], plain)[:STRETCH])]
         if None not in same:
             yield all(same)
 
 
-def _longest(shard: Shard, row: int, plain: PlainEncoder) -> list[int]:
-    """Return the longest stretch of a row that is of one text: a segment, or what a response carries."""
-    tokens, segments, *spans = shard.row(row)
-    ends = np.cumsum(segments).tolist()
-    pairs = spans[0].reshape(-1, 2).tolist() if spans else list(zip([0, *ends], ends, strict=False))
-    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
-    ids: list[int] = tokens[start:end].tolist()
+def _bare(ids: list[int], plain: PlainEncoder) -> list[int]:
+    """Return ids without BOS and EOS at their ends."""
     ids = ids[len(plain.bos) :] if plain.bos and ids[: len(plain.bos)] == plain.bos else ids
-    return (ids[: -len(plain.eos)] if plain.eos and ids[-len(plain.eos) :] == plain.eos else ids)[:STRETCH]
+    return ids[: -len(plain.eos)] if plain.eos and ids[-len(plain.eos) :] == plain.eos else ids
+
+
+def _document(tokens: list[int], pairs: list[tuple[int, int]], plain: PlainEncoder) -> list[Whole]:
+    """Return the first document that is whole in a row of text, if there is such a one."""
+    for number, (start, end) in enumerate(pairs):
+        ids = tokens[start:end]
+        begins = ids[:1] == plain.bos if plain.bos else number > 0
+        stops = ids[-1:] == plain.eos if plain.eos else number < len(pairs) - 1
+        if begins and stops and _bare(ids, plain):
+            return [([], _bare(ids, plain))]
+    return []
+
+
+def _turns(
+    tokens: list[int], ends: list[int], spans: list[tuple[int, int]], plain: PlainEncoder
+) -> list[Whole]:
+    """Return the prompts and responses of the last example of a row, if it is a whole one."""
+    start = ([0, *ends])[len(ends) - 1]
+    position = start + len(plain.bos)
+    texts: list[Whole] = []
+    if not plain.bos or tokens[start:position] != plain.bos:
+        return []  # it may be the end of one that was split
+    for begin, end in spans:
+        if begin >= start:
+            prompt, response = tokens[position:begin], tokens[begin : end - 1]
+            if tokens[end - 1] != plain.eos[0] or plain.eos[0] in prompt:
+                return []  # cut short, or with an answer that is not supervised
+            texts += [([], prompt), (prompt, response)]
+            position = end
+    return texts if position == len(tokens) else []
+
+
+def _same(plain: PlainEncoder, before: list[int], ids: list[int]) -> bool | None:
+    """Return whether ids after others are those of their own text; None where that has no answer."""
+    continuing = bool(before)
+    prefix = plain.decode(before) if continuing else ""
+    text = plain.decode(before + ids)
+    if "\ufffd" in text or not text.startswith(prefix) or not plain.specials.keys().isdisjoint(ids):
+        return None
+    again = plain.ids(text[len(prefix) :], continuing)
+    if again == ids:
+        return True
+    return False if plain.decode(before + again) == text and not plain.unsure(text) else None
 
 
 def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
@@ -296,64 +336,9 @@ def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
         return True
     if len(again) < 4 * EDGE or plain.unsure(text):
         return None
-    kept = plain.ids(plain.decode(again[EDGE:-EDGE]), continuing=True)
-    return False if _contains(kept, again[2 * EDGE : -2 * EDGE]) else None
+    repeated = plain.ids(plain.decode(again[EDGE:-EDGE]), continuing=True)
+    return False if _contains(repeated, again[2 * EDGE : -2 * EDGE]) else None
 
 
 def _contains(ids: list[int], middle: list[int]) -> bool:
-    """Return whether `middle` stands in ids."""
     return any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
-
-
-def _same(plain: PlainEncoder, before: list[int], ids: list[int], continuing: bool) -> bool | None:
-    """Return whether ids after others are those of their own text; None where that has no answer."""
-    prefix = plain.decode(before) if continuing else ""
-    text = plain.decode(before + ids if continuing else ids)
-    if "\ufffd" in text or not text.startswith(prefix) or not plain.specials.keys().isdisjoint(ids):
-        return None
-    again = plain.ids(text[len(prefix) :], continuing)
-    if again == ids:
-        return True
-    whole = plain.decode(before + again if continuing else again)
-    return False if whole == text and not plain.unsure(text) else None
-
-
-def _document(shard: Shard, row: int, plain: PlainEncoder) -> list[tuple[list[int], list[int], bool]] | None:
-    """Return the whole document that begins in a row of text, without BOS and EOS, if one does."""
-    ends = np.cumsum(shard.row(row)[1]).tolist()
-    if len(ends) < 2:
-        return None
-    start, *following = ends
-    ids: list[int] = shard.row(row)[0][start : following[0]].tolist()
-    whole = len(following) > 1 or (bool(plain.eos) and ids[-1] == plain.eos[0])
-    if not whole and not plain.eos:
-        return None  # nothing tells where it ends
-    while not whole:
-        row += 1
-        if row == len(shard.valid) or shard.domain[row] != shard.domain[row - 1] or len(ids) > TOKENS:
-            return None
-        more, segments = shard.row(row)[:2]
-        ids += more[: segments[0]].tolist()
-        whole = len(segments) > 1 or ids[-1] == plain.eos[0]
-    inner = ids[len(plain.bos) : len(ids) - len(plain.eos)]
-    if ids != [*plain.bos, *inner, *plain.eos] or not inner:
-        return None
-    return [([], inner, False)]
-
-
-def _turns(shard: Shard, row: int, plain: PlainEncoder) -> list[tuple[list[int], list[int], bool]] | None:
-    """Return the prompts and responses of the last example of a row, if it is a whole one."""
-    tokens, segments, spans = shard.row(row)
-    start = int(segments[:-1].sum())
-    ids: list[int] = tokens[start:].tolist()
-    pairs = [(a - start, b - start) for a, b in spans.reshape(-1, 2).tolist() if a >= start]
-    place, found = len(plain.bos), []
-    if not plain.bos or ids[:place] != plain.bos:
-        return None  # it may be the end of one that was split
-    for begin, end in pairs:
-        prompt, response = ids[place:begin], ids[begin : end - 1]
-        if ids[end - 1] != plain.eos[0] or plain.eos[0] in prompt:
-            return None  # cut short, or with an answer that is not supervised
-        found += [([], prompt, False), (prompt, response, True)]
-        place = end
-    return found if place == len(ids) else None

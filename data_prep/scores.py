@@ -39,7 +39,7 @@ class ScoredShard(Section):
 
 
 class About(Section):
-    """What a set of scores belongs to."""
+    """The data and the model that a set of scores belongs to."""
 
     format: int
     data: str  # fingerprint of the data set
@@ -48,7 +48,7 @@ class About(Section):
 
 
 def directory(data: TokenDataset, name: str) -> Path:
-    """Where the scores called `name` of a data set are. Raises UserError for a name that is a path."""
+    """Return the directory of the scores called `name`. Raises UserError for a name that is a path."""
     if Path(name).name != name or name.startswith("."):
         raise UserError(f"scores are called by a plain name, not {name!r}")
     return data.directory / SCORES / name
@@ -75,8 +75,8 @@ def written_hash(path: Path) -> str | None:
     noted = path.with_suffix(HASH)
     if not (path.is_file() and noted.is_file()):
         return None
-    found = sha256(path)
-    return found if noted.read_text(encoding="utf-8") == found else None
+    digest = sha256(path)
+    return digest if noted.read_text(encoding="utf-8") == digest else None
 
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:
@@ -106,10 +106,10 @@ def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
     whose = {"data": data.fingerprint, "model": model}
     write_once(where / BEGUN, json.dumps(whose, indent=1) + "\n")
     try:
-        found = read_json(where / BEGUN)
+        claimed = read_json(where / BEGUN)
     except ValueError:
-        found = None
-    if found != whose:
+        claimed = None
+    if claimed != whose:
         raise UserError(
             f"{where} holds scores of another model or of other data; choose another --name, or give --force"
         )
@@ -165,8 +165,8 @@ class Scores:
         width = self.data.manifest.block
         out = np.zeros((len(rows), width), np.float32)
         for i, row in enumerate(rows):
-            shard, at = self.data.place(int(row))
-            start, stop = self._starts[shard][at], self._starts[shard][at + 1]
+            shard, row_in_shard = self.data.place(int(row))
+            start, stop = self._starts[shard][row_in_shard], self._starts[shard][row_in_shard + 1]
             out[i, : stop - start - 1] = self.shards[shard][start + 1 : stop]
         return out
 
@@ -175,8 +175,8 @@ def _read_about(where: Path, data: TokenDataset) -> About:
     if not (where / ABOUT).is_file():
         if where.is_dir():
             raise UserError(f"the scores in {where} are not complete; {AGAIN} --name {where.name}")
-        known = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
-        hint = f"; {nearest(where.name, known)}" if known else ""
+        names = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
+        hint = f"; {nearest(where.name, names)}" if names else ""
         raise UserError(
             f"{data.directory} has no scores called {where.name}{hint}; {AGAIN} --name {where.name}"
         )

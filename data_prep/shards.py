@@ -44,7 +44,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class DomainCounts(Section):
-    """What of a shard or of a data set is of one domain."""
+    """Counts of a shard or of a data set, of one domain."""
 
     name: str
     rows: Count
@@ -71,7 +71,7 @@ class ShardInfo(Section):
 
 
 class Manifest(Section):
-    """What a prepared data set is, and what became of its sources."""
+    """The description of a prepared data set, and what became of its sources."""
 
     format: int
     tool: str
@@ -100,7 +100,7 @@ class Manifest(Section):
 
 
 class _Version(BaseModel):
-    """Of a manifest of any version."""
+    """The version of any manifest."""
 
     format: int
 
@@ -195,7 +195,7 @@ class Shard:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         stream = pa.ipc.open_stream(pa.py_buffer(self._map))
-        if not any(stream.schema.equals(schema(kind, np.dtype(one))) for one in (np.uint16, np.uint32)):
+        if not any(stream.schema.equals(schema(kind, np.dtype(token))) for token in (np.uint16, np.uint32)):
             raise ValueError(f"its columns are not those of a shard of kind {kind}")
         batches = [_checked(batch, len(self._map)) for batch in stream]
         self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
@@ -219,7 +219,7 @@ class Shard:
         return values[offsets[first] : offsets[first + 1]]
 
     def token_offsets(self) -> np.ndarray:
-        """Where each row's tokens begin among the shard's, and where the last ends, int64 [rows + 1]."""
+        """Return where each row's tokens begin among the shard's, and the last ends, int64 [rows + 1]."""
         lengths = [np.diff(offsets) for offsets, _ in self.columns["input_ids"]]
         return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
 
@@ -259,8 +259,8 @@ class TokenDataset:
             path = directory / info.file
             size = path.stat().st_size if path.is_file() else -1
             if size != info.bytes:
-                what = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
-                raise UserError(f"{path} {what}; {AGAIN}")
+                problem = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
+                raise UserError(f"{path} {problem}; {AGAIN}")
             try:
                 self._shards.append(Shard(path, self.manifest.kind))
                 if len(self._shards[-1].valid) != info.rows:
@@ -324,8 +324,8 @@ class TokenDataset:
 
         What continues in another row, and what is used several times, is the same there.
         """
-        shard, place = self.place(row)
-        return self._shards[shard].cell("sources", place)
+        shard, number = self.place(row)
+        return self._shards[shard].cell("sources", number)
 
     def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
         """The first of `rows` that cannot be what was prepared, and why; None when all can be."""
@@ -339,8 +339,8 @@ class TokenDataset:
             elif spans and _stray(spans[0], len(tokens)):
                 why = "supervised spans beyond its end"
             if why is not None:
-                ((file, at),) = self.provenance(np.array([row]))
-                return f"{self.directory / file}, row {at}, is damaged: {why}"
+                ((file, number),) = self.provenance(np.array([row]))
+                return f"{self.directory / file}, row {number}, is damaged: {why}"
         return None
 
     def segment_lengths(self) -> np.ndarray:
@@ -350,8 +350,8 @@ class TokenDataset:
 
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
         """Shard file and row in that shard, of each row."""
-        places = (self.place(int(row)) for row in rows)
-        return [(self.manifest.shards[shard].file, at) for shard, at in places]
+        located = (self.place(int(row)) for row in rows)
+        return [(self.manifest.shards[shard].file, number) for shard, number in located]
 
     def token_offsets(self, shard: int) -> np.ndarray:
         """See `Shard.token_offsets`."""
@@ -369,22 +369,22 @@ class TokenDataset:
         return shard, int(row - self._starts[shard])
 
     def _row(self, row: int) -> list[np.ndarray]:
-        shard, at = self.place(row)
+        shard, number = self.place(row)
         self._read += 1
         if self._read % FORGET_EVERY == 0:  # so that resident memory stays flat over an epoch
-            for one in self._shards:
-                one.forget()
-        return self._shards[shard].row(at)
+            for opened in self._shards:
+                opened.forget()
+        return self._shards[shard].row(number)
 
 
 def _stray(spans: np.ndarray, tokens: int) -> bool:
-    """Whether start, end, start, end ... are not stretches of a row of so many tokens."""
+    """Return whether start, end, start, end ... are no stretches of a row of so many tokens."""
     starts, ends = spans[::2], spans[1::2]
     return len(starts) != len(ends) or bool((starts >= ends).any() or (ends > tokens).any())
 
 
 def is_prepared(config: DataConfig) -> bool:
-    """Whether the training data of a recipe's data section are there, sound or not."""
+    """Return whether the training data of a recipe's data section are there, sound or not."""
     return (config.dir / TRAIN / MANIFEST).is_file()
 
 
@@ -393,9 +393,9 @@ def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenData
 
     Raises UserError when they are not there, are not whole, or were prepared with other settings.
     """
-    found = {}
+    opened = {}
     for split in config.splits:
         manifest = read_manifest(config.dir / split)
         check_prepared(config.dir, manifest.config, config)
-        found[split] = TokenDataset(config.dir / split)
-    return found[TRAIN], {name: found[split_of(name)] for name in config.validation_sets}
+        opened[split] = TokenDataset(config.dir / split)
+    return opened[TRAIN], {name: opened[split_of(name)] for name in config.validation_sets}

@@ -76,26 +76,26 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     """
     from transformers import PreTrainedTokenizerFast
 
-    place = _local(path, revision)
-    backend, names = _sound(place)
+    local = _local(path, revision)
+    backend, names = _sound(local)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        chat_template=chat_template(place),
+        chat_template=chat_template(local),
         **names,
     )
 
 
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
-    place = _local(path, revision)
-    original = _content(place)
-    backend, names = _sound(place)
+    local = _local(path, revision)
+    original = _content(local)
+    backend, names = _sound(local)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config: dict[str, Any] = names | own
-    if (template := chat_template(place)) is not None:
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = names | fixed
+    if (template := chat_template(local)) is not None:
         config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
@@ -116,7 +116,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 class TokenizerFacts(NamedTuple):
-    """What data preparation needs to know of a saved tokenizer."""
+    """The facts of a saved tokenizer that data preparation depends on."""
 
     vocab_size: int
     bos_id: int | None
@@ -124,15 +124,15 @@ class TokenizerFacts(NamedTuple):
     fingerprint: str
 
 
-def tokenizer_facts(place: Path) -> TokenizerFacts:
+def tokenizer_facts(directory: Path) -> TokenizerFacts:
     """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
-    return _FACTS.get(_content(place)) or read_tokenizer(place)[1]
+    return _FACTS.get(_content(directory)) or read_tokenizer(directory)[1]
 
 
-def read_tokenizer(place: Path) -> tuple[Tokenizer, TokenizerFacts]:
+def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
-    content = _content(place)
-    backend, names = _sound(place)
+    content = _content(directory)
+    backend, names = _sound(directory)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
@@ -143,13 +143,13 @@ _FACTS: dict[
 ] = {}  # by the content of the files, as they take longer to find than to read
 
 
-def _content(place: Path) -> str:
+def _content(directory: Path) -> str:
     """Return the names and hashes of a tokenizer's files, all that its facts depend on. Raises UserError."""
-    files = [place] if place.is_file() else [place / name for name in FILES]
+    files = [directory] if directory.is_file() else [directory / name for name in FILES]
     try:
         return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
     except OSError as error:
-        raise UserError(f"tokenizer {place} cannot be read: {one_line(error)}") from None
+        raise UserError(f"tokenizer {directory} cannot be read: {one_line(error)}") from None
 
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
@@ -235,29 +235,29 @@ def _pieces(line: str) -> Iterator[str]:
     yield line
 
 
-def chat_template(place: Path) -> str | None:
+def chat_template(directory: Path) -> str | None:
     """The chat template of a directory's tokenizer, the default one of several. Raises UserError."""
-    file, config = place / CHAT_TEMPLATE, place / "tokenizer_config.json"
+    file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     try:
         if file.is_file():
             return read_bytes(file, FILE_BYTES).decode()
-        found = read_json(config, FILE_BYTES).get("chat_template") if config.is_file() else None
-        if isinstance(found, list):  # several: {name: ..., template: ...}
-            found = {one["name"]: one["template"] for one in found}.get("default")
+        template = read_json(config, FILE_BYTES).get("chat_template") if config.is_file() else None
+        if isinstance(template, list):  # several: {name: ..., template: ...}
+            template = {choice["name"]: choice["template"] for choice in template}.get("default")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"the chat_template of {place} cannot be read ({one_line(error)})") from None
-    return found if isinstance(found, str) else None
+        raise UserError(f"the chat_template of {directory} cannot be read ({one_line(error)})") from None
+    return template if isinstance(template, str) else None
 
 
 def _local(path: str | Path, revision: str | None) -> Path:
-    """Where a local or hub tokenizer lies."""
+    """Return the path of a local or hub tokenizer."""
     return Path(path) if Path(path).exists() else _download(str(path), revision)
 
 
-def _sound(place: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _sound(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Return what `_read` does, as data are encoded by it; its errors become one UserError."""
     try:
-        backend, names = _read(place)
+        backend, names = _read(path)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
         if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
@@ -268,7 +268,7 @@ def _sound(place: Path) -> tuple[Tokenizer, dict[str, Any]]:
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
-        raise UserError(f"tokenizer {place} cannot be read: {one_line(error)}") from None
+        raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
 
 
 def _download(hub: str, revision: str | None) -> Path:
@@ -295,42 +295,44 @@ def _beside(path: Path) -> str:
     return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
-def _read(place: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _read(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """The backend and the names of the special tokens, from a directory or a .model file."""
-    if place.is_file():
-        return _from_sentencepiece(place)
-    if (place / "tokenizer.json").is_file():
-        content = read_bytes(place / "tokenizer.json", FILE_BYTES).decode()
+    if path.is_file():
+        return _from_sentencepiece(path)
+    if (path / "tokenizer.json").is_file():
+        content = read_bytes(path / "tokenizer.json", FILE_BYTES).decode()
         tree = parse_json(content)
-        _check_ids([*_ids(tree["model"]["vocab"]), *(one["id"] for one in tree.get("added_tokens") or ())])
+        _check_ids(
+            [*_ids(tree["model"]["vocab"]), *(token["id"] for token in tree.get("added_tokens") or ())]
+        )
         backend = Tokenizer.from_str(content)
-        names = configured(place)
+        names = configured(path)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
-            names = _byte_bpe_names(backend, place) | names  # GPT-2's directory does not name its own
+            names = _byte_bpe_names(backend, path) | names  # GPT-2's directory does not name its own
         return backend, names
-    if (place / "tokenizer.model").is_file():
-        backend, names = _from_sentencepiece(place / "tokenizer.model")
-        return backend, names | configured(place)
-    if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
-        backend, names = _from_byte_bpe(place)
-        return backend, names | configured(place)
+    if (path / "tokenizer.model").is_file():
+        backend, names = _from_sentencepiece(path / "tokenizer.model")
+        return backend, names | configured(path)
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        backend, names = _from_byte_bpe(path)
+        return backend, names | configured(path)
     raise UserError(
-        f"tokenizer {place} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+        f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
     )
 
 
-def special_names(place: Path) -> dict[str, str]:
+def special_names(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's own configuration names."""
-    return {name: token for name, token in configured(place).items() if name in SPECIALS}
+    return {name: token for name, token in configured(directory).items() if name in SPECIALS}
 
 
-def configured(place: Path) -> dict[str, Any]:
+def configured(directory: Path) -> dict[str, Any]:
     """Return the special tokens that a directory's own configuration names, and NO_BOS where it says so."""
     names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (place / file).is_file():
+        if not (directory / file).is_file():
             continue
-        tree: dict[str, Any] = read_json(place / file)
+        tree: dict[str, Any] = read_json(directory / file)
         if tree.get("add_bos_token") is False or tree.items() >= NO_BOS.items():
             names |= NO_BOS
         for name in SPECIALS:
@@ -362,10 +364,10 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     backend, names = _converted(model)
     original = SentencePieceProcessor(model_proto=content)
     backend.encode_special_tokens = True
-    ids = [one.ids for one in backend.encode_batch(list(PROBES), add_special_tokens=False)]
+    ids = [encoding.ids for encoding in backend.encode_batch(list(PROBES), add_special_tokens=False)]
     backend.encode_special_tokens = False
-    for text, own in zip(PROBES, ids, strict=True):
-        if own != original.encode(text):
+    for text, converted in zip(PROBES, ids, strict=True):
+        if converted != original.encode(text):
             raise UserError(
                 f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
                 "give a directory with its tokenizer.json"
@@ -425,18 +427,18 @@ def _ids(vocab: Any) -> Iterable[Any]:
 
 def _check_ids(ids: Iterable[Any]) -> None:
     """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest."""
-    if not all(type(one) is int and 0 <= one < MOST_IDS for one in ids):
+    if not all(type(number) is int and 0 <= number < MOST_IDS for number in ids):
         raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
 
 
-def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
+def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
-    _check_ids(_ids(read_json(place / "vocab.json", FILE_BYTES)))
-    backend = Tokenizer(models.BPE.from_file(str(place / "vocab.json"), str(place / "merges.txt")))
+    _check_ids(_ids(read_json(directory / "vocab.json", FILE_BYTES)))
+    backend = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    names = _byte_bpe_names(backend, place)
+    names = _byte_bpe_names(backend, directory)
     specials = [AddedToken(n, special=True, normalized=False) for n in sorted(set(names.values()))]
     backend.add_special_tokens(specials)
     if names["bos_token"] == "</s>":
@@ -444,13 +446,13 @@ def _from_byte_bpe(place: Path) -> tuple[Tokenizer, dict[str, str]]:
     return backend, names
 
 
-def _byte_bpe_names(backend: Tokenizer, place: Path) -> dict[str, str]:
+def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
     """Special tokens of GPT-2 and OPT, which use one for all."""
     if backend.token_to_id("</s>") is not None:  # OPT; it knows <|endoftext|> too, but does not use it
         return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>") | {"pad_token": "<pad>"}
     if backend.token_to_id("<|endoftext|>") is not None:
         return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    raise UserError(f"tokenizer {place} has neither <|endoftext|> nor </s>: which ends a text?")
+    raise UserError(f"tokenizer {directory} has neither <|endoftext|> nor </s>: which ends a text?")
 
 
 def _begin_with_bos(backend: Tokenizer, names: dict[str, str]) -> None:

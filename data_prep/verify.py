@@ -24,8 +24,8 @@ from common.text import counted
 from common.untrusted import read_json
 from data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
 from data_prep.inputs import AGAIN, Input
+from data_prep.plan import Plan
 from data_prep.reencode import PlainEncoder, written_again
-from data_prep.scan.assignment import Assignment
 from data_prep.shards import (
     FORMAT,
     IGNORE,
@@ -43,7 +43,7 @@ from data_prep.shards import (
 from data_prep.sources import open_inputs
 from data_prep.templates.chat import read_template
 from data_prep.tokenizer import TokenizerFacts, read_tokenizer, tokenizer_facts
-from data_prep.write import PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
+from data_prep.write import COUNTED, PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
 
 ROWS = 256  # rows looked at together
 
@@ -60,16 +60,20 @@ def planned_inputs(config: DataConfig) -> list[Input]:
     """The inputs. Raises UserError when something that is read lies where prepared data are written."""
     inputs = open_inputs(config)
     read = [config.root / name for name in (config.tokenizer, config.contamination) if name is not None]
-    own = config.dir.resolve()
-    for path in (*filter(None, (file_of(config, one) for one in inputs)), *read):
-        if path.exists() and (own in path.resolve().parents or own == path.resolve()):
-            raise UserError(f"{path} lies in data.dir={config.dir}, which is for prepared data; set another")
+    home = config.dir.resolve()
+    for path in (*filter(None, (file_of(config, opened) for opened in inputs)), *read):
+        if path.exists() and path.resolve().is_relative_to(home):
+            raise UserError(
+                f"{path} lies in data.dir={config.dir}, which is for prepared data; set another",
+                code="source-in-data-dir",
+            )
     return inputs
 
 
-def file_of(config: DataConfig, one: Input) -> Path | None:
-    """The local file that an input reads, if it is one."""
-    return None if one.source.files is None or "://" in one.source.files else config.root / one.name
+def file_of(config: DataConfig, opened: Input) -> Path | None:
+    """Return the local file that an input reads, if it is one."""
+    files = opened.source.files
+    return None if files is None or "://" in files else config.root / opened.name
 
 
 def content(path: Path, hashes: Hashes) -> str:
@@ -81,33 +85,39 @@ def content(path: Path, hashes: Hashes) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def load_plan(config: DataConfig) -> Assignment:
+def load_plan(config: DataConfig) -> Plan:
     """The plan, whose settings must be those of the recipe."""
     check_settings(config)
     try:
-        return Assignment.load(config.dir / PLAN)
+        return Plan.load(config.dir / PLAN)
     except Exception as error:  # numpy and zipfile raise many classes for a damaged file
-        raise UserError(f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}") from None
+        raise UserError(
+            f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}", code="plan-damaged"
+        ) from None
 
 
-def check_settings(config: DataConfig, place: Path | None = None) -> None:
+def check_settings(config: DataConfig, directory: Path | None = None) -> None:
     """Refuse to continue with other settings than what is there, or in `place`, was prepared with."""
-    file = (place or config.dir) / SETTINGS
+    file = (directory or config.dir) / SETTINGS
     try:
-        found = read_json(file)
-        version = found.pop("format")
+        prepared = read_json(file)
+        version = prepared.pop("format")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{file} is missing or damaged ({one_line(error)}); {AGAIN}") from None
+        raise UserError(
+            f"{file} is missing or damaged ({one_line(error)}); {AGAIN}", code="settings-damaged"
+        ) from None
     if version != FORMAT:
         raise UserError(f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}")
-    changed = differences(found, config)
+    changed = differences(prepared, config)
     if changed:
-        raise UserError(f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}")
+        raise UserError(
+            f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}", code="settings-differ"
+        )
 
 
-def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[Input] | str:
-    """The inputs, which must be those that were planned; or which is gone, if its data are there."""
-    planned = [source["name"] for source in plan.summary["sources"]]
+def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
+    """Return the inputs, which must be those that were planned; or which is gone, if its data are there."""
+    planned = {source["name"]: source for source in plan.summary["sources"]}
     complete = all((config.dir / split / MANIFEST).is_file() for split in config.splits)
     try:
         inputs = planned_inputs(config)
@@ -115,61 +125,62 @@ def check_inputs(config: DataConfig, plan: Assignment, hashes: Hashes) -> list[I
         if complete and ("no file matches" in str(error) or isinstance(error, FailureError)):
             return str(error)
         raise
-    names = [one.name for one in inputs]
-    for name in Counter(names) - Counter(planned):
-        raise UserError(f"{name} was not there when {config.dir} was prepared; take it away, or {AGAIN}")
-    gone = next(iter(Counter(planned) - Counter(names)), None)
+    listed = Counter(source["name"] for source in plan.summary["sources"])
+    names = Counter(opened.name for opened in inputs)
+    for name in names - listed:
+        raise UserError(
+            f"{name} was not there when {config.dir} was prepared; take it away, or {AGAIN}",
+            code="source-new",
+        )
+    gone = next(iter(listed - names), None)
     if gone is not None and not complete:
-        raise UserError(f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}")
-    sizes = {one.name: one.size for one in inputs}
-    for source in plan.summary["sources"]:
-        if (
-            "bytes" in source
-            and "://" in source["name"]
-            and sizes.get(source["name"], 0) not in (0, source["bytes"])
-        ):
-            raise UserError(f"{source['name']} changed since {config.dir} was prepared; {AGAIN}")
-        path = config.root / source["name"]
-        expected = source["sha256"] if "bytes" in source else source.get("content")
-        if expected is None or not path.exists():
-            continue
-        if "bytes" in source and path.stat().st_size != source["bytes"]:
+        raise UserError(
+            f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}", code="source-gone"
+        )
+    for opened in inputs:
+        source, path = planned[opened.name], config.root / opened.name
+        size = source.get("bytes")
+        if "://" in opened.name:
+            same = size is None or opened.size in (0, size)
+        else:
+            expected = source.get("content") if size is None else source["sha256"]
+            same = expected is None or not path.exists()
+            if not same and (size is None or path.stat().st_size == size):
+                same = content(path, hashes) == expected
+        if not same:
             raise UserError(
-                f"{path} has {path.stat().st_size:,} bytes, when {config.dir} was prepared it had "
-                f"{source['bytes']:,}; {AGAIN}"
+                f"{opened.name} changed since {config.dir} was prepared; {AGAIN}", code="source-changed"
             )
-        if content(path, hashes) != expected:
-            raise UserError(f"{path} changed since {config.dir} was prepared; {AGAIN}")
     return inputs if gone is None else f"{gone} is gone since {config.dir} was prepared"
 
 
-def check_tokenizer(config: DataConfig, plan: Assignment) -> Tokenizer:
+def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
     """Return the saved tokenizer.
 
     Raises UserError unless it, and a local one that it was made from, are those that were planned with.
     """
     planned = TokenizerFacts(**plan.summary["tokenizer"])
-    places = [config.dir / TOKENIZER]
+    directories = [config.dir / TOKENIZER]
     if config.tokenizer is not None and (config.root / config.tokenizer).exists():
-        places.insert(0, config.root / config.tokenizer)
-    for place in places:
+        directories.insert(0, config.root / config.tokenizer)
+    for directory in directories:
         try:
-            same = tokenizer_facts(place) == planned and (
-                not config.by_chat_template or _same_template(place, plan)
+            same = tokenizer_facts(directory) == planned and (
+                not config.by_chat_template or _same_template(directory, plan)
             )
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
         if not same:
             raise UserError(
-                f"{place} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
+                f"{directory} is missing, damaged or not the tokenizer that {config.dir} was prepared with; "
                 f"{AGAIN}",
                 code="tokenizer-changed",
             )
     return read_tokenizer(config.dir / TOKENIZER)[0]
 
 
-def _same_template(place: Path, plan: Assignment) -> bool:
-    return read_template(place, str(place)).digest == plan.summary["chat_template"]
+def _same_template(directory: Path, plan: Plan) -> bool:
+    return read_template(directory, str(directory)).digest == plan.summary["chat_template"]
 
 
 def missing_shards(
@@ -199,7 +210,7 @@ def missing_shards(
 
 
 def _is_as_made(path: Path, noted: ShardInfo, listed: ShardInfo, hashes: Hashes) -> bool:
-    """Whether note, manifest and content of a shard agree."""
+    """Return whether note, manifest and content of a shard agree."""
     return noted == listed and hashes.sha256(path) == noted.sha256
 
 
@@ -207,85 +218,69 @@ def data_sets(directory: Path) -> list[Path]:
     """The data sets that should be in a prepared directory, or the data set that the directory is."""
     if (directory / MANIFEST).is_file():
         return [directory]
-    named = sorted(place.name for place in directory.glob(f"{VALIDATION}-*"))
-    there = [place for name in (TRAIN, VALIDATION, *named) if (place := directory / name).is_dir()]
-    for place in there:
+    sets = sorted(path.name for path in directory.glob(f"{VALIDATION}-*"))
+    present = [path for name in (TRAIN, VALIDATION, *sets) if (path := directory / name).is_dir()]
+    for path in present:
         try:
-            made = splits_made(parse_manifest(place).config)
+            splits = splits_made(parse_manifest(path).config)
         except UserError:
             continue
-        also = (split for split in (TRAIN, VALIDATION) if directory / split in there)
-        return [directory / split for split in dict.fromkeys((*made, *also))]
-    return there or [directory]
+        also = (split for split in (TRAIN, VALIDATION) if directory / split in present)
+        return [directory / split for split in dict.fromkeys((*splits, *also))]
+    return present or [directory]
 
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
-    """What was found right, and every fault, a line each."""
+    """Return what was found right, and every fault, a line each."""
     right, faults = [], []
-    for place in data_sets(directory):
+    for split in data_sets(directory):
+        wrong: list[str] = []
+        again = 0
         try:
-            manifest = parse_manifest(place)
-        except UserError as error:
-            faults.append(str(error))
-            continue
-        wrong = [*_shard_faults(place, manifest), *_total_faults(place, manifest)]
-        wrong += _origin_faults(place, manifest)
-        try:
-            if not (place.parent / TOKENIZER).is_dir():
-                raise UserError(f"{place.parent / TOKENIZER} is missing", code="no-tokenizer")
-            tokenizer = read_tokenizer(place.parent / TOKENIZER)
-            wrong += _tokenizer_faults(place, manifest, tokenizer[1])
+            manifest = parse_manifest(split)
+            wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
+            tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
+            expected = (manifest.tokenizer_fingerprint, manifest.vocab_size, manifest.bos_id, manifest.eos_id)
+            if (facts.fingerprint, facts.vocab_size, facts.bos_id, facts.eos_id) != expected:
+                wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
+            if not wrong:
+                wrong += _row_faults(split)
+                plain = PlainEncoder(tokenizer, facts)
+                for info in manifest.shards:
+                    path = split / info.file
+                    same = list(written_again(Shard(path, manifest.kind), manifest, plain))
+                    again += len(same)
+                    if not all(same):
+                        wrong.append(f"{path} has ids that the tokenizer does not give for their text")
         except UserError as error:
             wrong.append(str(error))
-        again = 0
-        if not wrong:
-            wrong += _row_faults(place)
-            again, misencoded = _encoded_again(place, manifest, PlainEncoder(*tokenizer))
-            wrong += misencoded
         faults += wrong
         if not wrong:
             counts = f"{manifest.rows:,} rows in {len(manifest.shards)} shards, all as written"
-            what = counted(again, "document" if manifest.kind == "text" else "example")
-            right.append(f"{place}: {counts}; encoded again and the same: {what if again else 'none'}")
+            encoded = counted(again, "document" if manifest.kind == "text" else "example")
+            right.append(f"{split}: {counts}; encoded again and the same: {encoded if again else 'none'}")
     return right, faults
 
 
-def _encoded_again(place: Path, manifest: Manifest, plain: PlainEncoder) -> tuple[int, list[str]]:
-    """Return how many documents of a data set were encoded again, and the shards where one got other ids."""
-    total, faults = 0, []
-    for info in manifest.shards:
-        same = list(written_again(Shard(place / info.file, manifest.kind), manifest, plain))
-        total += len(same)
-        if not all(same):
-            faults.append(
-                f"{place / info.file} has ids that {place.parent / TOKENIZER} does not give for their text"
-            )
-    return total, faults
-
-
-def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
-    """Files: there, whole, unchanged, readable; and no others."""
+def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield faults of files: there, whole, unchanged, readable; and no others."""
     names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
     if [info.file for info in manifest.shards] != names:
-        yield f"{place / MANIFEST} does not list its shards in order"
-    for extra in sorted(p.name for p in place.glob("*.arrow") if p.name not in names):
-        yield f"{place / extra} is not in the manifest"
+        yield f"{directory / MANIFEST} does not list its shards in order"
+    for extra in sorted(p.name for p in directory.glob("*.arrow") if p.name not in names):
+        yield f"{directory / extra} is not in the manifest"
     for number, info in enumerate(manifest.shards):
-        path = place / names[number]
+        path = directory / names[number]
         if not path.is_file():
             yield f"{path} is missing"
             continue
         size = path.stat().st_size
-        if size != info.bytes:
-            yield f"{path} has {size:,} bytes instead of {info.bytes:,}"
+        if size != info.bytes or sha256(path) != info.sha256:
+            yield f"{path} was changed: it has {size:,} bytes of the {info.bytes:,}, or another hash"
             continue
-        found = sha256(path)
-        if found != info.sha256:
-            yield f"{path} was changed: sha256 {found[:12]}... instead of {info.sha256[:12]}..."
-            continue
-        note = read_note(place, number, len(names))
+        note = read_note(directory, number, len(names))
         if note is not None and note != info:
-            yield f"{path}: its note does not say what {place / MANIFEST} says"
+            yield f"{path}: its note does not say what {directory / MANIFEST} says"
         try:
             yield from _content_faults(path, Shard(path, manifest.kind), info, manifest)
         except (pa.ArrowException, KeyError, ValueError) as error:
@@ -293,137 +288,97 @@ def _shard_faults(place: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
-    """Columns agree with each other, with the block and with the vocabulary."""
-    counted = dict.fromkeys(("rows", "tokens", "segments"), 0)
-    for (id_offsets, ids), (segment_offsets, segments), (source_offsets, _) in zip(
+    """Yield where columns disagree with each other, the block, the vocabulary or what is said of them."""
+    segments = [np.zeros(0, np.int64)]  # of each row
+    for (id_offsets, ids), (offsets, lengths), (source_offsets, _) in zip(
         *(shard.columns[name] for name in ("input_ids", "segment_lengths", "sources")), strict=True
     ):
-        lengths = np.diff(id_offsets)
+        tokens = np.diff(id_offsets)
+        segments.append(np.diff(offsets))
         if len(ids) and int(ids.max()) >= manifest.vocab_size:
             yield f"{path} has id {ids.max()}, the vocabulary only {manifest.vocab_size}"
-        if (lengths > manifest.block).any() or (
-            manifest.kind == "text" and (lengths != manifest.block).any()
-        ):
+        if (tokens > manifest.block).any() or (manifest.kind == "text" and (tokens != manifest.block).any()):
             yield f"{path} has rows that are not {manifest.block} tokens"
-        sums = np.add.reduceat(segments, segment_offsets[:-1]) if len(segments) else lengths[:0]
-        if not np.array_equal(sums, lengths) or (segments == 0).any():
+        sums = np.add.reduceat(lengths, offsets[:-1]) if len(lengths) else tokens[:0]
+        if not np.array_equal(sums, tokens) or (lengths == 0).any():
             yield f"{path} has segments that do not add up to their rows"
-        if not np.array_equal(source_offsets, segment_offsets):
+        if not np.array_equal(source_offsets, offsets):
             yield f"{path} has segments without a source"
-        counted["rows"] += len(lengths)
-        counted["tokens"] += len(ids)
-        counted["segments"] += len(segments)
-    counted["valid_tokens"] = int(shard.valid.sum())
-    for name, count in counted.items():
-        if count != getattr(info, name):
-            yield f"{path} has {count:,} {name}, its manifest {getattr(info, name):,}"
-    yield from _domain_faults(path, shard, info, manifest)
-
-
-def _domain_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
-    """The domains of a shard's rows are the manifest's, and hold what it says."""
-    names = [one.name for one in manifest.domains]
+    names = [domain.name for domain in manifest.domains]
+    listed = {domain.name: domain for domain in info.domains}
+    if len(listed) != len(info.domains) or [name for name in names if name in listed] != list(listed):
+        yield f"{path} is said to have domains that are not those of {MANIFEST}, in their order"
+        return
     if shard.domain.max(initial=0) >= len(names):
         yield f"{path} has rows of domain {shard.domain.max()}, its manifest only {len(names)} domains"
         return
-    said = {one.name: one for one in info.domains}
-    if len(said) != len(info.domains) or [name for name in names if name in said] != list(said):
-        yield f"{path} is said to have domains that are not those of {MANIFEST}, in their order"
-        return
-    if totals(info.domains)["documents"] != info.documents:
-        yield f"{path} is said to hold {info.documents:,} documents, its domains hold others"
-    segments = [np.diff(offsets) for offsets, _ in shard.columns["segment_lengths"]]
-    found = {
-        "rows": None,
-        "tokens": np.diff(shard.token_offsets()),
-        "valid_tokens": shard.valid,
-        "segments": np.concatenate([np.zeros(0, np.int64), *segments]),
-    }
-    for key, amounts in found.items():
-        for name, count in zip(names, np.bincount(shard.domain, amounts, len(names)).tolist(), strict=True):
-            expected = getattr(said[name], key) if name in said else 0
+    amounts = (None, np.diff(shard.token_offsets()), shard.valid, np.concatenate(segments))
+    for key, values in zip(COUNTED, amounts, strict=True):
+        for name, count in zip(names, np.bincount(shard.domain, values, len(names)).tolist(), strict=True):
+            expected = getattr(listed[name], key) if name in listed else 0
             if count != expected:
                 yield f"{path} has {int(count):,} {key} of domain {name}, its manifest {expected:,}"
+    yield from _unequal(path, info, totals(info.domains), "its domains")
 
 
-def _total_faults(place: Path, manifest: Manifest) -> Iterator[str]:
-    """Sums, the fingerprint, and the digest that covers all of the manifest."""
-    file = place / MANIFEST
-    for name, total in totals(manifest.shards).items():
-        if total != getattr(manifest, name):
-            yield f"{file} says {getattr(manifest, name):,} {name}, its shards {total:,}"
+def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield where a manifest differs from its shards, its settings, its plan, or its own digest."""
+    file, settled_with = directory / MANIFEST, manifest.config
+    yield from _unequal(file, manifest, totals(manifest.shards), "its shards")
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
-        for name, total in parts.items():
-            if total != getattr(domain, name):
-                said = f"{getattr(domain, name):,} {name} of domain {domain.name}"
-                yield f"{file} says {said}, its shards {total:,}"
-    counts: Counter[str] = Counter()
-    for info in manifest.shards:
-        counts.update(info.counts)
-    if dict(counts) != manifest.counts:
-        yield f"{file} has counts that are not the sums of its shards' counts"
-    waste = round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6)
-    if waste != manifest.waste:
-        yield f"{file} says {manifest.waste:.2%} padding, its rows have {waste:.2%}"
-    if manifest.fingerprint != content_fingerprint(
+        yield from _unequal(file, domain, parts, f"domain {domain.name} of its shards")
+    fingerprint = content_fingerprint(
         manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards
-    ):
-        yield f"{file} was edited: its fingerprint is not that of its shards"
-    if manifest.digest != manifest_digest(manifest):
-        yield f"{file} was edited: its digest is not that of its content"
-
-
-def _origin_faults(place: Path, manifest: Manifest) -> Iterator[str]:
-    """What the manifest says of settings and sources is what the directory's plan and the other split say."""
-    file, made = place / MANIFEST, manifest.config
+    )
     expected = {
-        "split": place.name if place.name in splits_made(made) else manifest.split,
-        "kind": made.get("kind"),
-        "block": made.get("block"),
-        "template": made.get("template_version"),
+        "counts": dict(sum((Counter(info.counts) for info in manifest.shards), Counter())),
+        "waste": round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6),
+        "fingerprint": fingerprint,
+        "digest": manifest_digest(manifest),
     }
-    for name, value in expected.items():
-        if getattr(manifest, name) != value:
-            yield f"{file} says {name} {getattr(manifest, name)}, it was made with {value}"
-    if len(manifest.shards) != made.get("shards"):
-        yield f"{file} lists {len(manifest.shards)} shards of {made.get('shards')}"
+    yield from _unequal(file, manifest, expected, "its content")
+    if len(manifest.shards) != settled_with.get("shards"):
+        yield f"{file} lists {len(manifest.shards)} shards of {settled_with.get('shards')}"
+    settled = {
+        "split": directory.name if directory.name in splits_made(settled_with) else manifest.split,
+        "kind": settled_with.get("kind"),
+        "block": settled_with.get("block"),
+        "template": settled_with.get("template_version"),
+    }
+    yield from _unequal(file, manifest, settled, "its settings")
     try:
-        tree = json.loads((place.parent / SETTINGS).read_text(encoding="utf-8"))
-        summary = Assignment.load(place.parent / PLAN).summary
+        tree = json.loads((directory.parent / SETTINGS).read_text(encoding="utf-8"))
+        summary = Plan.load(directory.parent / PLAN).summary
     except FileNotFoundError:  # a data set may be copied without them
         return
-    except Exception as error:  # numpy and zipfile raise many classes for a damaged file
-        yield f"{place.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
+    except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
+        yield f"{directory.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
         return
-    if tree != made | {"format": FORMAT}:
-        yield f"{file} was not made with the settings in {place.parent / SETTINGS}"
-    for name in ("sources", "rejected"):
-        if getattr(manifest, name) != summary[name]:
-            yield f"{file} says other {name} than {place.parent / PLAN}"
+    if tree != settled_with | {"format": FORMAT}:
+        yield f"{file} was not made with the settings in {directory.parent / SETTINGS}"
+    planned = {name: summary[name] for name in ("sources", "rejected")}
+    yield from _unequal(file, manifest, planned, str(directory.parent / PLAN))
 
 
-def _tokenizer_faults(place: Path, manifest: Manifest, facts: TokenizerFacts) -> Iterator[str]:
-    """The tokenizer beside the data set is the one that made it."""
-    saved = place.parent / TOKENIZER
-    if facts.fingerprint != manifest.tokenizer_fingerprint:
-        yield f"{saved} is not the tokenizer that made {place}"
-    for name in ("vocab_size", "bos_id", "eos_id"):
-        if getattr(facts, name) != getattr(manifest, name):
-            yield f"{place / MANIFEST} says {name} {getattr(manifest, name)}, {saved} {getattr(facts, name)}"
+def _unequal(file: Path, record: Any, expected: dict[str, Any], origin: str) -> Iterator[str]:
+    """Yield a fault for every field of a record that is not as expected by `origin`."""
+    for name, value in expected.items():
+        if getattr(record, name) != value:
+            recorded, right = one_line(str(getattr(record, name)), 80), one_line(str(value), 80)
+            yield f"{file} says {name} {recorded}, {origin} {right}; it was edited, or is of other data"
 
 
-def _row_faults(place: Path) -> Iterator[str]:
-    """What training would read: supervised targets as counted, positions as segments say."""
-    data = TokenDataset(place)
+def _row_faults(directory: Path) -> Iterator[str]:
+    """Yield the first row whose supervised targets, as training reads them, are not as many as counted."""
+    data = TokenDataset(directory)
     for start in range(0, len(data), ROWS):
         rows = np.arange(start, min(start + ROWS, len(data)))
-        batch: dict[str, Any] = data.batch(rows)
-        found = (batch["labels"] != IGNORE).sum(axis=1)
-        wrong = np.flatnonzero(found != data.valid[rows])
+        targets = (data.batch(rows)["labels"] != IGNORE).sum(axis=1)
+        wrong = np.flatnonzero(targets != data.valid[rows])
         if len(wrong):
             row = int(rows[wrong[0]])
-            file, at = data.provenance(np.array([row]))[0]
-            counts = f"supervises {found[wrong[0]]} tokens, its count says {data.valid[row]}"
-            yield f"{place / file} row {at} {counts}"
+            file, number = data.provenance(np.array([row]))[0]
+            counts = f"supervises {targets[wrong[0]]} tokens, its count says {data.valid[row]}"
+            yield f"{directory / file} row {number} {counts}"
             return

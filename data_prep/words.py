@@ -8,10 +8,11 @@ real rows before it trusts the proof.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from data_prep.tokenizer import SPACE, special_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-REMEMBERED = 64 << 20  # bytes that remembered words may take; then all are forgotten
+REMEMBERED = 32 << 20  # bytes that remembered words may take; then all are forgotten
 LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
 SLOT = 230  # bytes of a dictionary's entry and of its two objects, without the content
 
@@ -52,12 +53,14 @@ class TextEncoder:
     With `by_words` false every text is encoded whole, whatever the tokenizer.
     """
 
-    def __init__(self, place: Path, dtype: np.dtype, by_words: bool = True) -> None:
-        self.place, self.dtype = place, dtype
-        content = (place / "tokenizer.json").read_text(encoding="utf-8")
+    def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
+        self.place, self.dtype = directory, dtype
+        content = (directory / "tokenizer.json").read_text(encoding="utf-8")
         rule = word_rule(json.loads(content)) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
+        self.known = KnownWords(self._word)  # as they stand
+        self.spaced = KnownWords(self._after_space, lines=False)  # what stands between two spaces
 
     @cached_property
     def beginning(self) -> Tokenizer:
@@ -69,32 +72,54 @@ class TextEncoder:
         """For text that continues earlier text, and for words."""
         return encoder(self.place, continuing=True)
 
-    @cached_property
-    def known(self) -> KnownWords:
-        """The words so far."""
-        return KnownWords(self.continuing, self.dtype)
-
     def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
-        """The ids of each text; with `continuing` it continues earlier text."""
+        """Return the ids of each text; with `continuing` it continues earlier text."""
         if self.words is None:
             tokenizer = self.continuing if continuing else self.beginning
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [_packed(one.ids, self.dtype) for one in encoded]
+            return [array(self.dtype.char, encoding.ids).tobytes() for encoding in encoded]
         before = "" if continuing else self.before
-        known = self.known.__getitem__
-        return [b"".join(map(known, self.words(before + text))) if text else b"" for text in texts]
+        return [self._text(before + text) if text else b"" for text in texts]
+
+    def _text(self, text: str) -> bytes:
+        """Return the ids of a text.
+
+        A word begins at every single space, so that texts are cut there, which is fast, and remembered; a
+        text with white space before a space is cut by the pattern alone.
+        """
+        first, *others = text.split(" ")
+        if not first or not _ends_white(first):
+            with contextlib.suppress(KeyError):
+                return self._words(first) + b"".join(map(self.spaced.__getitem__, others))
+        return self._words(text)
+
+    def _words(self, text: str) -> bytes:
+        assert self.words is not None
+        return b"".join(map(self.known.__getitem__, self.words(text)))
+
+    def _word(self, word: str) -> bytes:
+        return array(self.dtype.char, self.continuing.encode(word, add_special_tokens=False).ids).tobytes()
+
+    def _after_space(self, text: str) -> bytes:
+        """Return the ids of a space and a text. Raises KeyError where a space after it begins no word."""
+        if not text or _ends_white(text):
+            raise KeyError(text)
+        assert self.words is not None
+        words = self.words(f" {text}")
+        return self._word(words[0]) if len(words) == 1 else b"".join(map(self.known.__getitem__, words))
 
 
 class KnownWords(dict[str, bytes]):
     """Ids of words; a word that is looked up for the first time is encoded. At most REMEMBERED bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-        self.tokenizer, self.dtype = tokenizer, dtype
+    def __init__(self, encode: Callable[[str], bytes], lines: bool = True) -> None:
+        """lines: whether what holds line breaks is remembered."""
+        self.encode, self.lines = encode, lines
         self.bytes = 0
 
     def __missing__(self, word: str) -> bytes:
-        ids = _packed(self.tokenizer.encode(word, add_special_tokens=False).ids, self.dtype)
-        if len(word) > LONGEST:
+        ids = self.encode(word)
+        if len(word) > LONGEST or not (self.lines or "\n" not in word):
             return ids
         size = 4 * len(word) + len(ids) + SLOT
         if self.bytes + size > REMEMBERED:
@@ -105,8 +130,8 @@ class KnownWords(dict[str, bytes]):
         return ids
 
 
-def _packed(ids: list[int], dtype: np.dtype) -> bytes:
-    return array(dtype.char, ids).tobytes()
+def _ends_white(text: str) -> bool:
+    return text[-1].isspace() or text[-1] == SPACE
 
 
 def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
@@ -165,12 +190,12 @@ def _encoder(content: str, specials: frozenset[str], continuing: bool) -> Tokeni
     return backend
 
 
-def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
+def markup_encoder(directory: Path, continuing: bool = False) -> Tokenizer:
     """The encoder of what a chat template writes: adds no special token, but finds those in the text.
 
     With `continuing` the text continues earlier text: no space is put before it.
     """
-    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     if continuing:
         tree["normalizer"] = _without_prefix(tree["normalizer"])
         tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
@@ -179,11 +204,11 @@ def markup_encoder(place: Path, continuing: bool = False) -> Tokenizer:
     return backend
 
 
-def special_tokens(place: Path) -> tuple[str, ...]:
+def special_tokens(directory: Path) -> tuple[str, ...]:
     """All special tokens of a saved tokenizer, in order."""
-    tree = json.loads((place / "tokenizer.json").read_text(encoding="utf-8"))
+    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     added = {token["content"] for token in tree["added_tokens"] if token["special"]}
-    return tuple(sorted(added | set(special_names(place).values())))
+    return tuple(sorted(added | set(special_names(directory).values())))
 
 
 def _bare(tree: dict[str, Any]) -> Tokenizer:
@@ -197,11 +222,11 @@ def _bare(tree: dict[str, Any]) -> Tokenizer:
 
 
 def _spelled(backend: Tokenizer, specials: frozenset[str]) -> bool:
-    """Whether a text that spells a special token gets its id: it may be a piece of the vocabulary as well."""
+    """Return whether a text that spells a special token gets its id: it may be a piece as well."""
     for special in specials:
         number = backend.token_to_id(special)
         texts = [special, f" {special} ", f"x{special}x"]
-        if any(number in one.ids for one in backend.encode_batch(texts, add_special_tokens=False)):
+        if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
             return True
     return False
 
@@ -232,7 +257,7 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     for name in ("normalizers", "pretokenizers"):
         if name in part:
             inner = map(_without_prefix, part[name])
-            return part | {name: [one for one in inner if one is not None]}
+            return part | {name: [inner_part for inner_part in inner if inner_part is not None]}
     if part["type"] == "Metaspace":
         return part | {"prepend_scheme": "never"}
     return part | {"add_prefix_space": False} if "add_prefix_space" in part else part

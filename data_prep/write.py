@@ -1,4 +1,4 @@
-"""The names in a prepared directory, writing a shard and its manifest, and what is said of both.
+"""The names in a prepared directory, writing a shard and its manifest, and what is reported of both.
 
 A shard is packed rows in an Arrow stream, and a note beside it that says it is whole.
 """
@@ -40,11 +40,12 @@ from data_prep.tokenizer import FILES, TokenizerFacts
 MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
 NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
+ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
 PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
 NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, "*.column", "spill/*", f".*{PART}"))
-PARTS = tuple(f"[0-9]*.{of}" for of in ("pieces", "near", "inputs", "lease.[0-9]*"))
+SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, ROWS, LIMITED, "spill/*", f".*{PART}"))
+PARTS = ("[0-9]*.parquet", "[0-9]*.lease.[0-9]*")
 UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, ".clock.*", f".*{PART}")))
 OF_SPLIT = (
     "shard-[0-9]*-of-[0-9]*.arrow",
@@ -71,20 +72,20 @@ class ShardWriter:
         self._waiting: list[PackedRows] = []
         self._waiting_rows = 0
         self._domains = domains
-        self._counts = dict.fromkeys(COUNTED, np.zeros(len(domains), np.int64))
+        self._counts = {key: np.zeros(len(domains), np.int64) for key in COUNTED}
         self.bytes = 0
         self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), self._schema)
 
     closed = False  # Arrow asks the file that it writes to
 
     def write(self, data: bytes) -> int:
-        """Called by Arrow."""
+        """Write and hash bytes, for Arrow."""
         self._hash.update(data)
         self.bytes += len(data)
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Called by Arrow."""
+        """Flush the file, for Arrow."""
         self._file.flush()
 
     def add(self, rows: PackedRows) -> None:
@@ -92,25 +93,25 @@ class ShardWriter:
         self._waiting.append(rows)
         self._waiting_rows += len(rows.lengths)
         if self._waiting_rows >= BATCH_ROWS:
-            self._write_waiting(last=False)
+            self._write_waiting(BATCH_ROWS)
 
-    def finish(self, place: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
-        """Write what waits and the end of the stream; `place`: what the file will be called.
+    def finish(self, path: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
+        """Write what waits and the end of the stream; return the note of a shard that is put at `place`.
 
         documents: of each domain.
         """
-        self._write_waiting(last=True)
+        self._write_waiting(1)
         self._stream.close()
         domains = [
             DomainCounts(
-                name=name, documents=documents[name], **{k: int(v[at]) for k, v in self._counts.items()}
+                name=name, documents=documents[name], **{k: int(v[i]) for k, v in self._counts.items()}
             )
-            for at, name in enumerate(self._domains)
+            for i, name in enumerate(self._domains)
             if documents[name]
         ]
         return ShardInfo(
-            split=place.parent.name,
-            file=place.name,
+            split=path.parent.name,
+            file=path.name,
             bytes=self.bytes,
             sha256=self._hash.hexdigest(),
             **totals(domains),
@@ -118,33 +119,31 @@ class ShardWriter:
             counts=dict(sorted((+counts).items())),
         )
 
-    def _write_waiting(self, last: bool) -> None:
+    def _write_waiting(self, least: int) -> None:
+        """Write batches while at least so many rows wait."""
         if not self._waiting_rows:
             return
         rows = PackedRows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
-        while len(rows.lengths) >= (1 if last else BATCH_ROWS):
+        while len(rows.lengths) >= least:
             batch, rows = _cut(rows, BATCH_ROWS)
-            self._write_batch(batch)
+            columns = [
+                _lists(batch.ids.astype(self._dtype), batch.lengths),
+                _lists(batch.segments.astype(np.uint32), batch.segment_counts),
+                _lists(batch.sources, batch.segment_counts),
+            ]
+            if self._kind == "instruct":
+                columns.append(_lists(batch.spans.astype(np.uint32), batch.span_counts))
+            columns += [array_of(batch.valid.astype(np.uint32)), array_of(batch.domain)]
+            self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+            sums = (None, batch.lengths, batch.valid, batch.segment_counts)
+            for key, amounts in zip(COUNTED, sums, strict=True):
+                by_domain = np.bincount(batch.domain, amounts, len(self._domains))
+                self._counts[key] += by_domain.astype(np.int64)
         self._waiting, self._waiting_rows = [rows], len(rows.lengths)
-
-    def _write_batch(self, rows: PackedRows) -> None:
-        columns = [
-            _lists(rows.ids.astype(self._dtype), rows.lengths),
-            _lists(rows.segments.astype(np.uint32), rows.segment_counts),
-            _lists(rows.sources, rows.segment_counts),
-        ]
-        if self._kind == "instruct":
-            columns.append(_lists(rows.spans.astype(np.uint32), rows.span_counts))
-        columns += [array_of(rows.valid.astype(np.uint32)), array_of(rows.domain)]
-        self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
-        sums = (None, rows.lengths, rows.valid, rows.segment_counts)
-        for key, amounts in zip(COUNTED, sums, strict=True):
-            found = np.bincount(rows.domain, amounts, len(self._domains)).astype(np.int64)
-            self._counts[key] = self._counts[key] + found
 
 
 def totals(parts: Iterable[DomainCounts | ShardInfo]) -> dict[str, int]:
-    """What domains or shards hold in all."""
+    """Return what domains or shards hold in all."""
     parts = list(parts)
     return {key: sum(getattr(part, key) for part in parts) for key in (*COUNTED, "documents")}
 
@@ -158,61 +157,129 @@ def write_shard(
     check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
-    """Pack encoded sequences, of one domain each, into shard `index` of a split and put it in place, then
-    its note.
+    """Pack encoded sequences, of one domain each, into shard `index` of a split; return its note.
 
-    It is put in place only if `check` finds the rows in it that come with the sequences. quota: for text,
-    tokens at most, in whole blocks. Returns the note.
+    It is put in place, and then its note, only if `check` finds the rows in it that come with the sequences.
+    quota: for text, tokens at most, in whole blocks.
     """
     name = shard_name(index, config.shards)
     domains = config.domains_of(directory.name)
-    numbers = {domain: number for number, domain in enumerate(domains)}
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     overlapping = 0
     overlap: set[int] = set()
 
-    def counted() -> Iterator[tuple[int, Encoded]]:
+    def counted_parts() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for domain, rows, one in encoded:
-            check.add(numbers[domain], one.ids, one.lengths, rows)
-            documents[domain] += one.documents
-            counts.update(one.counts)
-            overlap.update(one.overlap.tolist())
-            overlapping += one.overlapping
-            yield numbers[domain], one
+        for domain, rows, part in encoded:
+            number = domains.index(domain)
+            check.add(number, part.ids, part.lengths, rows)
+            documents[domain] += part.documents
+            counts.update(part.counts)
+            overlap.update(part.overlap.tolist())
+            overlapping += part.overlapping
+            yield number, part
 
     with part_file(directory / name) as file:
         writer = ShardWriter(file, config.kind, dtype, domains)
         if config.kind == "text":
-            _blocks(writer, counted(), config.block, quota, counts)
+            _blocks(writer, counted_parts(), config.block, quota, counts)
         else:
-            _bins(writer, counted(), config.block, dtype, directory)
+            _bins(writer, counted_parts(), config.block, dtype, directory)
         info = writer.finish(directory / name, documents, counts)
         file.flush()
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
-        found = {"documents": overlapping, "grams": sorted(overlap)}
-        write_text(overlap_path(directory, index, config.shards), json.dumps(found) + "\n")
+        note = {"documents": overlapping, "grams": sorted(overlap)}
+        write_text(overlap_path(directory, index, config.shards), json.dumps(note) + "\n")
     write_text(note_path(directory, index, config.shards), info.model_dump_json(indent=1) + "\n")
     return info
 
 
+def _blocks(
+    writer: ShardWriter,
+    encoded: Iterable[tuple[int, Encoded]],
+    block: int,
+    quota: int | None,
+    counts: Counter[str],
+) -> None:
+    packers: dict[int, BlockPacker] = {}
+    left = None if quota is None else quota // block
+    for domain, part in encoded:
+        packer = packers.setdefault(domain, BlockPacker(block, domain))
+        rows = packer.add(part.ids, part.lengths, part.sources)
+        if left is not None:
+            if len(rows.lengths) > left:
+                counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
+                rows = _cut(rows, left)[0]
+            left -= len(rows.lengths)
+        writer.add(rows)
+    counts["remainder_tokens_dropped"] += sum(packer.remainder for packer in packers.values())
+
+
+def _bins(
+    writer: ShardWriter,
+    encoded: Iterable[tuple[int, Encoded]],
+    block: int,
+    dtype: np.dtype,
+    directory: Path,
+) -> None:
+    """Pack bins, which need all lengths of the shard first: the ids wait in a file that has no name."""
+    import tempfile
+
+    lengths, sources = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    domains = [np.zeros(0, np.uint16)]
+    spans: list[np.ndarray] = []
+    with tempfile.TemporaryFile(dir=directory) as spool:
+        for domain, part in encoded:
+            spool.write(part.ids.tobytes())
+            lengths.append(part.lengths)
+            domains.append(np.full(len(part.lengths), domain, np.uint16))
+            spans += part.spans
+            sources.append(part.sources)
+        spool.flush()
+        size, domain_of, source_of = (np.concatenate(parts) for parts in (lengths, domains, sources))
+        starts = np.cumsum(size) - size
+        if not len(size):
+            return
+        ids = np.memmap(spool, dtype, mode="r", shape=(int(size.sum()),))
+        for domain in np.unique(domain_of).tolist():
+            members = np.flatnonzero(domain_of == domain)
+            chosen = [spans[i] for i in members.tolist()]
+            sizes, hashes = size[members], source_of[members]
+            for rows in packed_rows(ids, starts[members], sizes, chosen, hashes, block, domain):
+                writer.add(rows)
+        del ids
+
+
+def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
+    return lists_of(np.append(0, np.cumsum(lengths)), values)
+
+
+def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:
+    """Return the first `count` rows, and those after them."""
+    ragged = (rows.lengths, rows.segment_counts, rows.span_counts)
+    tokens, segments, spans = (int(numbers[:count].sum()) for numbers in ragged)
+    ends = (tokens, count, segments, count, segments, spans, count, count, count)
+    pairs = list(zip(rows, ends, strict=True))
+    return PackedRows(*(c[:end] for c, end in pairs)), PackedRows(*(c[end:] for c, end in pairs))
+
+
 def note_path(directory: Path, index: int, count: int) -> Path:
-    """The note that a shard is whole."""
+    """Return the path of the note that a shard is whole."""
     return directory / shard_name(index, count).replace(".arrow", ".json")
 
 
 def overlap_path(directory: Path, index: int, count: int) -> Path:
-    """Grams of test rows that a shard's documents hold."""
+    """Return the path of the grams of test rows that a shard's documents hold."""
     return directory / shard_name(index, count).replace(".arrow", ".overlap.json")
 
 
 def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
-    """What the note of a whole shard says; None when the shard has to be made."""
-    note, shard = note_path(directory, index, count), directory / shard_name(index, count)
+    """Return the note of a whole shard; None when the shard has to be made."""
+    shard = directory / shard_name(index, count)
     try:
-        info = ShardInfo.model_validate_json(note.read_bytes())
+        info = ShardInfo.model_validate_json(note_path(directory, index, count).read_bytes())
         whole = shard.stat().st_size == info.bytes and (info.split, info.file) == (directory.name, shard.name)
     except (OSError, ValidationError):
         return None
@@ -220,31 +287,28 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
 
 
 def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: list[ShardInfo]) -> Manifest:
-    """The manifest of a split whose shards are all there. Raises UserError when they hold no row.
+    """Return the manifest of a split whose shards are all there. Raises UserError when they hold no row.
 
     summary: of the plan.
     """
     decisive, facts = settings(config), TokenizerFacts(**summary["tokenizer"])
-    counts: Counter[str] = Counter()
-    for info in infos:
-        counts.update(info.counts)
     total = totals(infos)
+    if not total["rows"]:
+        rows = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
+        if config.kind == "instruct":
+            reason = f"no {rows} example has a response within data.block={config.block} tokens"
+            advice = "set a larger one"
+        else:
+            reason = f"the {rows} data are less than one block of {config.block} tokens in every shard"
+            fewer = " or fewer data.shards" if config.shards > 1 else ""
+            advice = f"set a smaller data.block{fewer}, or add {rows} data,"
+        raise UserError(f"{reason}; {advice} and prepare with --force", code="no-rows")
     domains = [
-        DomainCounts(name=name, **totals(one for info in infos for one in info.domains if one.name == name))
+        DomainCounts(
+            name=name, **totals(part for info in infos for part in info.domains if part.name == name)
+        )
         for name in config.domains_of(split)
     ]
-    if not total["rows"]:
-        what = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
-        if config.kind == "instruct":
-            raise UserError(
-                f"no {what} example has a response within data.block={config.block} tokens; set a larger one "
-                "and prepare with --force"
-            )
-        more = " or fewer data.shards" if config.shards > 1 else ""
-        raise UserError(
-            f"the {what} data are less than one block of {config.block} tokens in every shard; "
-            f"set a smaller data.block{more}, or add {what} data, and prepare with --force"
-        )
     return Manifest(
         format=FORMAT,
         tool=TOOL,
@@ -260,7 +324,7 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
         config=decisive,
         sources=summary["sources"],
         rejected=summary["rejected"],
-        counts=dict(sorted(counts.items())),
+        counts=dict(sorted(sum((Counter(info.counts) for info in infos), Counter()).items())),
         **total,
         domains=domains,
         waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
@@ -268,128 +332,52 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
     )
 
 
+def columns_read(summary: dict[str, Any]) -> list[str]:
+    """Return lines for the user: which columns of the sources are read, and which are not."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for source in summary["sources"]:
+        if source["columns_not_read"]:
+            key = ", ".join(source["columns"]), ", ".join(source["columns_not_read"][:12])
+            alike.setdefault(key, []).append(source["name"])
+    lines = []
+    for (read, unread), names in alike.items():
+        others = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{others}: columns read: {read}; not read: {unread}")
+    return lines
+
+
 def left_out(summary: dict[str, Any]) -> list[str]:
-    """Phrases for the user: what of the sources no shard takes."""
-    lost = []
-    if rejected := summary["rejected"]:
-        lost.append(f"{counted(sum(rejected.values()), 'row')} ({_listed(rejected)})")
-    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
+    """Return phrases for the user: what of the sources no shard takes."""
+    lost, rejected = [], summary["rejected"]
+    if rejected:
+        reasons = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in rejected.items())
+        lost.append(f"{counted(sum(rejected.values()), 'row')} ({reasons})")
+    if messages := sum(source["messages_left_out"] for source in summary["sources"]):
         lost.append(f"{counted(messages, 'message')} before the first prompt or after the last response")
     return lost
 
 
-def _listed(rejected: dict[str, int]) -> str:
-    return ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in rejected.items())
-
-
-def describe(summary: dict[str, Any]) -> list[str]:
-    """Lines for the user: what was rejected, and what of the rows is not read."""
-    lines = [f"rows rejected: {_listed(summary['rejected']) or 'none'}"]
-    alike: dict[tuple[str, str], list[str]] = {}
-    for one in summary["sources"]:
-        if one["columns_not_read"]:
-            key = ", ".join(one["columns"]), ", ".join(one["columns_not_read"][:12])
-            alike.setdefault(key, []).append(one["name"])
-    for (read, unread), names in alike.items():
-        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-        lines.append(f"{names[0]}{more}: columns read: {read}; not read: {unread}")
-    if messages := sum(one["messages_left_out"] for one in summary["sources"]):
-        lines.append(f"messages left out, before the first prompt or after the last response: {messages:,}")
-    return lines
-
-
 def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
-    """Lines for the user: what of the rows of a split was cut or dropped while it was encoded and packed.
+    """Return lines for the user: what of a split's rows was cut or dropped as they were encoded and packed.
 
     infos: of the shards that are there so far.
     """
     lines, domains = [], config.domains_of(split)
     counts = sum((Counter(info.counts) for info in infos), Counter())
-    if overlong := counts.get("overlong"):
+    if overlong := counts["overlong"]:
         kinds = ("truncated", "split", "dropped", "without_response")
-        parts = [(counts.get(f"overlong_{kind}", 0), kind.replace("_", " ")) for kind in kinds]
-        what = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
+        parts = [(counts[f"overlong_{kind}"], kind.replace("_", " ")) for kind in kinds]
+        fates = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
         lines.append(
             f"{overlong:,} of {totals(infos)['documents']:,} examples are longer than {config.block} tokens "
-            f"({what}); {counted(counts.get('overlong_tokens_lost', 0), 'token')} lost"
+            f"({fates}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
         )
-    if rest := counts.get("remainder_tokens_dropped"):
+    if remainder := counts["remainder_tokens_dropped"]:
         ends = "shards, and of domains in them" if len(domains) > 1 else "shards"
-        lines.append(f"{counted(rest, 'token')} at the ends of {ends}, less than a row each, dropped")
-    if beyond := counts.get("tokens_beyond_limit"):
+        lines.append(f"{counted(remainder, 'token')} at the ends of {ends}, less than a row each, dropped")
+    if beyond := counts["tokens_beyond_limit"]:
         lines.append(f"{counted(beyond, 'token')} beyond data.limit_tokens dropped")
-    made = {one.name for info in infos for one in info.domains if one.rows}
-    if len(infos) == config.shards and (none := [name for name in domains if name not in made]):
+    written = {part.name for info in infos for part in info.domains if part.rows}
+    if len(infos) == config.shards and (none := [name for name in domains if name not in written]):
         lines.append(f"nothing is left of the domain{'s' if none[1:] else ''} {', '.join(none)}")
     return lines
-
-
-def _blocks(
-    writer: ShardWriter,
-    encoded: Iterable[tuple[int, Encoded]],
-    block: int,
-    quota: int | None,
-    counts: Counter[str],
-) -> None:
-    packers: dict[int, BlockPacker] = {}
-    left = None if quota is None else quota // block
-    for domain, one in encoded:
-        packer = packers.setdefault(domain, BlockPacker(block, domain))
-        rows = packer.add(one.ids, one.lengths, one.sources)
-        if left is not None and len(rows.lengths) > left:
-            counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
-            rows = _cut(rows, left)[0]
-        left = None if left is None else left - len(rows.lengths)
-        writer.add(rows)
-    counts["remainder_tokens_dropped"] += sum(packer.remainder for packer in packers.values())
-
-
-def _bins(
-    writer: ShardWriter,
-    encoded: Iterable[tuple[int, Encoded]],
-    block: int,
-    dtype: np.dtype,
-    directory: Path,
-) -> None:
-    """Bins need all lengths of the shard first: the ids wait in a file that has no name."""
-    import tempfile
-
-    lengths: list[int] = []
-    domains: list[int] = []
-    spans: list[np.ndarray] = []
-    sources = [np.zeros(0, np.uint64)]
-    total = 0
-    with tempfile.TemporaryFile(dir=directory) as spool:
-        for domain, one in encoded:
-            spool.write(one.ids.tobytes())
-            lengths += one.lengths.tolist()
-            domains += [domain] * len(one.lengths)
-            spans += one.spans
-            sources.append(one.sources)
-            total += len(one.ids)
-        spool.flush()
-        size, domain_of = np.array(lengths, np.int64), np.array(domains, np.uint16)
-        source_of = np.concatenate(sources)
-        starts = np.cumsum(size) - size
-        if not len(size):
-            return
-        ids = np.memmap(spool, dtype, mode="r", shape=(total,))
-        for domain in np.unique(domain_of).tolist():
-            own = np.flatnonzero(domain_of == domain)
-            chosen = [spans[i] for i in own.tolist()]
-            for rows in packed_rows(ids, starts[own], size[own], chosen, source_of[own], block, domain):
-                writer.add(rows)
-        del ids
-
-
-def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
-    return lists_of(np.append(0, np.cumsum(lengths)), values)
-
-
-def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:
-    """The first `count` rows, and those after them."""
-    ragged = (rows.lengths, rows.segment_counts, rows.span_counts)
-    tokens, segments, spans = (int(numbers[:count].sum()) for numbers in ragged)
-    ends = (tokens, count, segments, count, segments, spans, count, count, count)
-    pairs = list(zip(rows, ends, strict=True))
-    return PackedRows(*(c[:end] for c, end in pairs)), PackedRows(*(c[end:] for c, end in pairs))

@@ -49,8 +49,8 @@ _SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 def names_of(part: str, spec: RowSpec) -> tuple[str, ...]:
     """The columns that may be a part of a row: the one that the recipe names, or the known ones."""
-    named = spec.named(part)
-    return NAMES[part] if named is None else (named,)
+    mapped = spec.named(part)
+    return NAMES[part] if mapped is None else (mapped,)
 
 
 def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
@@ -62,14 +62,14 @@ def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def text_columns(spec: RowSpec) -> tuple[str, ...]:
-    """Where a row's text may be, or its tokens."""
+    """Return the columns in which a row's text may be, or its tokens."""
     if spec.column is not None:
         return (spec.column,)
     return TOKEN_COLUMNS if spec.format == "tokens" and not spec.columns else names_of("text", spec)
 
 
 def prompt_columns(spec: RowSpec) -> tuple[str, ...]:
-    """Where the prompt of an instruction may be."""
+    """Return the columns in which the prompt of an instruction may be."""
     return (spec.column,) if spec.column else names_of("instruction", spec)
 
 
@@ -83,16 +83,16 @@ def chat_column(raw: dict[str, Any], spec: RowSpec) -> str | None:
 
 
 def columns_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
-    """The columns that a good row gives text from."""
+    """Return the columns that a good row gives text from."""
     tools = [first(raw, names_of("tools", spec))] if spec.chat else []
     if spec.kind == "text":
-        found = [first(raw, text_columns(spec))]
+        names_read = [first(raw, text_columns(spec))]
     elif talk := chat_column(raw, spec):
-        found = [first(raw, names_of("system", spec)), talk, *tools]
+        names_read = [first(raw, names_of("system", spec)), talk, *tools]
     else:
         parts = (names_of(part, spec) for part in ("system", "history", "input", "output"))
-        found = [first(raw, names) for names in (prompt_columns(spec), *parts)] + tools
-    return {name for name in found if name is not None}
+        names_read = [first(raw, names) for names in (prompt_columns(spec), *parts)] + tools
+    return {name for name in names_read if name is not None}
 
 
 def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
@@ -108,23 +108,23 @@ def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
     if any(_ANSWERING.search(name) for name in several):
         return {}
     if kind == "text":
-        known = first(raw, TEXT_COLUMNS)
+        text = first(raw, TEXT_COLUMNS)
         longest = max(texts, key=lambda name: len(raw[name]), default=None)
-        return {} if known or longest is None else {"text": longest}
+        return {} if text or longest is None else {"text": longest}
     talk = next((name for name, value in raw.items() if _is_talk(value)), None)
     if talk is not None:
         keys = [name for name, value in raw[talk][0].items() if isinstance(value, str)]
         role = first(raw[talk][0], ROLE_KEYS) or next(filter(_SPEAKING.search, keys), None)
-        said = first(raw[talk][0], CONTENT_KEYS) or next((name for name in keys if name != role), None)
-        if role is None or said is None:
+        content = first(raw[talk][0], CONTENT_KEYS) or next((name for name in keys if name != role), None)
+        if role is None or content is None:
             return {}
-        return _unknown({"messages": str(talk), "role": role, "content": said})
-    asked = first(raw, PROMPT_COLUMNS) or next(filter(_ASKING.search, texts), None)
-    rest = [name for name in texts if name != asked and name not in (*INPUT_COLUMNS, *SYSTEM_COLUMNS)]
-    answered = first(raw, RESPONSE_COLUMNS) or next(filter(_ANSWERING.search, rest), None)
-    asked = asked or next((name for name in rest if name != answered), None)
-    answered = answered or next((name for name in reversed(rest) if name != asked), None)
-    return {} if asked is None or answered is None else _unknown({"instruction": asked, "output": answered})
+        return _unknown({"messages": str(talk), "role": role, "content": content})
+    prompt = first(raw, PROMPT_COLUMNS) or next(filter(_ASKING.search, texts), None)
+    others = [name for name in texts if name != prompt and name not in (*INPUT_COLUMNS, *SYSTEM_COLUMNS)]
+    response = first(raw, RESPONSE_COLUMNS) or next(filter(_ANSWERING.search, others), None)
+    prompt = prompt or next((name for name in others if name != response), None)
+    response = response or next((name for name in reversed(others) if name != prompt), None)
+    return {} if prompt is None or response is None else _unknown({"instruction": prompt, "output": response})
 
 
 def _is_talk(value: Any) -> bool:
@@ -132,7 +132,7 @@ def _is_talk(value: Any) -> bool:
 
 
 def _unknown(columns: dict[str, str]) -> dict[str, str]:
-    """What has to be said: columns that are not known by their name."""
+    """Return the columns that are not known by their name."""
     return {part: name for part, name in columns.items() if name not in NAMES[part]}
 
 
@@ -144,27 +144,26 @@ def flow(columns: dict[str, str]) -> str:
 
 def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec | None = None) -> Rejected:
     """The rejection of a row that has none of some columns, and with a spec what to write instead."""
-    wanted = ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
-    there = ", ".join(map(str, list(raw)[:12])) or "none"
+    choices = ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+    present = ", ".join(map(str, list(raw)[:12])) or "none"
     hint = "" if spec is None else _hint(raw, spec)
-    return Rejected("missing_column", f"no column {wanted}; there are: {there}{hint}"[:330])
+    return Rejected("missing_column", f"no column {choices}; there are: {present}{hint}"[:330])
 
 
 def _hint(raw: dict[str, Any], spec: RowSpec) -> str:
-    other = "instruct" if spec.kind == "text" else "text"
     if spec.kind == "text" and (_is_instruction(raw) or first(raw, CHAT_COLUMNS)):
-        return f"; for instructions set data.kind={other}"
+        return "; for instructions set data.kind=instruct"
     if spec.kind == "instruct" and not _is_instruction(raw) and first(raw, TEXT_COLUMNS):
-        return f"; for plain text set data.kind={other}"
-    found = guess(raw, spec.kind) if spec.column is None and not spec.columns else {}
-    return f"; name yours in the source, for example columns: {flow(found)}" if found else ""
+        return "; for plain text set data.kind=text"
+    named = spec.column is not None or spec.columns or not guess(raw, spec.kind)
+    return "" if named else "; name yours in the source's columns, as sniff proposes"
 
 
 def _is_instruction(raw: dict[str, Any]) -> bool:
     return first(raw, PROMPT_COLUMNS) is not None and first(raw, RESPONSE_COLUMNS) is not None
 
 
-def wrong(name: str, value: Any, wanted: str = "text") -> Rejected:
+def wrong(name: str, value: Any, expected: str = "text") -> Rejected:
     """The rejection of a row whose column holds something else."""
-    found = "null" if value is None else type(value).__name__
-    return Rejected("wrong_type", f"column {name} must be {wanted}, not {found}")
+    kind = "null" if value is None else type(value).__name__
+    return Rejected("wrong_type", f"column {name} must be {expected}, not {kind}")

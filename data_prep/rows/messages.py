@@ -41,7 +41,7 @@ class Said(NamedTuple):
 
     role: str  # one of ROLES, or what the row says
     content: str | None
-    more: dict[str, Any]  # tool_calls, name, reasoning_content ...
+    extra: dict[str, Any]  # tool_calls, name, reasoning_content ...
     supervised: bool = True  # False: it is marked as carrying no loss
 
 
@@ -76,51 +76,51 @@ def _history(pairs: Any, spec: RowSpec) -> list[Exchange] | Rejected:
     if not isinstance(pairs, list):
         return wrong(HISTORY, pairs, "a list of pairs")
     for i, pair in enumerate(pairs):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             return wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
-    return [Exchange(*(clean(said, spec.clean) for said in pair)) for pair in pairs]
+    return [Exchange(*(clean(text, spec.clean) for text in pair)) for pair in pairs]
 
 
 def _as_chat(read: Conversation, raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
     """An Alpaca row as messages."""
-    said = [Said("system", read.system, {})] if read.system else []
+    messages = [Said("system", read.system, {})] if read.system else []
     for exchange in read.exchanges:
         prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
-        said += [Said("user", prompt, {}), Said("assistant", exchange.response, {})]
-    return _chat(said, raw, spec)
+        messages += [Said("user", prompt, {}), Said("assistant", exchange.response, {})]
+    return _chat(messages, raw, spec)
 
 
 def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation | Chat | Rejected:
     """Messages of a chat, with what a system column says before them."""
-    said = _said(raw[column], column, spec)
-    if isinstance(said, Rejected):
-        return said
+    messages = _said(raw[column], column, spec)
+    if isinstance(messages, Rejected):
+        return messages
     name = first(raw, names_of("system", spec))
     preface = raw[name] or "" if name is not None else ""
     if not isinstance(preface, str):
         return wrong(str(name), preface)
     systems, role = [clean(preface, spec.clean)] if preface else [], "system"
-    if said and said[0].role in PREFACES:
-        role = said[0].role
-        systems.append(said.pop(0).content or "")
+    if messages and messages[0].role in PREFACES:
+        role = messages[0].role
+        systems.append(messages.pop(0).content or "")
     system = "\n\n".join(filter(None, systems))
     if spec.chat:
-        return _chat([Said(role, system, {}), *said] if system else said, raw, spec)
-    return _exchanges(said, system)
+        return _chat([Said(role, system, {}), *messages] if system else messages, raw, spec)
+    return _exchanges(messages, system)
 
 
 def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
     if not isinstance(talk, list):
         return wrong(column, talk, "a list of messages")
     roles, contents = names_of("role", spec), names_of("content", spec)
-    said = []
+    messages = []
     for i, message in enumerate(talk):
         if not isinstance(message, dict):
             return wrong(f"{column}[{i}]", message, "an object")
         role, content = (message.get(first(message, names) or "") for names in (roles, contents))
         unread = (*roles, *contents, *MARKS)
-        more = {k: v for k, v in message.items() if k not in unread and v is not None}
-        calls = spec.chat and bool(more.get("tool_calls"))
+        extra = {k: v for k, v in message.items() if k not in unread and v is not None}
+        calls = spec.chat and bool(extra.get("tool_calls"))
         if role is None or (content is None and not calls):
             null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
             if null is not None:
@@ -133,7 +133,9 @@ def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
             )
         content = _joined(content)
         if isinstance(content, list):
-            parts = {str(one.get("type")) if isinstance(one, dict) else type(one).__name__ for one in content}
+            parts = {
+                str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content
+            }
             odd = ", ".join(sorted(parts - {"text"})) or "text without text"
             return Rejected("wrong_type", f"column {column}[{i}].{contents[0]} must be text, not {odd}")
         if content is not None and not isinstance(content, str):
@@ -143,8 +145,8 @@ def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
         supervised = _supervised(message, role, f"{column}[{i}]")
         if isinstance(supervised, Rejected):
             return supervised
-        said.append(Said(role, text, more if spec.chat else {}, supervised))
-    return said
+        messages.append(Said(role, text, extra if spec.chat else {}, supervised))
+    return messages
 
 
 def _supervised(message: dict[str, Any], role: str, where: str) -> bool | Rejected:
@@ -155,9 +157,9 @@ def _supervised(message: dict[str, Any], role: str, where: str) -> bool | Reject
         if value is None:
             continue
         if key in OTHER_MARKS or not isinstance(value, int | float) or value not in (0, 1):
-            known = ", ".join(MARKS)
-            what = f"{where}.{key} may say what carries loss, and cannot be followed"
-            return Rejected("wrong_type", f"{what}: only {known} are, with 0, 1, true or false; remove it")
+            marks = ", ".join(MARKS)
+            problem = f"{where}.{key} may say what carries loss, and cannot be followed"
+            return Rejected("wrong_type", f"{problem}: only {marks} are, with 0, 1, true or false; remove it")
         learned = value == MARKS[key]
         if learned and role != "assistant" and key != "weight":  # weight is of the assistant's alone
             return Rejected("wrong_type", f"{where}.{key} asks for loss on the {role}'s words; remove it")
@@ -186,57 +188,63 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = [
-        one["text"] if isinstance(one, dict) and one.get("type", "text") == "text" and "text" in one else None
-        for one in content
+        part["text"]
+        if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part
+        else None
+        for part in content
     ]
     if not texts or not all(isinstance(text, str) for text in texts):
         return content
     return "".join(text for text in texts if text is not None)
 
 
-def _exchanges(said: list[Said], system: str) -> Conversation | Rejected:
+def _exchanges(messages: list[Said], system: str) -> Conversation | Rejected:
     """User and assistant in turn.
 
     What the assistant says before any user, and what a user says last, has no counterpart: both are left out,
     and counted.
     """
-    at = next((i for i, one in enumerate(said) if one.role != "assistant"), len(said))
-    last = len(said) - (len(said) > at and said[-1].role == "user")
-    used = said[at:last]
-    if not used or [one.role for one in used] != ["user", "assistant"] * (len(used) // 2):
-        return _bad_roles(said)
+    start = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
+    last = len(messages) - (len(messages) > start and messages[-1].role == "user")
+    used = messages[start:last]
+    if not used or [message.role for message in used] != ["user", "assistant"] * (len(used) // 2):
+        return _bad_roles(messages)
     pairs = zip(used[::2], used[1::2], strict=True)
-    exchanges = tuple(Exchange(asked.content or "", reply.content or "") for asked, reply in pairs)
-    return Conversation(exchanges, system, len(said) - len(used), _unsupervised(used))
+    exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
+    return Conversation(exchanges, system, len(messages) - len(used), _unsupervised(used))
 
 
-def _unsupervised(said: list[Said]) -> tuple[int, ...]:
+def _unsupervised(messages: list[Said]) -> tuple[int, ...]:
     """Return the numbers, among the assistant's messages, of those that carry no loss."""
-    answers = [message for message in said if message.role == "assistant"]
+    answers = [message for message in messages if message.role == "assistant"]
     return tuple(i for i, answer in enumerate(answers) if not answer.supervised)
 
 
-def _bad_roles(said: list[Said]) -> Rejected:
-    return Rejected("bad_roles", " ".join(one.role for one in said) or "no messages")
+def _bad_roles(messages: list[Said]) -> Rejected:
+    return Rejected("bad_roles", " ".join(message.role for message in messages) or "no messages")
 
 
-def _chat(said: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
+def _chat(messages: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
     """Messages for a chat_template, which says itself what order it allows.
 
     What the assistant says before anybody else, and all after what it says last, is left out, and counted.
     """
-    front = next((i for i, one in enumerate(said) if one.role not in PREFACES), len(said))
-    begin = next((i for i in range(front, len(said)) if said[i].role != "assistant"), len(said))
-    last = max((i for i, one in enumerate(said) if one.role == "assistant"), default=-1)
-    if last <= begin or any(one.role not in ROLES for one in said):
-        return _bad_roles(said)
+    front = next((i for i, message in enumerate(messages) if message.role not in PREFACES), len(messages))
+    begin = next((i for i in range(front, len(messages)) if messages[i].role != "assistant"), len(messages))
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    if last <= begin or any(message.role not in ROLES for message in messages):
+        return _bad_roles(messages)
     tools = _tools(raw, spec)
     if isinstance(tools, Rejected):
         return tools
-    used = [*said[:front], *said[begin : last + 1]]
-    messages = [_message(one) for one in used]
+    used = [*messages[:front], *messages[begin : last + 1]]
     written = "" if tools is None else _json(tools)
-    return Chat(_json(messages), written, len(said) - len(used), _unsupervised(used))
+    return Chat(
+        _json([_message(message) for message in used]),
+        written,
+        len(messages) - len(used),
+        _unsupervised(used),
+    )
 
 
 def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
@@ -246,15 +254,15 @@ def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
     if isinstance(tools, str):
         with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools) or None
-    if tools is None or (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+    if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return tools
     return wrong(str(name), tools, "a list of tools")
 
 
-def _message(one: Said) -> dict[str, Any]:
+def _message(said: Said) -> dict[str, Any]:
     """A message as chat templates expect it: the arguments of a call are an object, not its JSON."""
-    content = {} if one.content is None else {"content": one.content}
-    message = {"role": one.role, **content, **one.more}
+    content = {} if said.content is None else {"content": said.content}
+    message = {"role": said.role, **content, **said.extra}
     calls = json.loads(_json(message.get("tool_calls")))  # a copy: the row itself stays as it was read
     if calls:
         message["tool_calls"] = calls

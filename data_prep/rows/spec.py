@@ -35,7 +35,7 @@ CODE = {reason: code for code, reason in enumerate(REASONS)}
 
 
 class RowSpec(NamedTuple):
-    """How the rows of a source read."""
+    """The way to read the rows of a source."""
 
     kind: str  # text or instruct
     format: str  # one of Source.format; auto is settled for text files

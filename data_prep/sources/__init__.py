@@ -41,17 +41,17 @@ def open_inputs(config: DataConfig) -> list[Input]:
     """
     inputs = []
     for number, split in enumerate(config.splits[:1] if config.validation_fraction else config.splits):
-        for one in (one for source in config.sources_of(split) for one in _inputs(source, config)):
-            one.split = number
-            inputs.append(one)
+        for opened in (opened for source in config.sources_of(split) for opened in _inputs(source, config)):
+            opened.split = number
+            inputs.append(opened)
     return inputs
 
 
 def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
     lines = source.format != "wikitext"  # whose rows are lines of text
     columns = tuple(sorted((source.columns or {}).items()))
-    how = (config.kind, source.format, lines, source.column, source.clean, config.max_chars)
-    spec = RowSpec(*how, columns=columns, chat=config.by_chat_template)
+    keys = (config.kind, source.format, lines, source.column, source.clean, config.max_chars)
+    spec = RowSpec(*keys, columns=columns, chat=config.by_chat_template)
     if source.files is not None:
         if "://" in source.files:
             for file in remote_files(source.files):
@@ -88,21 +88,21 @@ def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
     absolute = Path(pattern).is_absolute()
     base = Path("/") if absolute else root
     try:
-        found = [base / pattern] if _exists(base / pattern) else _globbed(base, pattern.lstrip("/"))
+        candidates = [base / pattern] if _exists(base / pattern) else _globbed(base, pattern.lstrip("/"))
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"files: {pattern!r} is not a pattern of file names ({one_line(error)})") from None
     except OSError as error:
         raise unreadable(str(base), error) from None
-    paths = [path for path in found if path.is_file() or is_saved(path)]
+    paths = [path for path in candidates if path.is_file() or is_saved(path)]
     if not paths:
         where = f"no file matches {base / pattern}"
-        if any(path.is_dir() for path in found):
+        if any(path.is_dir() for path in candidates):
             raise UserError(f"{where}: it is a directory; write {pattern.rstrip('/')}/*.jsonl, for example")
         raise UserError(f"{where}; check files and data.root={root}")
     strange = [path for path in paths if not _is_utf8(path)]
     if strange:
-        more = f" and {len(strange) - 1:,} others" if len(strange) > 1 else ""
-        raise UserError(f"the file name {os.fsencode(strange[0])!r}{more} is not UTF-8; rename it")
+        others = f" and {len(strange) - 1:,} others" if len(strange) > 1 else ""
+        raise UserError(f"the file name {os.fsencode(strange[0])!r}{others} is not UTF-8; rename it")
     return [(path, str(path if absolute else path.relative_to(base))) for path in paths]
 
 
@@ -120,10 +120,10 @@ def _globbed(base: Path, pattern: str) -> list[Path]:
     """
     if not Path(pattern).parts:
         return [base]
-    found = sorted(base.glob(pattern)) or sorted(base.glob(pattern.replace("[", "[[]")))
+    paths = sorted(base.glob(pattern)) or sorted(base.glob(pattern.replace("[", "[[]")))
     if any(part.startswith(".") for part in Path(pattern).parts):
-        return found
-    return [path for path in found if not any(part[0] == "." for part in path.relative_to(base).parts)]
+        return paths
+    return [path for path in paths if not any(part[0] == "." for part in path.relative_to(base).parts)]
 
 
 def _is_utf8(path: Path) -> bool:
@@ -169,23 +169,23 @@ def _guess(path: File, name: str, spec: RowSpec) -> str:
 
 
 def _is_array(path: File) -> bool:
-    """Whether a .jsonl file is one array of rows."""
+    """Return whether a .jsonl file is one array of rows."""
     with open_text(path) as stream:
         beginning = next(chunks(stream, str(path)), b"").removeprefix(b"\xef\xbb\xbf").split()
     return b"".join(beginning[:2]).startswith((b"[{", b"[[{"))
 
 
 def _is_one_value(path: File) -> bool:
-    """Whether a .json file is one value that holds the rows, rather than a row on each line."""
+    """Return whether a .json file is one value that holds the rows, not a row on each line."""
     with open_text(path) as stream:
-        first, more = _first_line(chunks(stream, str(path)))
+        first, others = _first_line(chunks(stream, str(path)))
     if first.startswith(b"["):
         return True
     try:
         row = json.loads(first)
     except (ValueError, RecursionError):
-        return more
-    return not more and isinstance(row, dict) and _rows_within(row) is not None
+        return others
+    return not others and isinstance(row, dict) and _rows_within(row) is not None
 
 
 def _first_line(stretches: Iterator[bytes]) -> tuple[bytes, bool]:
@@ -193,8 +193,8 @@ def _first_line(stretches: Iterator[bytes]) -> tuple[bytes, bool]:
     text = bytearray()
     for chunk in stretches:
         text += chunk
-        line, _, rest = text.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-        if rest.strip() or len(text) > JSON_LIMIT:
+        line, _, others = text.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+        if others.strip() or len(text) > JSON_LIMIT:
             return bytes(line), True
         if line[:1] == b"[":
             break
@@ -242,7 +242,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
     ends: list[int] = []  # the row after the last of each row group
 
     def rows(start: int) -> Iterator[Any]:
-        at = start
+        number = start
         try:
             opened = path.open_at_random() if isinstance(path, RemoteFile) else path
             file = pyarrow.parquet.ParquetFile(opened)
@@ -252,9 +252,9 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
             start -= ends[first - 1] if first else 0
             for batch in file.iter_batches(PIECE_ROWS, row_groups=range(first, len(ends))):
                 yield from batch.slice(start).to_pylist()
-                at += max(0, batch.num_rows - start)
+                number += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
-                read[0] = at / file.metadata.num_rows
+                read[0] = number / file.metadata.num_rows
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{name} is not readable as parquet ({reason})") from None
@@ -266,7 +266,7 @@ def _parquet(source: Source, name: str, spec: RowSpec, path: File, packed: bool,
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a directory was written by `datasets.Dataset.save_to_disk` or by `DatasetDict`'s."""
+    """Return whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote a directory."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -275,7 +275,7 @@ def _saved(source: Source, name: str, spec: RowSpec, path: Path) -> Input:
     loaded = cache(lambda: _load_saved(source, path))
 
     def pinned() -> dict[str, Any]:
-        files = [file_identity(Path(one["filename"]), "") for one in loaded().cache_files]
+        files = [file_identity(Path(cached["filename"]), "") for cached in loaded().cache_files]
         digests = "".join(file["sha256"] for file in files)
         return {"sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
@@ -297,14 +297,14 @@ def _load_saved(source: Source, path: Path) -> Any:
 
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a missing or damaged file: many classes, one meaning
         raise UserError(f"{path} cannot be loaded as a saved data set ({one_line(error, 240)})") from None
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if source.split not in found:
-        raise UserError(f"{path} has no split {source.split}; it has {', '.join(found)}")
-    return found[source.split]
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if source.split not in loaded:
+        raise UserError(f"{path} has no split {source.split}; it has {', '.join(loaded)}")
+    return loaded[source.split]
 
 
 def _hub(source: Source, spec: RowSpec) -> Input:

@@ -86,10 +86,10 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         with _explained(self._address):
-            found = self._file.read(len(buffer))
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+            content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
     def close(self) -> None:
         if not self.closed:
@@ -112,25 +112,26 @@ def remote_files(pattern: str) -> list[RemoteFile]:
         system, path = fsspec.core.url_to_fs(pattern)
     except ImportError as error:
         needs = NEEDS.get(protocol)
-        how = f"pip install {needs}" if needs else one_line(error, 200)
-        what = f"files: {pattern} needs what reads {protocol}://, which is not installed"
-        raise UserError(f"{what} ({how})") from None
+        advice = f"pip install {needs}" if needs else one_line(error, 200)
+        needed = f"files: {pattern} needs what reads {protocol}://, which is not installed"
+        raise UserError(f"{needed} ({advice})") from None
     except ValueError as error:
         why = one_line(error, 120)
         raise UserError(f"files: {pattern} is no address that fsspec knows ({why})") from None
     web = _is_web(system)
     with _explained(pattern):
-        found = [path] if not web and system.isfile(path) else []
-        if not found and any(sign in path for sign in ("*" if web else "*?[")):
-            found = [one for one in sorted(system.glob(path)) if web or system.isfile(one)]
-        elif not found and (web or not system.isdir(path)):
-            found = [path]  # and its information says whether it is there
-        infos = [system.info(one) for one in found]
-    if not found:
+        paths = [path] if not web and system.isfile(path) else []
+        if not paths and any(sign in path for sign in ("*" if web else "*?[")):
+            paths = [file for file in sorted(system.glob(path)) if web or system.isfile(file)]
+        elif not paths and (web or not system.isdir(path)):
+            paths = [path]  # and its information says whether it is there
+        infos = [system.info(file) for file in paths]
+    if not paths:
         raise UserError(f"no file matches {pattern}; give a pattern of files, {pattern.rstrip('/')}/*.jsonl")
-    whole = [one if web else system.unstrip_protocol(one) for one in found]
+    whole = [file if web else system.unstrip_protocol(file) for file in paths]
     return [
-        RemoteFile(address, system, one, info) for address, one, info in zip(whole, found, infos, strict=True)
+        RemoteFile(address, system, file, info)
+        for address, file, info in zip(whole, paths, infos, strict=True)
     ]
 
 
@@ -141,7 +142,7 @@ def _state(info: dict[str, Any]) -> list[str]:
 
 
 def _is_web(system: Any) -> bool:
-    """Whether a file system is a web server: without lists of files, without a beginning in the middle."""
+    """Return whether files are on a web server: without lists of them, read from the beginning."""
     return "https" in system.protocol
 
 
@@ -154,8 +155,10 @@ def _explained(address: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         why = {FileNotFoundError: "no file matches", PermissionError: "no permission to read"}
-        what = next((text for kind, text in why.items() if isinstance(error, kind)), "this is a directory:")
-        raise UserError(f"{what} {address}; check the address and who may read it") from None
+        problem = next(
+            (text for kind, text in why.items() if isinstance(error, kind)), "this is a directory:"
+        )
+        raise UserError(f"{problem} {address}; check the address and who may read it") from None
     except Exception as error:
         if isinstance(error, ValueError) and "range requests" in str(error):
             raise UserError(f"{address}: this server sends no parts of files; download it first") from None

@@ -23,11 +23,11 @@ from data_prep.config import DataConfig, context_of
 from data_prep.encode import EncodeSettings, RowEncoder
 from data_prep.inputs import Input
 from data_prep.inspect import CONTEXT, stretch
-from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, flags, parse, plain_text, raw_rows
+from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
 from data_prep.rows.columns import flow, guess
 from data_prep.sources import open_inputs
 from data_prep.templates import Chat, Conversation, render
-from data_prep.templates.chat import ChatTemplate, RefusedError, read_template
+from data_prep.templates.chat import RefusedError, read_template
 from data_prep.templates.chat import render as render_chat
 from data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
@@ -46,10 +46,10 @@ WHOLE = 1 << 20  # tokens: nothing is cut here
 Stretch = tuple[str, bool]  # of an example: text, and whether it is supervised
 
 
-class Taken(NamedTuple):
-    """What a file is taken for, by its beginning."""
+class Look(NamedTuple):
+    """A file as it is understood by its beginning."""
 
-    one: Input  # the first of the inputs
+    input: Input  # the first of the inputs
     files: int
     payload: Payload
     rows: list[Row | Rejected]
@@ -58,16 +58,16 @@ class Taken(NamedTuple):
 
     @property
     def good(self) -> list[tuple[int, Row]]:
-        """Rows that can be used, and their numbers."""
-        return [(at, row) for at, row in enumerate(self.rows) if not isinstance(row, Rejected)]
+        """Return the rows that can be used, and their numbers."""
+        return [(number, row) for number, row in enumerate(self.rows) if not isinstance(row, Rejected)]
 
-
-class Examples(NamedTuple):
-    """Rows as training would see them."""
-
-    picked: list[int]  # which of the good rows are shown
-    stretches: list[list[Stretch]]  # of those
-    lengths: list[int]  # tokens of all good rows, without a tokenizer about as many
+    @property
+    def template(self) -> str:
+        """Return Alpaca's prompt for its rows; for chats what the tokenizer has, or a transcript."""
+        if self.config.by_chat_template:
+            return "chat_template"
+        several = any(isinstance(row, Conversation) and len(row.exchanges) > 1 for _, row in self.good)
+        return "chat" if several else "alpaca"
 
 
 def sniff(files: str, tokenizer: str | None, console: Console) -> str:
@@ -77,30 +77,34 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
     row can be read.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place = None if tokenizer is None else Path(folder)
-        if tokenizer is not None and place is not None:
-            save_tokenizer(tokenizer, None, place)
-        template = "chat_template" if place is not None and chat_template(place) is not None else None
-        taken = _taken(files, template)
-        if template is not None and taken.config.kind == "instruct":
-            taken = _written(taken, files, read_template(place or Path(), str(tokenizer)), console)
-        for line in _told(taken):
+        directory = None if tokenizer is None else Path(folder)
+        if tokenizer is not None and directory is not None:
+            save_tokenizer(tokenizer, None, directory)
+        has_template = directory is not None and chat_template(directory) is not None
+        look = _best_look(files, "chat_template" if has_template else None)
+        if has_template and directory is not None and look.config.kind == "instruct":
+            look = _written(look, files, directory, console)
+        for line in _description(look):
             console.print(Text(printable(line)), soft_wrap=True)
-        examples = _examples(taken, place)
+        rows = [row for _, row in look.good]
+        picked = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)).tolist()
+        examples, lengths = _examples(look, rows, picked, directory)
     colours = console.is_terminal and not console.no_color
-    for at, stretches in zip(examples.picked, examples.stretches, strict=True):
-        console.rule(f"row {taken.good[at][0] + 1}")
+    for number, stretches in zip(picked, examples, strict=True):
+        console.rule(f"row {look.good[number][0] + 1}")
         console.print(_coloured(stretches, colours))
-    like = _coloured([("supervised", True), (", context", False)], colours)
-    console.print(like)
+    console.print(_coloured([("supervised", True), (", context", False)], colours))
     console.rule("recipe lines to paste")
-    lines = recipe(taken, files, tokenizer, examples.lengths)
+    lines = recipe(look, files, tokenizer, lengths)
     console.print(Text(lines), soft_wrap=True)
     return lines
 
 
-def _taken(files: str, template: str | None) -> Taken:
-    """The first way of reading that half of the rows allow: instructions, text, then by guessed columns."""
+def _best_look(files: str, template: str | None) -> Look:
+    """Return the first way of reading that half of the rows allow.
+
+    Instructions come first, then text, then both by guessed columns.
+    """
     refused: UserError | None = None
     looks = []
     for kind in ("instruct", "text"):
@@ -117,139 +121,126 @@ def _taken(files: str, template: str | None) -> Taken:
         if 2 * len(look.good) >= len(look.rows) > 0:
             return look
     best = max(looks, key=lambda look: len(look.good))
-    if best.good:
-        return best
-    fault = next((row for row in best.rows if isinstance(row, Rejected)), Rejected("no rows"))
-    raise UserError(f"{best.one.name}: no row can be read: {fault.reason.replace('_', ' ')} ({fault.detail})")
+    if not best.good:
+        fault = next((row for row in best.rows if isinstance(row, Rejected)), Rejected("no rows"))
+        reason = f"{fault.reason.replace('_', ' ')} ({fault.detail})"
+        raise UserError(f"{best.input.name}: no row can be read: {reason}", code="nothing-readable")
+    return best
 
 
-def _look(files: str, kind: str, proposed: dict[str, str], template: str | None) -> Taken:
-    """The first piece of a source, read in one way."""
-    source: dict[str, Any] = {"files": files}
-    if proposed:
-        source["columns"] = proposed
+def _look(files: str, kind: str, proposed: dict[str, str], template: str | None) -> Look:
+    """Return the first piece of a source, read in one way."""
+    source: dict[str, Any] = {"files": files} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
-    if template is not None:
-        tree["template"] = template
+    tree |= {} if template is None else {"template": template}
     config = parse_section(DataConfig, tree, "data")
     inputs = open_inputs(config)
-    one = inputs[0]
-    payload = next((piece.payload for piece in one.pieces() if piece.payload is not None), b"")
-    if isinstance(payload, bytes) and one.spec.format == "lines" and _has_paragraphs(payload):
-        one.spec = one.spec._replace(format="paragraphs")
-    return Taken(one, len(inputs), payload, list(parse(payload, one.spec)), config, proposed)
+    first = inputs[0]
+    payload = next((piece.payload for piece in first.pieces() if piece.payload is not None), b"")
+    if first.spec.format == "lines" and isinstance(payload, bytes) and _has_paragraphs(payload):
+        first.spec = first.spec._replace(format="paragraphs")
+    return Look(first, len(inputs), payload, list(parse(payload, first.spec)), config, proposed)
 
 
 def _has_paragraphs(text: bytes) -> bool:
-    """Whether blank lines divide a text into stretches of several lines."""
+    """Return whether blank lines divide a text into stretches of several lines."""
     lines = text.split(b"\n")[:-1]
     blank = sum(not line.strip() for line in lines)
-    return (
-        bool(blank) and any(a.strip() and b.strip() for a, b in pairwise(lines)) and blank * 20 > len(lines)
-    )
+    together = any(a.strip() and b.strip() for a, b in pairwise(lines))
+    return bool(blank) and together and blank * 20 > len(lines)
 
 
-def _proposed(look: Taken) -> dict[str, str]:
-    """Columns for rows that have none of the known names, by the first rows that are objects."""
-    if not look.one.spec.lines and isinstance(look.payload, bytes):
+def _proposed(look: Look) -> dict[str, str]:
+    """Return columns for rows that have none of the known names, by the first rows that are objects."""
+    if not look.input.spec.lines and isinstance(look.payload, bytes):
         return {}
-    for raw in raw_rows(look.payload, look.one.spec)[:EXAMPLES]:
+    for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
         try:
             row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and (found := guess(row, look.config.kind)):
-            return found
+        if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
+            return proposed
     return {}
 
 
-def _written(taken: Taken, files: str, template: ChatTemplate, console: Console) -> Taken:
-    """The same without the rows that the chat_template refuses; where that are all, without the template."""
+def _written(look: Look, files: str, directory: Path, console: Console) -> Look:
+    """Return the look without rows that the chat_template refuses; where it refuses all, without it."""
+    template = read_template(directory, "")
     rows: list[Row | Rejected] = []
-    why = None
-    for row in taken.rows:
+    reason = None
+    for row in look.rows:
         try:
             if isinstance(row, Chat):
                 render_chat(row, template)
             rows.append(row)
         except RefusedError as error:
             rows.append(Rejected(error.reason, error.detail))
-            why = why or error
-    if why is not None and not any(isinstance(row, Chat) for row in rows):
-        console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {why.detail}")))
-        return _look(files, "instruct", taken.proposed, None)
-    return taken._replace(rows=rows)
+            reason = reason or error.detail
+    if reason is not None and not any(isinstance(row, Chat) for row in rows):
+        console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {reason}")))
+        return _look(files, "instruct", look.proposed, None)
+    return look._replace(rows=rows)
 
 
-def _told(taken: Taken) -> list[str]:
-    """What is said of a file before its rows are shown."""
-    one, spec = taken.one, taken.one.spec
-    kind = "instructions" if taken.config.kind == "instruct" else "text"
-    size = f", {amount(one.size)}" if one.size else ""
-    more = f" and {counted(taken.files - 1, 'more file')}" if taken.files > 1 else ""
+def _description(look: Look) -> list[str]:
+    """Return the lines about a file that come before its rows."""
+    opened, spec = look.input, look.input.spec
+    kind = "instructions" if look.config.kind == "instruct" else "text"
+    size = f", {amount(opened.size)}" if opened.size else ""
+    others = f" and {counted(look.files - 1, 'more file')}" if look.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
-    rejected = Counter(row.reason.replace("_", " ") for row in taken.rows if isinstance(row, Rejected))
-    lines = [f"{one.name}{size}{more}: {kind}{form}"]
-    read, unread = columns(taken.payload, spec)
+    lines = [f"{opened.name}{size}{others}: {kind}{form}"]
+    read, unread, marks = columns(look.payload, spec)
     if read:
+        names = ", ".join(sorted(unread)) or "none"
+        lines.append(f"columns read: {', '.join(sorted(read))}; not read: {names}")
+    if marks:
         lines.append(
-            f"columns read: {', '.join(sorted(read))}; not read: {', '.join(sorted(unread)) or 'none'}"
+            f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
+            "these would be trained on too; leave such rows out first"
         )
-        if marks := unread & flags(taken.payload, spec):
-            lines.append(
-                f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
-                "these would be trained on too; leave such rows out first"
-            )
-    if taken.proposed:
+    if look.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
-        if body := taken.proposed.get("output"):
+        if body := look.proposed.get("output"):
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
                 f"template below, and write columns: {flow({'text': body})}"
             )
-    listed = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items()) or "none"
-    first, are = counted(len(taken.rows), "row"), "is" if len(taken.good) == 1 else "are"
-    lines.append(f"of the first {first} {len(taken.good):,} {are} used; rejected: {listed}")
-    if fault := next((row for row in taken.rows if isinstance(row, Rejected) and row.detail), None):
+    rejected = [row for row in look.rows if isinstance(row, Rejected)]
+    reasons = Counter(row.reason.replace("_", " ") for row in rejected)
+    listed = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
+    first, are = counted(len(look.rows), "row"), "is" if len(look.good) == 1 else "are"
+    lines.append(f"of the first {first} {len(look.good):,} {are} used; rejected: {listed}")
+    if fault := next((row for row in rejected if row.detail), None):
         lines.append(f"the first of these: {fault.reason.replace('_', ' ')} ({fault.detail})")
-    if unused := sum(row.unused for _, row in taken.good if isinstance(row, Conversation | Chat)):
+    if unused := sum(row.unused for _, row in look.good if isinstance(row, Conversation | Chat)):
         lines.append(f"messages left out, before the first prompt or after the last response: {unused:,}")
     return lines
 
 
-def _examples(taken: Taken, place: Path | None) -> Examples:
-    """The good rows as training sees them; `place`: of a saved tokenizer."""
-    rows = [row for _, row in taken.good]
-    picked = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)).tolist()
-    template = _template(taken)
-    if place is None:
-        lengths = [len(plain_text(row)) // CHARS for row in rows]
-        return Examples(picked, [_plain(rows[at], template) for at in picked], lengths)
-    chat = read_template(place, "") if template == "chat_template" else None
+def _examples(
+    look: Look, rows: list[Row], picked: list[int], directory: Path | None
+) -> tuple[list[list[Stretch]], list[int]]:
+    """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
+    if directory is None:  # about as many
+        plain = [_plain(rows[number], look.template) for number in picked]
+        return plain, [len(plain_text(row)) // CHARS for row in rows]
+    chat = read_template(directory, "") if look.template == "chat_template" else None
+    facts = tokenizer_facts(directory)
     encoder = RowEncoder(
-        EncodeSettings(place, tokenizer_facts(place), template, WHOLE, "truncate", None, False, chat)
+        EncodeSettings(directory, facts, look.template, WHOLE, "truncate", None, False, chat)
     )
-    decoder = Tokenizer.from_file(str(place / "tokenizer.json"))
-    encoded = [_encoded(row, encoder, taken.one.name) for row in rows]
-    shown = [_decoded(encoded[at][0], encoded[at][1], decoder) for at in picked]
-    return Examples(picked, shown, [len(ids) for ids, _ in encoded])
-
-
-def _encoded(row: Row, encoder: RowEncoder, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a row, and int64 [k, 2], which of them are supervised."""
-    if isinstance(row, Conversation | Chat):
-        example = encoder.conversations([row])
-        return example.ids, example.spans[0]
-    ids = encoder.texts([row], name).ids
-    return ids, np.array([[0, len(ids)]], np.int64)
-
-
-def _template(taken: Taken) -> str:
-    """Alpaca's rows are written by its prompt, chats by what the tokenizer has or as a transcript."""
-    if taken.config.by_chat_template:
-        return "chat_template"
-    several = any(isinstance(row, Conversation) and len(row.exchanges) > 1 for _, row in taken.good)
-    return "chat" if several else "alpaca"
+    decoder = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    encoded = []
+    for row in rows:
+        if isinstance(row, Conversation | Chat):
+            example = encoder.conversations([row])
+            encoded.append((example.ids, example.spans[0]))
+        else:
+            ids = encoder.texts([row], look.input.name).ids
+            encoded.append((ids, np.array([[0, len(ids)]], np.int64)))
+    return [_decoded(*encoded[number], decoder) for number in picked], [len(ids) for ids, _ in encoded]
 
 
 def _plain(row: Row, template: str) -> list[Stretch]:
@@ -263,7 +254,7 @@ def _plain(row: Row, template: str) -> list[Stretch]:
 
 
 def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:
-    """Ids as text; decoding from the beginning keeps spaces and split characters right."""
+    """Return ids as text; decoding from the beginning keeps spaces and split characters right."""
     edges = sorted({0, len(ids), *spans.ravel().tolist()})
     stretches, before = [], ""
     for begin, end in pairwise(edges):
@@ -275,56 +266,44 @@ def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Str
 
 
 def _coloured(stretches: list[Stretch], colours: bool) -> Text:
-    """An example for the terminal, its first SHOWN characters."""
+    """Return an example for the terminal, its first SHOWN characters."""
     text, left = Text(), SHOWN
-    for said, supervised in stretches:
-        text.append(stretch(printable(said[:left]), supervised, colours))
-        left -= len(said[:left])
+    for piece, supervised in stretches:
+        text.append(stretch(printable(piece[:left]), supervised, colours))
+        left -= len(piece[:left])
         if left <= 0:
             text.append(" ...", CONTEXT)
             break
     return text
 
 
-def recipe(taken: Taken, files: str, tokenizer: str | None, lengths: list[int]) -> str:
-    """The `data` section that reads a file as it was shown: YAML to paste."""
-    size = taken.one.size * taken.files
-    address = files if "://" in files else str(Path(files).expanduser().absolute())
-    source: dict[str, Any] = {"files": address}
-    if taken.one.spec.format == "paragraphs":
-        source["format"] = "paragraphs"
-    if taken.proposed:
-        source["columns"] = taken.proposed
+def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:
+    """Return the `data` section that reads a file as it was shown: YAML to paste."""
+    size = look.input.size * look.files
+    source = {"files": files if "://" in files else str(Path(files).expanduser().absolute())}
     shards = min(64, max(1, size // SHARD))
     data: dict[str, Any] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
-    local = tokenizer is not None and Path(tokenizer).exists()
-    data["tokenizer"] = str(Path(str(tokenizer)).absolute()) if local else tokenizer or UNNAMED
-    if taken.config.kind == "instruct":
-        data |= {"kind": "instruct", "template": _template(taken)}
+    local = Path(tokenizer) if tokenizer is not None and Path(tokenizer).exists() else None
+    data["tokenizer"] = str(local.absolute()) if local else tokenizer or UNNAMED
+    tokens = sum(lengths)
+    if look.config.kind == "instruct":
+        data |= {"kind": "instruct", "template": look.template}
         longest = int(np.quantile(lengths, 0.99)) if lengths else 512
-        data["block"] = _power(max(256, longest), up=True)
+        block = min(4096, 1 << (max(256, longest) - 1).bit_length())
     else:
-        data["block"] = _power(min(1024, max(32, sum(lengths) // 2)))
-    context = context_of(Path(str(tokenizer))) if local else None
-    data["block"] = min(data["block"], context or data["block"])
-    if _enough(taken, lengths, data["block"], shards):
+        block = 1 << min(1024, max(32, tokens // 2)).bit_length() - 1
+    data["block"] = min(block, (context_of(local) if local else None) or block)
+    # Rows drawn by chance must surely give every shard of a validation set some.
+    large = isinstance(look.payload, bytes) and look.input.size > len(look.payload)
+    enough = large or look.config.kind == "instruct" or VALIDATED * tokens >= SURELY * data["block"] * shards
+    if enough and VALIDATED * len(lengths) >= SURELY:
         data["validation_fraction"] = VALIDATED
-    if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in taken.rows):
+    if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in look.rows):
         data["strict"] = False
-    data |= {"shards": shards, "sources": [source]}
+    form = {"format": "paragraphs"} if look.input.spec.format == "paragraphs" else {}
+    named = {"columns": look.proposed} if look.proposed else {}
+    data |= {"shards": shards, "sources": [source | form | named]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
     for line, reason in REASONS.items():
         text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)
     return text
-
-
-def _enough(taken: Taken, lengths: list[int], block: int, shards: int) -> bool:
-    """Whether VALIDATED of the rows, drawn by chance, surely gives every shard of a validation set rows."""
-    rows, tokens = VALIDATED * len(lengths), VALIDATED * sum(lengths)
-    large = taken.one.size > len(taken.payload) if isinstance(taken.payload, bytes) else False
-    return rows >= SURELY and (large or taken.config.kind == "instruct" or tokens >= SURELY * block * shards)
-
-
-def _power(count: int, up: bool = False) -> int:
-    """A power of two near a number of tokens, 4096 at most."""
-    return min(4096, 1 << (count - 1).bit_length() if up else 1 << count.bit_length() - 1)

@@ -31,7 +31,7 @@ class TextTable:
         self._raw: IO[bytes] | None = None
 
     def position(self) -> int:
-        """How many of the stored bytes were read."""
+        """Return how many of the stored bytes were read."""
         if self._raw is None:
             return 0
         return self.size if self._raw.closed else self._raw.tell()
@@ -42,8 +42,8 @@ class TextTable:
         with self._raw, unpacked_stream(self._raw, self.path) as stream:
             try:
                 lines = self._lines(stream)
-                header = next((one for one in lines if one.strip()), "")
-                delimiter = next((one for one in self.delimiters if one in header), self.delimiters[0])
+                header = next((text for text in lines if text.strip()), "")
+                delimiter = next((text for text in self.delimiters if text in header), self.delimiters[0])
                 csv.field_size_limit(self.limit)  # its own is far below a document
                 quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE
                 reader = csv.reader(chain([header], lines), delimiter=delimiter, quoting=quoting, strict=True)
@@ -101,9 +101,9 @@ class _Readable(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        found = self._stream.read(len(buffer))
-        buffer[: len(found)] = found
-        return len(found)
+        content = self._stream.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def _row(row: list[str], names: list[str], quoted: bool) -> dict[str, str] | Rejected | None:
@@ -111,8 +111,10 @@ def _row(row: list[str], names: list[str], quoted: bool) -> dict[str, str] | Rej
     if not row:
         return None
     if len(row) != len(names):
-        what = f"{len(row)} fields under a header of {len(names)}; quote what holds delimiters or line breaks"
-        return Rejected("wrong_type", what)
+        problem = (
+            f"{len(row)} fields under a header of {len(names)}; quote what holds delimiters or line breaks"
+        )
+        return Rejected("wrong_type", problem)
     if not quoted and any(len(text) > 2 and text[0] == text[-1] == '"' and '""' in text for text in row):
         return Rejected("wrong_type", "a field is quoted as in a csv file; call the file .csv")
     return dict(zip(names, row, strict=True))

@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """What an instruction row says, whatever form it was in."""
+    """The exchanges of an instruction row, whatever form it was in."""
 
     exchanges: tuple[Exchange, ...]
     system: str = ""
@@ -32,12 +32,12 @@ class Conversation(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """How many responses it has."""
+        """Return the number of its responses."""
         return len(self.exchanges)
 
 
 class Chat(NamedTuple):
-    """What an instruction row says, as messages for a tokenizer's chat_template."""
+    """The messages of an instruction row, for a tokenizer's chat_template."""
 
     messages: str  # JSON: [{role: system, developer, user, assistant or tool; content, tool_calls}]
     tools: str = ""  # JSON: schemas of what the assistant may call
@@ -46,7 +46,7 @@ class Chat(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """How many messages are the assistant's."""
+        """Return how many messages are the assistant's."""
         return sum(message["role"] == "assistant" for message in json.loads(self.messages))
 
 

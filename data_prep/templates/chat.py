@@ -61,16 +61,16 @@ class RefusedError(Exception):
         self.reason, self.detail = reason, detail
 
 
-def read_template(place: Path, name: str) -> ChatTemplate:
+def read_template(directory: Path, name: str) -> ChatTemplate:
     """The chat_template of a saved tokenizer, called `name` by the user. Raises UserError if it has none."""
-    text = chat_template(place)
+    text = chat_template(directory)
     if text is None:
         raise UserError(
             f"tokenizer {name} has no chat_template, for which data.template=chat_template asks; name one "
             "that has, put a chat_template.jinja into its directory, or set data.template to chat or alpaca"
         )
-    specials = tuple(sorted(special_tokens(place), key=len, reverse=True))  # the longest that fits counts
-    return ChatTemplate(text, tuple(sorted(special_names(place).items())), specials)
+    specials = tuple(sorted(special_tokens(directory), key=len, reverse=True))  # the longest that fits counts
+    return ChatTemplate(text, tuple(sorted(special_names(directory).items())), specials)
 
 
 def check_template(template: ChatTemplate) -> list[str]:
@@ -107,21 +107,21 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
             for i, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
-    found = [(start, _end(text, start, end, template)) for start, end in stretches]
-    said = sum(message["role"] == "assistant" for message in messages)
-    if len(found) < said or any(after[0] < before[1] for before, after in pairwise(found)):
-        raise _not_found(f"it marks {len(found)} of {said} answers")
-    if chat.unsupervised and len(found) != said:
-        raise _not_found(f"it marks {len(found)} stretches of {said} answers, of which some carry no loss")
-    return Rendered(text[: found[-1][1]], found)
+    answers = [(start, _end(text, start, end, template)) for start, end in stretches]
+    count = sum(message["role"] == "assistant" for message in messages)
+    if len(answers) < count or any(after[0] < before[1] for before, after in pairwise(answers)):
+        raise _not_found(f"it marks {len(answers)} of {count} answers")
+    if chat.unsupervised and len(answers) != count:
+        raise _not_found(f"it marks {len(answers)} stretches of {count} answers, of which some carry no loss")
+    return Rendered(text[: answers[-1][1]], answers)
 
 
 def _stretch(
-    messages: list[dict[str, Any]], at: int, tools: Any, text: str, template: ChatTemplate
+    messages: list[dict[str, Any]], number: int, tools: Any, text: str, template: ChatTemplate
 ) -> tuple[int, int]:
-    """Where answer `at` begins in the text, and where it is over."""
-    before, _ = _write(messages[:at], tools, template, prompt=True)
-    after = _write(messages[: at + 1], tools, template)[0].rstrip()
+    """Return where answer `number` begins in the text, and where it is over."""
+    before, _ = _write(messages[:number], tools, template, prompt=True)
+    after = _write(messages[: number + 1], tools, template)[0].rstrip()
     if not after.startswith(before):
         raise _not_found("it writes an answer in another way than it asks for one")
     if not text.startswith(after):
@@ -145,7 +145,7 @@ def _end(text: str, start: int, end: int, template: ChatTemplate) -> int:
 
 def _last(text: str, template: ChatTemplate) -> str:
     """The special token that ends a text, or ''."""
-    return next((one for one in template.specials if text.endswith(one)), "")
+    return next((special for special in template.specials if text.endswith(special)), "")
 
 
 def _not_found(why: str) -> RefusedError:
@@ -163,13 +163,13 @@ def _write(
     prompt: bool = False,
     marked: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """What the template writes, and where it marks answers in it. Raises RefusedError."""
+    """Return what the template writes, and where it marks answers in it. Raises RefusedError."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names: dict[str, Any] = dict(template.names)
     text = NO_CLOCK + template.text if "strftime_now" in template.text else template.text
     try:
-        found: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[list(messages)],
             tools=tools,
             chat_template=text,
@@ -179,7 +179,7 @@ def _write(
         )
     except Exception as error:  # a template raises what it likes
         raise RefusedError("refused_by_chat_template", one_line(error, 200)) from None
-    (written,), spans = found
+    (written,), spans = rendered
     return written, spans[0] if marked else []
 
 
@@ -191,10 +191,10 @@ def _marks(specials: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]
     return patterns
 
 
-def _protected(said: Any, pattern: re.Pattern[str]) -> Any:
+def _protected(spoken: Any, pattern: re.Pattern[str]) -> Any:
     from transformers.utils.chat_template_utils import mark_control_tokens
 
-    return mark_control_tokens(said, pattern)
+    return mark_control_tokens(spoken, pattern)
 
 
 class ChatEncoder:
@@ -204,16 +204,19 @@ class ChatEncoder:
     has the very ids that `apply_chat_template` gives at generation.
     """
 
-    def __init__(self, place: Path, template: ChatTemplate) -> None:
+    def __init__(self, directory: Path, template: ChatTemplate) -> None:
         self.template = template
-        self.beginning, self.continuing = markup_encoder(place), markup_encoder(place, continuing=True)
-        self.spoken = encoder(place, continuing=True)
+        self.beginning, self.continuing = (
+            markup_encoder(directory),
+            markup_encoder(directory, continuing=True),
+        )
+        self.spoken = encoder(directory, continuing=True)
 
     def encode(self, chat: Chat) -> tuple[list[int], np.ndarray]:
         """Ids of a chat, and int64 [answers, 2], which of them are supervised."""
         text, spans = render(chat, self.template)
         ids: list[int] = []
-        places = []
+        supervised = []
         done, end = 0, ""  # how far the text is encoded, and the special token before that
         for number, (start, stop) in enumerate(spans):
             # After a special token some tokenizers put a space, so that it must be seen.
@@ -221,9 +224,9 @@ class ChatEncoder:
             begin = len(ids)
             ids += self._ids(text[start:stop], self.continuing)
             if number not in chat.unsupervised:
-                places.append((begin, len(ids)))
+                supervised.append((begin, len(ids)))
             done, end = stop, _last(text[:stop], self.template)
-        return ids, np.array(places, np.int64)
+        return ids, np.array(supervised, np.int64)
 
     def _ids(self, text: str, tokenizer: Any) -> list[int]:
         """Ids of a stretch; the special tokens that people wrote in it are encoded as text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import pytest
 import zstandard
 
 from common.errors import FailureError, UserError
-from data_prep.sources import open_inputs
 from data_prep.sources.addresses import remote_files
 from data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, train_set, write_jsonl
@@ -191,15 +189,3 @@ def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> Non
     Quiet.broken = False
     run(config)
     assert train_set(config).manifest.documents == 400
-
-
-def test_a_file_at_an_address_that_changes_as_it_is_read_is_refused(tmp_path: Path, memory: Any) -> None:
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(60)).encode()
-    memory.pipe("/changing/a.jsonl", rows)
-    (one,) = open_inputs(data_config(tmp_path, sources=[{"files": "memory://changing/a.jsonl"}]))
-    assert one.identity()["bytes"] == len(rows)
-    memory.pipe("/changing/a.jsonl", rows + rows)
-    for read in (lambda: list(one.pieces()), one.identity):
-        with pytest.raises(UserError) as error:
-            read()
-        assert error.value.code == "source-changed"

@@ -274,17 +274,6 @@ def test_a_template_that_cannot_write_the_rows_is_told_in_a_line(
         assert f"cut or dropped: 1 row (1 {reason})" in said[-1]
 
 
-def test_a_tokenizer_that_is_trained_has_no_template(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="template: chat_template is of a tokenizer that has one"):
-        data_config(
-            tmp_path,
-            kind="instruct",
-            template="chat_template",
-            train_tokenizer=300,
-            sources=[{"files": "a.jsonl"}],
-        )
-
-
 def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
     """As a file of its own, in tokenizer_config.json, or one of several: saved, loaded by transformers."""
 

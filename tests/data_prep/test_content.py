@@ -7,13 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.errors import UserError
 from data_prep.inputs import open_text
-from data_prep.rows import Rejected, RowSpec, parse
-from data_prep.templates import Conversation, Exchange
 from data_prep.tokenizer import load_tokenizer, save_tokenizer
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -25,124 +22,6 @@ from tests.helpers.corpus import (
     train_set,
     write_jsonl,
 )
-
-CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-SAID = {  # defects A13: rows, and the conversation that each means
-    "Dolly": (
-        {"instruction": "q", "context": "c", "response": "a"},
-        Conversation((Exchange("q", "a", "c"),)),
-    ),
-    "an empty input beside a context": (
-        {"instruction": "q", "input": "", "context": "c", "output": "a"},
-        Conversation((Exchange("q", "a"),)),
-    ),
-    "a system column": (
-        {"system": "s", "instruction": "q", "output": "a"},
-        Conversation((Exchange("q", "a"),), "s"),
-    ),
-    "a null system": ({"system": None, "prompt": "q", "output": "a"}, Conversation((Exchange("q", "a"),))),
-    "history": (
-        {"instruction": "q", "output": "a", "history": [["q0", "a0"], ["q1", "a1"]]},
-        Conversation((Exchange("q0", "a0"), Exchange("q1", "a1"), Exchange("q", "a"))),
-    ),
-    "question and answer": ({"question": "q", "answer": "a"}, Conversation((Exchange("q", "a"),))),
-    "leading gpt": (
-        {"conversations": [{"from": "gpt", "value": "hello"}, *CHAT]},
-        Conversation((Exchange("q", "a"),), "", 1),
-    ),
-    "trailing human": (
-        {"conversations": [*CHAT, {"from": "human", "value": "bye"}]},
-        Conversation((Exchange("q", "a"),), "", 1),
-    ),
-    "both, with a system column": (
-        {"system": "s", "conversations": [{"from": "gpt", "value": "x"}, *CHAT, *CHAT, CHAT[0]]},
-        Conversation((Exchange("q", "a"),) * 2, "s", 2),
-    ),
-}
-
-
-def meaning(row: Any, column: str | None = None) -> Conversation | str | Rejected:
-    (found,) = parse([row], RowSpec("instruct", "auto", True, column, "none", 1000))
-    return found
-
-
-@pytest.mark.parametrize("case", SAID)
-def test_all_of_a_row_is_read(case: str) -> None:
-    row, expected = SAID[case]
-    assert meaning(row) == expected
-
-
-def test_column_names_the_prompt_or_the_messages() -> None:
-    """defects D2."""
-    assert meaning({"ask": "q", "answer": "a"}, "ask") == Conversation((Exchange("q", "a"),))
-    assert meaning({"dialog": CHAT}, "dialog") == Conversation((Exchange("q", "a"),))
-    assert meaning({"instruction": "q", "output": "a"}, "ask") == Rejected(
-        "missing_column", "no column ask; there are: instruction, output"
-    )
-    found = meaning({"instruction": "q", "said": "a"})
-    assert found == Rejected(
-        "missing_column",
-        "no column output, response, completion or answer; there are: instruction, said; name yours in the "
-        "source, for example columns: {output: said}",
-    )
-
-
-@pytest.mark.parametrize(
-    ("row", "detail"),
-    [
-        (
-            {"instruction": "q", "output": "a", "history": "h"},
-            "column history must be a list of pairs, not str",
-        ),
-        (
-            {"instruction": "q", "output": "a", "history": [["q"]]},
-            "history[0] must be a prompt and a response",
-        ),
-        ({"instruction": "q", "output": "a", "system": 3}, "column system must be text, not int"),
-        ({"instruction": "q", "output": None}, "column output must be text, not null"),
-    ],
-)
-def test_other_types_are_told(row: dict[str, Any], detail: str) -> None:
-    found = meaning(row)
-    assert isinstance(found, Rejected) and found.reason == "wrong_type" and detail in found.detail
-
-
-def test_what_is_not_read_is_said(tmp_path: Path) -> None:
-    """defects A13: columns and messages that are left out, in prepare's lines and in the manifest."""
-    rows = [{"instruction": f"q{i}", "context": "c", "response": "a", "category": "x"} for i in range(40)]
-    write_jsonl(tmp_path / "dolly.jsonl", rows)
-    write_jsonl(
-        tmp_path / "share.jsonl",
-        [{"conversations": [CHAT[1], {"from": "human", "value": f"q{i}"}, CHAT[1]]} for i in range(40)],
-    )
-    sources = [{"files": "dolly.jsonl"}, {"files": "share.jsonl"}]
-    config = data_config(tmp_path, kind="instruct", block=128, sources=sources)
-    said = run(config)
-    assert "dolly.jsonl: columns read: context, instruction, response; not read: category" in said
-    assert "messages left out, before the first prompt or after the last response: 40" in said
-    dolly, share = train_set(config).manifest.sources
-    assert dolly["columns_not_read"] == ["category"] and dolly["messages_left_out"] == 0
-    assert share["messages_left_out"] == 40
-
-
-def test_cut_examples_are_said(tmp_path: Path) -> None:
-    """defects A13: "rejected: none" is not all that is said where examples are cut."""
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(200))
-    for policy, word in (("truncate", "truncated"), ("drop", "dropped"), ("split", "split")):
-        config = data_config(
-            tmp_path,
-            dir=str(tmp_path / policy),
-            kind="instruct",
-            block=160,
-            overlong=policy,
-            sources=[{"files": "a.jsonl"}],
-        )
-        said = run(config)
-        counts = train_set(config).manifest.counts
-        lost = counts["overlong_tokens_lost"]
-        line = next(line for line in said if "examples are longer than 160 tokens" in line)
-        assert f"{counts['overlong']} of 200 examples" in line and f"{lost:,} tokens lost" in line
-        assert f"{counts[f'overlong_{word}']} {word}" in line
 
 
 def test_a_tokenizer_without_an_end_is_refused_for_instructions(tmp_path: Path) -> None:
@@ -186,15 +65,6 @@ def test_a_file_of_another_encoding_beside_good_ones_is_an_error(tmp_path: Path,
     (tmp_path / "b.txt").write_bytes("\n".join(f"é {text}" for text in texts(50, seed=1)).encode(encoding))
     with pytest.raises(UserError, match=r"^b.txt (is UTF-16|has no usable row \(50 (bad utf8|control))"):
         run(data_config(tmp_path, sources=[{"files": "*.txt"}]))
-
-
-def test_null_is_not_a_text(tmp_path: Path) -> None:
-    """defects A13: neither in rows (see test_malformed) nor in the test rows of the overlap check."""
-    (tmp_path / "a.txt").write_text("\n".join(texts(50)))
-    write_jsonl(tmp_path / "tasks/sst2/test.jsonl", [{"text": None}])
-    config = data_config(tmp_path, sources=[{"files": "a.txt"}], contamination="tasks")
-    with pytest.raises(UserError, match=r"test.jsonl line 1: text or question must be text, not null"):
-        run(config)
 
 
 def test_file_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
@@ -264,17 +134,6 @@ def test_special_tokens_of_any_tokenizer_are_never_found_in_text(tmp_path: Path)
                 assert all(end not in bare.encode(text).ids for text in ("</s>", "a</s>b", "a </s>"))
 
 
-def test_seen_segments_hold_history(tmp_path: Path) -> None:
-    """Every response of a history is supervised and ended."""
-    rows = [{"instruction": "three", "output": "c", "history": [["one", "a"], ["two", "b"]]}]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    config = data_config(tmp_path, kind="instruct", block=256, shards=1, sources=[{"files": "a.jsonl"}])
-    run(config)
-    ((_, labels),) = segments(train_set(config))
-    assert labels.count(load_tokenizer(tiny_tokenizer()).eos_token_id) == 3
-    assert np.flatnonzero(np.array(labels) >= 0).size >= 6
-
-
 def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
     tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
     tree["model"]["dropout"] = 0.5
@@ -283,12 +142,6 @@ def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
     text = "the same words have the same ids " * 5
     drawing, plain = load_tokenizer(tmp_path / "drawing"), load_tokenizer(tiny_tokenizer())
     assert {tuple(drawing(text).input_ids) for _ in range(5)} == {tuple(plain(text).input_ids)}
-
-
-def test_an_endless_integer_is_broken_json() -> None:
-    row = f'{{"text": "x", "n": {"9" * 6000}}}'
-    (found,) = parse([row.encode()], RowSpec("text", "auto", True, None, "none", 100_000))
-    assert isinstance(found, Rejected) and found.reason == "broken_json"
 
 
 def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
@@ -316,10 +169,3 @@ def test_tokens_that_are_none_are_told(row: dict[str, Any], said: str, tmp_path:
     config = data_config(tmp_path, block=2, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}])
     with pytest.raises(UserError, match=said):
         run(config)
-
-
-def test_tokens_have_no_text_to_look_at(tmp_path: Path) -> None:
-    sources = [{"files": "t.jsonl", "format": "tokens"}]
-    for wrong, said in (({"kind": "instruct"}, "for kind: text"), ({"contamination": "d"}, "needs text")):
-        with pytest.raises(UserError, match=said):
-            data_config(tmp_path, sources=sources, **wrong)

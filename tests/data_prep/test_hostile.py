@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -20,7 +19,6 @@ from data_prep.__main__ import main
 from data_prep.inputs import read_text
 from data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, read_manifest
 from data_prep.tokenizer import save_tokenizer
-from data_prep.verify import load_plan
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 
@@ -92,21 +90,6 @@ def test_a_shard_of_other_columns_is_damaged(prepared: Path) -> None:
         TokenDataset(place)
 
 
-def test_a_packed_shard_is_refused(prepared: Path) -> None:
-    place = prepared / "train"
-    (path,) = place.glob("*.arrow")
-    with pa.ipc.open_stream(path.read_bytes()) as stream:
-        batch = next(iter(stream))
-    ids = pa.array([[0] * 512] * batch.num_rows, batch.schema.field("input_ids").type)
-    batch = batch.set_column(0, "input_ids", ids)
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
-        writer.write_batch(batch)
-    rewritten(place, lambda content: content)
-    with pytest.raises(UserError, match="a batch is packed"):
-        TokenDataset(place)
-
-
 def test_spans_that_are_no_stretch_are_damage(prepared: Path) -> None:
     data = TokenDataset(prepared / "train")
     assert data.damage(np.arange(len(data)), 400) is None
@@ -116,34 +99,6 @@ def test_spans_that_are_no_stretch_are_damage(prepared: Path) -> None:
     for wrong in ([end, start], [start, 4000], [start, start]):
         shard.columns["loss_spans"][0] = offsets, np.array([*wrong, *values[2:]], np.uint32)
         assert "supervised spans" in (data.damage(np.array([0]), 400) or "")
-
-
-def test_inspect_shows_text_and_names_as_they_are(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = prepared / "train"
-    tree = json.loads((place / MANIFEST).read_text())
-    tree["sources"][0]["name"] = "[/b][link=x]\x1b]0;owned\a"
-    resealed(place, sources=tree["sources"])
-    assert main(["inspect", str(prepared), "--samples", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "\x1b" not in said and "[/b][link" in said.replace("\n", "")
-
-
-def test_an_overlap_report_of_nonsense_is_one_line(
-    prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for content in ("[" * 100_000, "[]", '{"tasks": {"a": {"rows": "x"}}, "ngram": 1}'):
-        (prepared / "train/contamination.json").write_text(content)
-        assert main(["inspect", str(prepared), "--samples", "1"]) == 2
-        assert "contamination.json is damaged" in capsys.readouterr().err
-
-
-def test_a_plan_that_unpacks_without_end_is_refused(tmp_path: Path, prepared: Path) -> None:
-    config = data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, block=512)
-    load_plan(config)
-    table = pq.read_table(prepared / "plan.parquet")
-    pq.write_table(pa.concat_tables([table] * 50_000), prepared / "plan.parquet", compression="zstd")
-    with pytest.raises(UserError, match="more pieces than bytes"):
-        load_plan(config)
 
 
 @pytest.mark.parametrize("ending", [".zst", ".gz"])

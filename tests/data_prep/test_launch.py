@@ -58,14 +58,6 @@ def test_slurm_array(recipe: Path) -> None:
     assert whole(recipe)
 
 
-def test_slurm_single_index_again(recipe: Path) -> None:
-    """JOBS says how many there were when one index is submitted alone."""
-    script = ["bash", "launch/slurm/prepare.sbatch", str(recipe)]
-    alone = {"SLURM_ARRAY_TASK_COUNT": "1", "SLURM_ARRAY_TASK_MIN": "2", "SLURM_ARRAY_TASK_ID": "2"}
-    together([(script, alone | {"JOBS": "5"})])
-    assert [p.name for p in (recipe.parent / "out/train").glob("*.arrow")] == ["shard-00002-of-00005.arrow"]
-
-
 def test_kubernetes_indexed_job(recipe: Path, tmp_path: Path) -> None:
     base = REPO / "launch/k8s/base"
     spec = yaml.safe_load((base / "prepare.yaml").read_text())["spec"]

@@ -79,27 +79,6 @@ def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversati
     assert supervised(len(expected_ids), encoded.spans[0]).tolist() == expected_mask
 
 
-@settings(max_examples=250, deadline=None)
-@given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
-def test_rendering_again_gives_the_supervised_text(dialogue: Conversation, template: str) -> None:
-    """What carries loss decodes to exactly the responses, each with its end; the rest to the prompts."""
-    tokenizer = load_tokenizer_cached(tiny_tokenizer())
-    encoded = make_encoder(tiny_tokenizer(), template).conversations([dialogue])
-    assert len(encoded.spans[0]) == len(dialogue.exchanges)
-    at = 1
-    for (text, start), (begin, end) in zip(render(dialogue, template), encoded.spans[0], strict=True):
-        ids = encoded.ids[at:end].tolist()
-        assert ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(ids[:-1]) == text
-        assert tokenizer.decode(ids[: begin - at]) == text[:start]
-        at = end
-
-
-@cache
-def load_tokenizer_cached(place: Path) -> Any:
-    return load_tokenizer(place)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(DIALOGUES, min_size=1, max_size=8),

@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ import zstandard
 from common.errors import UserError
 from data_prep.__main__ import main
 from data_prep.config import DataConfig
+from data_prep.plan import Plan
 from data_prep.rows import Rejected, parse, plain_text
-from data_prep.scan.assignment import Assignment
 from data_prep.sources import open_inputs
-from data_prep.world import corpus, read_rows
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -38,7 +36,7 @@ from tests.helpers.corpus import (
 
 def rows_of(config: DataConfig, split: int = 0) -> list[str]:
     """The texts that the plan gave to a split, in order, copies included."""
-    plan, inputs, found = Assignment.load(config.dir / "plan.parquet"), open_inputs(config), []
+    plan, inputs, found = Plan.load(config.dir / "plan.parquet"), open_inputs(config), []
     for shard in range(split * config.shards, (split + 1) * config.shards):
         for part in plan.parts(inputs, shard):
             for row, copies in zip(parse(part.payload, part.spec), part.copies, strict=True):
@@ -47,7 +45,7 @@ def rows_of(config: DataConfig, split: int = 0) -> list[str]:
 
 
 def rejected(config: DataConfig) -> dict[str, int]:
-    return Assignment.load(config.dir / "plan.parquet").summary["rejected"]
+    return Plan.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 def documents(tmp_path: Path, count: int = 400) -> list[str]:
@@ -90,21 +88,6 @@ def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
     assert before == {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in before}
 
 
-def test_other_settings_are_refused_and_force_starts_over(tmp_path: Path) -> None:
-    documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
-    run(config)
-    old = train_set(config).fingerprint
-    other = data_config(tmp_path, sources=[{"files": "a.jsonl"}], block=64)
-    with pytest.raises(UserError, match=r"with data.block=32, the recipe says 64; set another"):
-        run(other)
-    assert train_set(config).fingerprint == old
-    run(other, force=True)
-    assert train_set(other).manifest.block == 64
-    with pytest.raises(UserError, match="--force with --shard"):
-        run(other, force=True, shard=(0, 2))
-
-
 def test_a_failed_attempt_does_not_bind(tmp_path: Path) -> None:
     documents(tmp_path)
     with pytest.raises(UserError, match="missing column"):
@@ -114,21 +97,6 @@ def test_a_failed_attempt_does_not_bind(tmp_path: Path) -> None:
     config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
     run(config)
     assert len(train_set(config)) > 50
-
-
-def test_changed_sources_are_noticed(tmp_path: Path) -> None:
-    made = documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
-    run(config, shard=(0, 2))
-    other = [made[0].replace("a", "e"), *made[1:]]
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in reversed(other)))
-    with pytest.raises(
-        UserError, match=r"a.jsonl changed since .*prepared was prepared; run prepare with --force to start"
-    ):
-        run(config, shard=(1, 2))
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made[:-1]))
-    with pytest.raises(UserError, match=r"a.jsonl has [0-9,]+ bytes, when"):
-        run(config, shard=(1, 2))
 
 
 def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
@@ -145,18 +113,6 @@ def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
     inode = manifest.stat().st_ino
     run(config, finish=True)
     assert manifest.stat().st_ino == inode
-
-
-def test_a_lost_shard_is_made_again_and_equal(tmp_path: Path) -> None:
-    documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
-    run(config)
-    before = file_bytes(config.dir)
-    for name in ("manifest.json", "shard-00001-of-00002.arrow"):
-        (config.dir / "train" / name).unlink()
-    said = run(config)
-    assert sum("shard-0000" in line for line in said) == 1
-    assert file_bytes(config.dir) == before
 
 
 def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
@@ -243,16 +199,9 @@ def test_wikitext_pieces_do_not_change_documents(tmp_path: Path, monkeypatch: py
             tmp_path, dir=str(tmp_path / str(piece)), sources=[{"files": "a.txt", "format": "wikitext"}]
         )
         run(config)
-        assert (len(Assignment.load(config.dir / "plan.parquet").pieces) > 5) == (piece < 1000)
+        assert (len(Plan.load(config.dir / "plan.parquet").pieces) > 5) == (piece < 1000)
         found.append(rows_of(config))
     assert found[0] == found[1] == found[2] and len(found[0]) == len(ARTICLES)
-
-
-def test_real_wikitext_has_its_articles(shared_data: Path, tmp_path: Path) -> None:
-    sources = [{"files": str(shared_data / "lm/wikitext-2-v1/validation.txt.zst")}]
-    config = data_config(tmp_path, sources=sources)
-    run(config)
-    assert len(rows_of(config)) == 60  # the published number of articles
 
 
 def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
@@ -285,21 +234,6 @@ def test_hub_data_sets_load_like_files(tmp_path: Path, monkeypatch: pytest.Monke
         run(missing)
 
 
-def test_the_embedded_world(tmp_path: Path) -> None:
-    config = data_config(tmp_path, sources=[{"embedded": "world", "limit": 60}], dedup="none")
-    run(config)
-    assert rows_of(config) == [row["text"] for row in islice(read_rows(corpus("world")), 60)]
-    talk = data_config(
-        tmp_path,
-        dir=str(tmp_path / "talk"),
-        kind="instruct",
-        block=256,
-        sources=[{"embedded": "world-instruct", "limit": 50}],
-    )
-    run(talk)
-    assert train_set(talk).manifest.documents == len(rows_of(talk)) > 20
-
-
 def test_a_tokenizer_trained_on_the_sources(tmp_path: Path) -> None:
     documents(tmp_path)
     prints = []
@@ -311,51 +245,6 @@ def test_a_tokenizer_trained_on_the_sources(tmp_path: Path) -> None:
         prints.append(train_set(config).fingerprint)
     assert prints[0] == prints[1]
     assert train_set(config).manifest.vocab_size == 500
-
-
-def test_limits_of_rows(tmp_path: Path) -> None:
-    first, second = texts(300, seed=1), texts(100, seed=2)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
-    sources = [{"files": "a.jsonl"}, {"files": "b.jsonl"}]
-    config = data_config(tmp_path, sources=sources, limit_rows=100, validation_fraction=0.2)
-    run(config)
-    kept = rows_of(config)
-    assert len(kept) == 100
-    share = [sum(text in set(of) for text in kept) for of in (first, second)]
-    assert abs(share[0] - 75) <= 3 and share[1] == 100 - share[0]
-    held_out = set(rows_of(config, split=1))
-    assert kept[: share[0]] == [text for text in first if text not in held_out][: share[0]]
-    limited = data_config(
-        tmp_path, dir=str(tmp_path / "two"), sources=[{"files": "a.jsonl", "limit": 30}, {"files": "b.jsonl"}]
-    )
-    run(limited)
-    assert rows_of(limited) == first[:30] + second
-
-
-@pytest.mark.parametrize("kind", ["text", "instruct"])
-def test_limit_of_tokens(tmp_path: Path, kind: str) -> None:
-    if kind == "text":
-        documents(tmp_path)
-    else:
-        write_jsonl(tmp_path / "a.jsonl", alpaca_rows(400))
-    for limit in (6_400, 10_000):
-        config = data_config(
-            tmp_path,
-            dir=str(tmp_path / str(limit)),
-            kind=kind,
-            block=256 if kind == "instruct" else 32,
-            shards=3,
-            limit_tokens=limit,
-            sources=[{"files": "a.jsonl"}],
-        )
-        run(config)
-        manifest = train_set(config).manifest
-        if kind == "text":
-            assert manifest.tokens == limit // 32 * 32
-        else:
-            assert limit - 256 < manifest.tokens <= limit
-        assert manifest.rejected["limit"] == 400 - manifest.documents
 
 
 def test_weights_mix_sources(tmp_path: Path) -> None:
@@ -394,16 +283,6 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     assert set(rows_of(other, 1)) != {text for text, side in sides[0].items() if side}
 
 
-def test_validation_rows_that_stand_in_training_are_dropped(tmp_path: Path) -> None:
-    made = texts(200)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made[:150]))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in made[100:]))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], validation=[{"files": "b.jsonl"}])
-    run(config)
-    assert rows_of(config, 1) == made[150:]
-    assert rejected(config) == {"duplicate": 50}
-
-
 def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
     rng = random.Random(0)
     originals = [
@@ -430,14 +309,6 @@ def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
     run(config)
     assert rows_of(config) == originals + far
     assert rejected(config) == {"duplicate": 5, "near_duplicate": 61}
-    exact = data_config(tmp_path, dir=str(tmp_path / "exact"), sources=[{"files": "a.jsonl"}])
-    run(exact)
-    assert rejected(exact) == {"duplicate": 5}
-    everything = data_config(
-        tmp_path, dir=str(tmp_path / "all"), sources=[{"files": "a.jsonl"}], dedup="none"
-    )
-    run(everything)
-    assert rows_of(everything) == rows
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_what_is_read_and_tokenised_is_told_in_bytes(
         sizes.append(total)
         yield told.append
 
-    monkeypatch.setattr("data_prep.scan.planning.progress", telling)
+    monkeypatch.setattr("data_prep.planning.progress", telling)
     run(config)
     assert sizes == told[-1:]
     assert told == sorted(told) and told[-1] == size + (tmp_path / "b.jsonl").stat().st_size

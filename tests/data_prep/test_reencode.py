@@ -139,7 +139,7 @@ def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyP
         pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
         return np.array(pieces, self.dtype).tobytes()
 
-    monkeypatch.setattr("data_prep.scan.planning.words_agree", lambda *_: True)
+    monkeypatch.setattr("data_prep.planning.words_agree", lambda *_: True)
     monkeypatch.setattr(KnownWords, "__missing__", spelled)
     with pytest.raises(UserError) as error:
         run(config)

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import UserError
 from data_prep.config import DataConfig
-from data_prep.encode import _trimmed
 from data_prep.inputs import open_text
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.near import band_shape
-from data_prep.selection import in_turn
+from data_prep.limit import _trimmed, in_turn
+from data_prep.near import band_shape
 from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
 
@@ -75,15 +72,6 @@ def test_copies_are_spread(tmp_path: Path) -> None:
     assert [text for text in found if text in set(first)] == first
 
 
-def test_a_weight_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    """defects A12: 70,000 became 4,464."""
-    with pytest.raises(UserError, match=r"sources.0.weight: .* less than or equal to 10000 \(given: 70000\)"):
-        data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 70_000}])
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "red house"}])
-    config = prepared(tmp_path, "out", sources=[{"files": "a.jsonl", "weight": 2000}])
-    assert Counter(rows_of(config)) == {"one two": 2000, "red house": 2000}
-
-
 @pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (30_000, 16), (100, 3), (250_000, 4)])
 def test_limit_of_tokens_is_exact_with_long_documents(
     shared_data: Path, tmp_path: Path, limit: int, shards: int
@@ -128,26 +116,9 @@ def test_any_beginning_has_the_sources_in_proportion(have: list[int]) -> None:
         assert (np.abs(taken - np.array(have) * count / len(source)) <= len(have)).all()
 
 
-@settings(deadline=None)
-@given(st.floats(0.01, 0.99))
-def test_bands_exist_for_every_threshold(threshold: float) -> None:
-    """defects D2: 0.99 had none."""
-    bands, width = band_shape(threshold)
-    assert bands >= 1 and width >= 1 and bands * width <= 128
-
-
 @pytest.mark.parametrize(
     ("threshold", "shape"),
     [(0.3, (37, 3)), (0.5, (25, 5)), (0.7, (14, 9)), (0.8, (9, 13)), (0.9, (5, 25)), (0.95, (3, 42))],
 )
 def test_bands_are_those_that_datasketch_takes(threshold: float, shape: tuple[int, int]) -> None:
     assert band_shape(threshold) == shape
-
-
-def test_near_duplicates_at_099(tmp_path: Path) -> None:
-    """defects D2."""
-    long = " ".join(f"w{i}" for i in range(3000))
-    rows = [long, long.upper(), *texts(40)]
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
-    config = prepared(tmp_path, "out", sources=[{"files": "a.jsonl"}], dedup="near", near_threshold=0.99)
-    assert Assignment.load(config.dir / "plan.parquet").summary["rejected"] == {"near_duplicate": 1}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.errors import UserError
 from data_prep import inspect as look
-from data_prep.__main__ import main
 from data_prep.arrow import lists_of, numbers_of
 from data_prep.config import DataConfig
-from data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest, token_dtype
+from data_prep.shards import content_fingerprint, manifest_text, read_manifest
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import verify
 from tests.helpers.corpus import (
@@ -31,7 +25,6 @@ from tests.helpers.corpus import (
     data_config,
     random_dataset,
     run,
-    segments,
     texts,
     train_set,
     write_jsonl,
@@ -139,24 +132,6 @@ def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequ
     assert data.valid.dtype == np.int64 and data.valid.sum() == data.manifest.valid_tokens
 
 
-def test_text_rows_hold_all_text_between_bos_and_eos(text_config: DataConfig) -> None:
-    tokenizer = load_tokenizer(text_config.dir / "tokenizer")
-    data = train_set(text_config)
-    found, current = [], []
-    for ids, _ in segments(data):
-        current = ids if ids[0] == tokenizer.bos_token_id else current + ids
-        if ids[-1] == tokenizer.eos_token_id:
-            found.append(current)
-            current = []
-    decoded = [tokenizer.decode(ids[1:-1]) for ids in found]
-    assert set(decoded) <= set(texts(120)) and len(decoded) == len(set(decoded)) > 90
-    assert data.manifest.counts["remainder_tokens_dropped"] < text_config.block * text_config.shards
-
-
-def test_ids_take_two_bytes_when_the_vocabulary_allows() -> None:
-    assert [token_dtype(n).itemsize for n in (32_000, 65_536, 65_537, 128_256)] == [2, 2, 4, 4]
-
-
 def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     vocab = {"</s>": 0, "?": 1} | {f"w{i}": i for i in range(2, 70_000)}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="?"))
@@ -169,124 +144,6 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     ids = data.batch(np.arange(len(data)))["input_ids"].ravel().tolist()
     assert ids[:8] == [69_000, 2, 66_000, 0, 69_001, 3, 66_000, 0]
     assert data.manifest.bos_id is None and data.manifest.eos_id == 0
-
-
-def test_an_incomplete_directory_names_the_command(text_config: DataConfig) -> None:
-    (text_config.dir / "train" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"train is not complete; run: python -m data_prep prepare RECIPE"):
-        TokenDataset(text_config.dir / "train")
-    with pytest.raises(UserError, match=r"does not exist; run: python -m data_prep prepare RECIPE"):
-        TokenDataset(text_config.dir / "nowhere")
-
-
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def damage_flip(train: Path) -> None:
-    path = train / "shard-00001-of-00003.arrow"
-    flip(path, path.stat().st_size // 2)
-
-
-def damage_last_byte(train: Path) -> None:
-    path = train / "shard-00002-of-00003.arrow"
-    flip(path, path.stat().st_size - 1)
-
-
-def damage_truncate(train: Path) -> None:
-    path = train / "shard-00001-of-00003.arrow"
-    path.write_bytes(path.read_bytes()[:-64])
-
-
-def damage_missing(train: Path) -> None:
-    (train / "shard-00002-of-00003.arrow").unlink()
-
-
-def damage_extra(train: Path) -> None:
-    shutil.copy(train / "shard-00000-of-00003.arrow", train / "shard-00007-of-00008.arrow")
-
-
-def damage_swap(train: Path) -> None:
-    first, second = train / "shard-00000-of-00003.arrow", train / "shard-00001-of-00003.arrow"
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(data)
-
-
-def damage_tokenizer(train: Path) -> None:
-    file = train.parent / "tokenizer" / "tokenizer.json"
-    text = file.read_text()
-    assert '"<0x41>": ' in text
-    file.write_text(
-        text.replace('"<0x41>": ', '"<0xTEMP>": ')
-        .replace('"<0x42>": ', '"<0x41>": ')
-        .replace('"<0xTEMP>": ', '"<0x42>": ')
-    )
-
-
-def damage_no_tokenizer(train: Path) -> None:
-    shutil.rmtree(train.parent / "tokenizer")
-
-
-def damage_manifest_rows(train: Path) -> None:
-    edit(train / "manifest.json", rows=7)
-
-
-def damage_manifest_block(train: Path) -> None:
-    edit(train / "manifest.json", block=64)
-
-
-def damage_manifest_format(train: Path) -> None:
-    edit(train / "manifest.json", format=99)
-
-
-def damage_manifest_text(train: Path) -> None:
-    (train / "manifest.json").write_text('{"rows": 3')
-
-
-def damage_no_manifest(train: Path) -> None:
-    (train / "manifest.json").unlink()
-
-
-FAULTS = {
-    damage_flip: "shard-00001-of-00003.arrow was changed: sha256",
-    damage_last_byte: "shard-00002-of-00003.arrow was changed: sha256",
-    damage_truncate: "shard-00001-of-00003.arrow has [0-9,]+ bytes instead of",
-    damage_missing: "shard-00002-of-00003.arrow is missing",
-    damage_extra: "shard-00007-of-00008.arrow is not in the manifest",
-    damage_swap: "shard-0000[01]-of-00003.arrow (was changed|has [0-9,]+ bytes)",
-    damage_tokenizer: "is not the tokenizer that made",
-    damage_no_tokenizer: "tokenizer is missing",
-    damage_manifest_rows: "says 7 rows, its shards",
-    damage_manifest_block: "was edited|not 64 tokens",
-    damage_manifest_format: "has format 99, this version reads",
-    damage_manifest_text: r"is not a manifest of this version \(Invalid JSON",
-    damage_no_manifest: "train is not complete",
-}
-
-
-@pytest.mark.parametrize("damage", FAULTS, ids=lambda d: d.__name__)
-def test_verify_catches(damage: Any, text_config: DataConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(text_config.dir)]) == 0
-    assert "all as written" in capsys.readouterr().out
-    damage(text_config.dir / "train")
-    assert main(["verify", str(text_config.dir)]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[-1].startswith("error: ")
-    assert any(re.search(FAULTS[damage], line) for line in errors), errors
-
-
-@pytest.mark.parametrize("damage", [damage_truncate, damage_missing, damage_manifest_format])
-def test_training_refuses_damaged_data(damage: Any, text_config: DataConfig) -> None:
-    damage(text_config.dir / "train")
-    with pytest.raises(UserError, match="run: python -m data_prep prepare RECIPE"):
-        train_set(text_config)
 
 
 def test_verify_counts_targets_again(instruct_config: DataConfig) -> None:
@@ -324,28 +181,6 @@ def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig)
         assert "### Instruction:" in rest and rest.count("<s>") == rest.count("### Response:")
     outputs = {row["output"] for row in alpaca_rows(60)}
     assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
-
-
-def test_inspect_has_brackets_where_there_are_no_colours(instruct_config: DataConfig) -> None:
-    for colours in (False, True):
-        sink = io.StringIO()
-        console = Console(
-            file=sink, force_terminal=colours, color_system="truecolor" if colours else None, width=200
-        )
-        look.inspect(instruct_config.dir / "train", 1, 0, console)
-        assert ("supervised ⟦like this⟧, context like this" in sink.getvalue()) == (not colours)
-        assert ("⟦" in sink.getvalue()) == (not colours)
-
-
-def test_inspect_shows_numbers_lengths_and_sources(
-    instruct_config: DataConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Console(width=140, force_terminal=False).capture():
-        assert main(["inspect", str(instruct_config.dir), "--samples", "1"]) == 0
-    out = capsys.readouterr().out
-    manifest = read_manifest(instruct_config.dir / "train")
-    assert f"{manifest.tokens:,}" in out and f"{manifest.waste:.2%}" in out
-    assert "a.jsonl" in out and "segment lengths" in out and "█" in out and "### Response:" in out
 
 
 @pytest.mark.slow

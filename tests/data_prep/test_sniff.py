@@ -159,14 +159,6 @@ def test_examples_show_what_is_supervised(tmp_path: Path) -> None:
     assert [plain.count(f"row {at} ─") for at in (1, 20, 21, 40)] in ([1, 1, 0, 1], [1, 0, 1, 1])
 
 
-def test_no_color_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
-    monkeypatch.setenv("NO_COLOR", "1")
-    sink = io.StringIO()
-    sniff(str(tmp_path / "a.jsonl"), None, Console(file=sink, force_terminal=True))
-    assert "⟦" in sink.getvalue() and "\x1b[32" not in sink.getvalue() and ";32m" not in sink.getvalue()
-
-
 def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", chats(40))
     for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
@@ -187,12 +179,6 @@ def test_what_is_rejected_and_left_out_is_said(tmp_path: Path) -> None:
     printed, _ = shown(tmp_path / "a.jsonl")
     assert "of the first 5 rows 3 are used; rejected: 1 bad roles, 1 missing column" in printed
     assert "messages left out, before the first prompt or after the last response: 6" in printed
-
-
-def test_text_that_could_act_on_a_terminal_does_not(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "words \u009b31m and \u202e more", "\x1b]0;x\x07": 1}] * 3)
-    printed, _ = shown(tmp_path / "a.jsonl")
-    assert not {"\x9b", "\u202e", "\x1b", "\x07"} & set(printed)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +224,3 @@ def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path:
     assert "  validation_fraction: 0.05\n" in recipe
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
     assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]
-
-
-def test_lines_that_need_a_reason_have_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"title": "a bird", "body": "It sang."}\n' * 3 + '{"x": 1}\n')
-    printed, recipe = shown(tmp_path / "a.jsonl")
-    assert "  strict: false  # or the first row that cannot be read" in recipe
-    assert "  tokenizer: openai-community/gpt2  # that of the model to be trained\n" in recipe
-    assert "leave out kind and template below, and write columns: {text: body}\n" in printed

@@ -14,7 +14,6 @@ import pytest
 
 from common.errors import UserError
 from data_prep import inputs
-from data_prep.config import load_data_config
 from data_prep.rows import parse
 from data_prep.sources import open_inputs
 from tests.helpers.corpus import data_config, run, texts, train_set, write_jsonl
@@ -165,31 +164,6 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
         "".join(mark + json.dumps(row) + "\n" for _ in range(3)), encoding="utf-8"
     )
     assert rows_of(tmp_path, files="b.jsonl") == ["a", "a", "a"]  # around JSON it is nobody's text
-
-
-def test_reasons_of_broken_json(tmp_path: Path) -> None:
-    """A long number is no deep nesting."""
-    (tmp_path / "a.jsonl").write_text(
-        f'{{"text": "a", "n": {"7" * 5000}}}\n{"[" * 100_000}\n', encoding="utf-8"
-    )
-    number, deep = rows_of(tmp_path, files="a.jsonl")
-    assert number.reason == deep.reason == "broken_json"
-    assert number.detail != deep.detail and "deep" in deep.detail
-
-
-def test_entities_of_ag_news(tmp_path: Path) -> None:
-    text = r"AT&T #39;s &lt;b&gt;plan&lt;/b&gt; #146;s  amp; quot;more quot; #8220;x\\y; &copy; copy; lt"
-    write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
-    (found,) = rows_of(tmp_path, files="a.jsonl", clean="ag_news")
-    assert found == 'AT&T\'s <b>plan</b>\u2019s  & "more "\u201cx  y; \u00a9 copy; lt'
-
-
-def test_a_data_file_is_no_recipe(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(4000)))
-    for name in ("a.jsonl", "b.csv", "c.parquet", "d.txt.gz", "e.jsonl.zst"):
-        with pytest.raises(UserError) as error:
-            load_data_config(tmp_path / name, [])
-        assert error.value.code == "data-not-recipe"
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from common.errors import UserError
+from data_prep import planning
 from data_prep.inputs import open_text
-from data_prep.scan import planning
 from data_prep.tokenizer import (
     load_tokenizer,
     save_tokenizer,
@@ -249,17 +249,6 @@ def test_the_fingerprint_does_not_depend_on_how_a_file_is_written(shared_data: P
     tree["normalizer"] = {"type": "NFC"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
     assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(original)
-
-
-def test_a_tokenizer_that_drops_merges_by_chance_is_saved_without(tmp_path: Path) -> None:
-    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text(encoding="utf-8"))
-    tree["model"]["dropout"] = 0.5
-    place = tmp_path / "noisy"
-    place.mkdir()
-    (place / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
-    names = (tiny_tokenizer() / "tokenizer_config.json").read_bytes()
-    (place / "tokenizer_config.json").write_bytes(names)
-    assert save_tokenizer(place, None, tmp_path / "saved") == tokenizer_facts(tiny_tokenizer())
 
 
 def test_training_takes_an_even_sample_and_parses_no_other_row(

@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_prep.config import DataConfig
-from data_prep.inputs import Place
+from data_prep.inputs import Extent
+from data_prep.near import band_keys, band_shape
 from data_prep.rows import CODE
-from data_prep.scan.near import band_shape
-from data_prep.scan.parts import Part, PartWriter, Seen
-from data_prep.scan.piece import ScannedPiece
-from data_prep.scan.units import Stretch, Unit
+from data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Unit, weighed
 
 
 def parts_of(
-    place: Path,
+    directory: Path,
     source: np.ndarray,
     hashes: np.ndarray,
     chars: np.ndarray | int = 1,
     reasons: np.ndarray | int = 0,
     signatures: np.ndarray | None = None,
     size: int = 1000,
+    weights: Any = (1,),
+    splits: Any = (0,),
+    threshold: float = 0.8,
+    seed: int = 0,
+    fraction: float = 0.0,
 ) -> list[Part]:
     """Rows in parts of `size` rows each, every part with a piece for each source in it."""
+    directory.mkdir(parents=True, exist_ok=True)
     chars, reasons = (np.broadcast_to(values, len(hashes)) for values in (chars, reasons))
     parts = []
     for number, start in enumerate(range(0, max(1, len(hashes)), size)):
         unit, end = Unit(number, (Stretch(0, 0, None),), 1), min(start + size, len(hashes))
         inputs, begins = np.unique(source[start:end], return_index=True)
-        with contextlib.ExitStack() as files:
-            writer = PartWriter(place / unit.name, files)
+        with PartWriter(directory, unit, signatures is not None) as writer:
             bounds = [*(start + begins).tolist(), end]
             for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
-                signed = None if signatures is None else signatures[first:last].astype(np.uint32)
-                columns = (hashes[first:last].astype(np.uint64), chars[first:last].astype(np.uint32))
-                codes = reasons[first:last].astype(np.uint8)
-                piece = ScannedPiece(Place(0, 0), *columns, codes, signed, 0, None, (set(), set()), 0)
-                writer.add(i, piece)
-            writer.close()
-        writer.finish("", [Seen(i) for i in inputs.tolist()])
-        part = Part.read(place, unit, "")
+                member = hashes[first:last].astype(np.uint64)
+                columns: dict[str, Any] = weighed(
+                    member, weights[i % len(weights)], splits[i % len(splits)], seed, fraction
+                )
+                columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
+                columns["reason"] = reasons[first:last].astype(np.uint8)
+                if signatures is not None:
+                    signed = signatures[first:last].astype(np.uint32)
+                    columns["signature"] = [row.tobytes() for row in signed]
+                    columns["bands"] = list(band_keys(signed, threshold))
+                writer.add(i, ScannedPiece(Extent(0, 0), 0, columns))
+            writer.finish("", [Seen(i, rows=1) for i in inputs.tolist()])
+        part = Part.read(directory, unit, "")
         assert part is not None
         parts.append(part)
     return parts

@@ -3,7 +3,7 @@
 In `.new`, until the plan is there:
     tokenizer/, grams.npz, settings.json    set up by the job that comes first
     scan/                                   a part of each unit, and a lease of who makes it
-    *.column, spill/                         of the job that decides
+    rows.parquet, limited.parquet, spill/   of the job that decides
 Parts stay when jobs die: the next ones go on from them. A part is believed as long as settings and sources
 are those that it was made from.
 """
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
 from common.files import Hashes, Signature, remove_abandoned, remove_made, signature, write_text
 from common.parallel import Workers
@@ -23,14 +25,23 @@ from common.progress import progress
 from common.text import counted
 from data_prep import contamination
 from data_prep.config import DataConfig, context_of, settings
-from data_prep.encode import EncodeSettings, counting, limit_tokens, words_agree
+from data_prep.encode import EncodeSettings, counting, words_agree
 from data_prep.inputs import Input
+from data_prep.limit import limit_tokens
+from data_prep.plan import Plan
 from data_prep.rows import plain_text, take
-from data_prep.scan.assignment import Assignment
-from data_prep.scan.merge import assign
-from data_prep.scan.parts import BEYOND_LIMIT, Part, scan_unit
-from data_prep.scan.piece import scanner
-from data_prep.scan.units import Unit, digest, divide, shared_out
+from data_prep.scan import (
+    BEYOND_LIMIT,
+    Part,
+    ScanSettings,
+    Unit,
+    digest,
+    divide,
+    scan_unit,
+    scanner,
+    shared_out,
+)
+from data_prep.selection import select
 from data_prep.shards import FORMAT
 from data_prep.sources import is_saved
 from data_prep.templates.chat import ChatTemplate, check_template, read_template
@@ -42,7 +53,21 @@ from data_prep.tokenizer import (
     train_sentencepiece,
 )
 from data_prep.verify import content, file_of, planned_inputs
-from data_prep.write import GRAMS, HASHES, NEW, PLAN, SCAN, SET_UP, SETTINGS, TOKENIZER, UNFINISHED, describe
+from data_prep.write import (
+    GRAMS,
+    HASHES,
+    LIMITED,
+    NEW,
+    PLAN,
+    ROWS,
+    SCAN,
+    SET_UP,
+    SETTINGS,
+    TOKENIZER,
+    UNFINISHED,
+    columns_read,
+    left_out,
+)
 
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
@@ -50,21 +75,21 @@ Say = Callable[[str], None]
 
 
 def set_up(config: DataConfig, force: bool, say: Say) -> None:
-    """What takes no scan, into `.new`; last the settings, which say that it is there.
+    """Make what takes no scan, in `.new`; last the settings, which say that it is there.
 
     force: parts of an earlier scan are not believed either. Raises UserError for all that can be found wrong
     before the rows are read.
     """
-    place = config.dir / NEW
+    directory = config.dir / NEW
     remove_made(config.dir, UNFINISHED if force else SET_UP)
-    (place / SCAN).mkdir(parents=True, exist_ok=True)
-    remove_abandoned(place / SCAN)
+    (directory / SCAN).mkdir(parents=True, exist_ok=True)
+    remove_abandoned(directory / SCAN)
     try:
         inputs = planned_inputs(config)
         say(f"reading {counted(len(inputs), 'input')}")
-        for one in inputs:
-            if one.source.hub and not one.source.revision and not is_saved(Path(one.source.hub)):
-                say(f"note: {one.name} is not pinned; set its revision to prepare the same data again")
+        for opened in inputs:
+            if opened.source.hub and not opened.source.revision and not is_saved(Path(opened.source.hub)):
+                say(f"note: {opened.name} is not pinned; set its revision to prepare the same data again")
         if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
             local = config.root / config.tokenizer
             source = local if local.exists() else config.tokenizer
@@ -73,28 +98,28 @@ def set_up(config: DataConfig, force: bool, say: Say) -> None:
                     f"note: blocks of {config.block} tokens are longer than the context of {context} of the "
                     f"model in {local}, which cannot be trained on them"
                 )
-            save_tokenizer(source, config.tokenizer_revision, place / TOKENIZER)
+            save_tokenizer(source, config.tokenizer_revision, directory / TOKENIZER)
         if config.contamination is not None:
-            found = contamination.collect(config.root / config.contamination, config.contamination_ngram)
-            contamination.save(found, place / GRAMS)
+            grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
+            contamination.save(grams, directory / GRAMS)
         if config.by_chat_template:
-            for note in check_template(read_template(place / TOKENIZER, str(config.tokenizer))):
+            for note in check_template(read_template(directory / TOKENIZER, str(config.tokenizer))):
                 say(note)
-        for one in inputs:
-            one.probe()
+        for opened in inputs:
+            opened.probe()
         tree = settings(config) | {"format": FORMAT}
-        write_text(place / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
+        write_text(directory / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
     except BaseException:
         clear(config, SET_UP)
         raise
 
 
-def clear(config: DataConfig, made: tuple[str, ...] = UNFINISHED) -> None:
+def clear(config: DataConfig, patterns: tuple[str, ...] = UNFINISHED) -> None:
     """Remove what was made in `.new`."""
-    remove_made(config.dir, made)
-    for place in (config.dir / NEW / SCAN, config.dir / NEW):
+    remove_made(config.dir, patterns)
+    for directory in (config.dir / NEW / SCAN, config.dir / NEW):
         with contextlib.suppress(OSError):
-            place.rmdir()
+            directory.rmdir()
 
 
 class Planning:
@@ -105,7 +130,9 @@ class Planning:
         self.place = config.dir / NEW
         self.inputs = planned_inputs(config)
         self.units = divide(self.inputs)
-        self._files = {one.name: path for one in self.inputs if (path := file_of(config, one)) is not None}
+        self._files = {
+            opened.name: path for opened in self.inputs if (path := file_of(config, opened)) is not None
+        }
         self._seen = {name: signature(path) for name, path in self._files.items()}
         made_with = [settings(config), FORMAT, None if self.chat is None else self.chat.digest]
         self._keys = [digest([made_with, self._origin(unit)]) for unit in self.units]
@@ -119,17 +146,17 @@ class Planning:
         )
 
     def _origin(self, unit: Unit) -> list[tuple[str, int, int | None, list[Signature] | int]]:
-        """What a unit reads, and what tells that from what was there before."""
-        found = []
+        """Return what a unit reads, and what tells that from what was there before."""
+        origins = []
         for number, begin, end in unit.stretches:
-            one = self.inputs[number]
-            path = self._files.get(one.name)
-            state: list[Signature] | int = one.size
+            opened = self.inputs[number]
+            path = self._files.get(opened.name)
+            state: list[Signature] | int = opened.size
             if path is not None:
                 files = sorted(path.rglob("*")) if path.is_dir() else []
-                state = [self._seen[one.name], *map(signature, files)]
-            found.append((one.name, begin, end, state))
-        return found
+                state = [self._seen[opened.name], *map(signature, files)]
+            origins.append((opened.name, begin, end, state))
+        return origins
 
     def _part(self, unit: Unit) -> Part | None:
         return Part.read(self.place / SCAN, unit, self._keys[unit.number])
@@ -140,7 +167,7 @@ class Planning:
         alone: no other job can make the plan meanwhile, the one that is there is to be made again.
         """
         whole: set[int] = set()
-        place, near = self.place / SCAN, self.config.dedup == "near"
+        directory, near = self.place / SCAN, self.config.dedup == "near"
         total, read = sum(unit.size for unit in self.units), 0
 
         def count(unit: Unit) -> None:
@@ -153,10 +180,14 @@ class Planning:
                 count(unit)
             return unit.number in whole or (not alone and (self.config.dir / PLAN).is_file())
 
-        with Workers(workers, scanner, near, self.chat) as pool, progress("reading", total, self.say) as at:
-            for unit in shared_out(self.units, place, done, first, self.say):
+        threshold = self.config.near_threshold if near else None
+        settings = ScanSettings(threshold, self.chat, self.config.seed, self.config.validation_fraction)
+        with Workers(workers, scanner, settings) as pool, progress("reading", total, self.say) as advance:
+            for unit in shared_out(self.units, directory, done, first, self.say):
                 key, strict = self._keys[unit.number], self.config.strict
-                scan_unit(place, unit, key, self.inputs, strict, pool, lambda now: at(read + now))
+                scan_unit(
+                    directory, unit, key, self.inputs, strict, near, pool, lambda now: advance(read + now)
+                )
                 count(unit)
 
     def finish(self, workers: int) -> Hashes:
@@ -164,7 +195,7 @@ class Planning:
 
         Raises UserError when that leaves nothing to train on, or a source has changed meanwhile.
         """
-        config, place, say = self.config, self.place, self.say
+        config, directory, say = self.config, self.place, self.say
         parts = []
         for unit in self.units:
             part = self._part(unit)
@@ -172,24 +203,34 @@ class Planning:
                 name = self.inputs[unit.stretches[0].input].name
                 raise UserError(f"{name} changed while it was read; run prepare again", code="source-changed")
             parts.append(part)
-        plan = assign(config, self.inputs, parts, place, workers)
+        rows = directory / ROWS
+        summary = select(config, self.inputs, parts, rows, workers)
+        plan = Plan(rows, np.concatenate([part.pieces for part in parts]), summary)
         if self.chat is not None:
             plan.summary["chat_template"] = self.chat.digest
-        rows, characters = len(plan.shard), plan.summary["chars"]["train"]
-        say(f"{counted(rows, 'row')} read; {counted(characters, 'character')} of them to train on")
+        total, characters = int(plan.ends[-1]), summary["chars"]["train"]
+        say(f"{counted(total, 'row')} read; {counted(characters, 'character')} of them to train on")
         facts = self._tokenizer(plan)
-        if said := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
-            say(said)
+        if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
+            say(note)
         plan.summary["tokenizer"] = facts._asdict()
         hashes = self._hashes(plan)
-        plan = _fit_tokens(config, plan, self.inputs, encode_settings(config, plan, place), workers, say)
-        for line in describe(plan.summary):
+        encode = encode_settings(config, plan, directory)
+        summary["by_words"] = words_agree(encode, plan, self.inputs)
+        if not summary["by_words"]:
+            say("note: with this tokenizer words get other ids than whole texts; words are not cached")
+        if config.limit_tokens is not None:
+            encode = encode._replace(by_words=summary["by_words"], grams=None)
+            with Workers(workers, counting, encode) as pool:
+                plan = limit_tokens(config, plan, self.inputs, pool, directory / LIMITED)
+        say(f"not used: {'; '.join(left_out(plan.summary)) or 'nothing'}")
+        for line in columns_read(plan.summary):
             say(line)
-        plan.save(place / PLAN)
+        plan.save(directory / PLAN)
         return hashes
 
-    def _tokenizer(self, plan: Assignment) -> TokenizerFacts:
-        """Of the tokenizer that was saved, or is now trained."""
+    def _tokenizer(self, plan: Plan) -> TokenizerFacts:
+        """Return the facts of the tokenizer that was saved, or is now trained."""
         if self.config.train_tokenizer is None:
             return tokenizer_facts(self.place / TOKENIZER)
         self.say(f"training a tokenizer of {self.config.train_tokenizer} pieces")
@@ -198,8 +239,8 @@ class Planning:
         train_sentencepiece(texts, self.config.train_tokenizer, model)
         return save_tokenizer(model, None, self.place / TOKENIZER)
 
-    def _hashes(self, plan: Assignment) -> Hashes:
-        """Of the sources, so that the next job need not compute them."""
+    def _hashes(self, plan: Plan) -> Hashes:
+        """Return the hashes of the sources, so that the next job need not compute them."""
         hashes = Hashes(self.config.dir / HASHES)
         for source in plan.summary["sources"]:
             name = source["name"]
@@ -210,40 +251,21 @@ class Planning:
         return hashes
 
 
-def _fit_tokens(
-    config: DataConfig,
-    plan: Assignment,
-    inputs: list[Input],
-    encode: EncodeSettings,
-    workers: int,
-    say: Say,
-) -> Assignment:
-    """What takes a tokenizer to decide: whether texts are encoded by words, and data.limit_tokens."""
-    plan.summary["by_words"] = words_agree(encode, plan, inputs)
-    if not plan.summary["by_words"]:
-        say("note: with this tokenizer words get other ids than whole texts; the word cache is switched off")
-    if config.limit_tokens is None:
-        return plan
-    encode = encode._replace(by_words=plan.summary["by_words"], grams=None)
-    with Workers(workers, counting, encode) as pool:
-        return limit_tokens(config, plan, inputs, pool)
-
-
-def encode_settings(config: DataConfig, plan: Assignment, place: Path) -> EncodeSettings:
-    """What workers need to encode; `place` holds the tokenizer and the grams."""
+def encode_settings(config: DataConfig, plan: Plan, directory: Path) -> EncodeSettings:
+    """Return what workers need to encode; `directory` holds the tokenizer and the grams."""
     return EncodeSettings(
-        place / TOKENIZER,
+        directory / TOKENIZER,
         TokenizerFacts(**plan.summary["tokenizer"]),
         config.template,
         config.block,
         config.overlong,
-        place / GRAMS if config.contamination is not None else None,
+        directory / GRAMS if config.contamination is not None else None,
         plan.summary.get("by_words", True),
-        read_template(place / TOKENIZER, str(config.tokenizer)) if config.by_chat_template else None,
+        read_template(directory / TOKENIZER, str(config.tokenizer)) if config.by_chat_template else None,
     )
 
 
-def _training_texts(config: DataConfig, plan: Assignment, inputs: list[Input]) -> Iterator[str]:
+def _training_texts(config: DataConfig, plan: Plan, inputs: list[Input]) -> Iterator[str]:
     """Yield the training rows' text, an even sample of it if there is much; other rows are not parsed."""
     step = 1 + plan.summary["chars"]["train"] // TRAINING_CHARS
     for part in plan.training(inputs, config.shards, step):

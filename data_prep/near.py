@@ -35,11 +35,11 @@ def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
-    said = [_said(row) for row in rows]
-    prompts, responses = [prompt for prompt, _ in said], [response for _, response in said]
+    spoken = [_said(row) for row in rows]
+    prompts, responses = [prompt for prompt, _ in spoken], [response for _, response in spoken]
     telling = split(responses).totals(len(rows)) >= TELLING * WORD
-    asked = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
-    return np.stack([asked, _signatures(responses, SHINGLE, salt=1)], axis=1)
+    signed = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
+    return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
 def _said(row: Row) -> tuple[str, str]:
@@ -48,11 +48,11 @@ def _said(row: Row) -> tuple[str, str]:
         prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
         return prompts, "\n".join(exchange.response for exchange in row.exchanges)
     assert isinstance(row, Chat)
-    said: dict[str, list[str]] = {"user": [], "assistant": []}
+    texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
         parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
-        said.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
-    return "\n".join(said["user"]), "\n".join(said["assistant"])
+        texts.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
+    return "\n".join(texts["user"]), "\n".join(texts["assistant"])
 
 
 def _text(value: Any) -> str:
@@ -63,13 +63,13 @@ def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) ->
     """Return the MinHash of each text's runs of `words` words, uint32 [texts, PERMUTATIONS]."""
     hashes, text = split(texts, punctuation=True).grams(words, short=True)
     hashes = mixed(hashes + np.uint64(salt))
-    found = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
+    minima = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
     if len(hashes):
         owners, begins = np.unique(text, return_index=True)
         for number, (factor, summand) in enumerate(_permutations()):
             values = ((hashes * factor + summand) >> np.uint64(32)).astype(np.uint32)
-            found[owners, number] = np.minimum.reduceat(values, begins)
-    return found
+            minima[owners, number] = np.minimum.reduceat(values, begins)
+    return minima
 
 
 @cache
@@ -80,49 +80,54 @@ def _permutations() -> np.ndarray:
     return numbers
 
 
-def near_groups(db: DuckDBPyConnection, stored: list[np.ndarray], threshold: float) -> None:
+def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:
+    """Return a hash of each band of rows, uint64 [rows, bands].
+
+    Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the signature of
+    both together, which resemble each other where each does.
+    """
+    both = np.min(signed, axis=1)
+    bands, width = band_shape(threshold)
+    keys = np.zeros((len(both), bands), np.uint64)
+    for number in range(width):
+        keys = mixed((keys ^ both[:, number : bands * width : width]) + np.uint64(0x9E3779B97F4A7C15))
+    return keys
+
+
+def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
     """Make the table near(row, head) of the rows in `live` that resemble others, by chains too.
 
-    stored: signatures of all rows, one array after the other.
-    Rows that agree in one whole band are compared, each with the first of its kind and with the one before;
-    pairs whose estimated Jaccard similarity reaches the threshold belong to one group, named by its head.
+    parts: what selects row, signature and bands of all rows. Rows that agree in one whole band are compared,
+    each with the first of its kind and with the one before; pairs whose estimated Jaccard similarity reaches
+    the threshold belong to one group, named by its head.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    starts = np.cumsum([0, *map(len, stored)])
-    bands, width = band_shape(threshold)
-    fields = pa.schema([("row", pa.int64()), *((f"band{band}", pa.uint64()) for band in range(bands))])
-
-    def keys() -> Any:
-        for start, block in zip(starts[:-1].tolist(), stored, strict=True):
-            for at in range(0, len(block), BATCH):
-                # Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the
-                # signature of both together, which resemble each other where each does.
-                both = np.min(block[at : at + BATCH], axis=1)
-                columns = [np.arange(start + at, start + at + len(both))]
-                columns += [_band_key(both[:, band * width : (band + 1) * width]) for band in range(bands)]
-                yield pa.RecordBatch.from_arrays(list(map(array_of, columns)), schema=fields)
-
-    db.register("keys", pa.RecordBatchReader.from_batches(fields, keys()))
-    db.execute("CREATE TEMP TABLE bands AS SELECT * FROM keys WHERE row IN (SELECT row FROM live)")
-    db.execute("CREATE TEMP TABLE pairs (first BIGINT, second BIGINT)")
-    for band in range(bands):
-        key = f"band{band}"
-        db.execute(f"""
-            INSERT INTO pairs
+    db.execute(f"""
+        CREATE TEMP TABLE keys AS
+            SELECT row, unnest(bands) AS key, generate_subscripts(bands, 1) AS band
+            FROM ({parts}) WHERE row IN (SELECT row FROM live);
+        CREATE TEMP TABLE pairs AS
             WITH alike AS (
-                SELECT row, min(row) OVER (PARTITION BY {key}) AS head,
-                    lag(row) OVER (PARTITION BY {key} ORDER BY row) AS before
-                FROM bands WHERE {key} IN (SELECT {key} FROM bands GROUP BY {key} HAVING count(*) > 1))
-            SELECT head, row FROM alike WHERE row > head
+                SELECT row, min(row) OVER (PARTITION BY band, key) AS head,
+                    lag(row) OVER (PARTITION BY band, key ORDER BY row) AS before
+                FROM keys
+                WHERE (band, key) IN (SELECT (band, key) FROM keys GROUP BY band, key HAVING count(*) > 1))
+            SELECT head AS first, row AS second FROM alike WHERE row > head
             UNION SELECT before, row FROM alike WHERE before > head""")
+    compared = f"""
+        SELECT first, second, a.signature, b.signature FROM pairs
+        JOIN ({parts}) a ON a.row = first JOIN ({parts}) b ON b.row = second"""
     edges = [np.zeros((0, 2), np.int64)]
-    for batch in db.sql("SELECT DISTINCT first, second FROM pairs ORDER BY ALL").to_arrow_reader(BATCH):
-        pairs = np.stack([numbers_of(column) for column in batch.columns], axis=1)
-        first, second = (_take(stored, starts, rows) for rows in pairs.T)
-        edges.append(pairs[(np.mean(first == second, axis=2) >= threshold).all(axis=1)])
-    db.execute("DROP TABLE bands; DROP TABLE pairs")
+    for batch in db.sql(compared).to_arrow_reader(BATCH):
+        pairs = np.stack([numbers_of(batch.column(number)) for number in (0, 1)], axis=1)
+        signed, other = (
+            np.frombuffer(b"".join(batch.column(number).to_pylist()), np.uint32) for number in (2, 3)
+        )
+        same = (signed == other).reshape(len(pairs), -1, PERMUTATIONS).mean(axis=2)
+        edges.append(pairs[(same >= threshold).all(axis=1)])
+    db.execute("DROP TABLE keys; DROP TABLE pairs")
     rows, ends = np.unique(np.concatenate(edges), return_inverse=True)
     first, second = ends.reshape(-1, 2).T
     graph = coo_array((np.ones(len(first), bool), (first, second)), (len(rows), len(rows)))
@@ -131,24 +136,7 @@ def near_groups(db: DuckDBPyConnection, stored: list[np.ndarray], threshold: flo
     db.execute("CREATE TEMP TABLE near AS SELECT * FROM groups")
 
 
-def _take(stored: list[np.ndarray], starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the signatures of some rows, uint32 [rows, 1 or 2, PERMUTATIONS]; starts: first row of each."""
-    owners = np.searchsorted(starts, rows, side="right") - 1
-    found = np.empty((len(rows), *stored[0].shape[1:]), np.uint32)
-    for owner in np.unique(owners).tolist():
-        chosen = owners == owner
-        found[chosen] = stored[owner][rows[chosen] - starts[owner]]
-    return found
-
-
-def _band_key(values: np.ndarray) -> np.ndarray:
-    """Return a hash of each row of values, uint64 [rows]."""
-    key = np.zeros(len(values), np.uint64)
-    for column in values.T:
-        key = mixed((key ^ column) + np.uint64(0x9E3779B97F4A7C15))
-    return key
-
-
+@cache
 def band_shape(threshold: float) -> tuple[int, int]:
     """Return the number of bands and of values in each for which wrong and missed candidates are fewest.
 
