@@ -52,7 +52,6 @@ from common.errors import UserError, nearest
 from common.recipe import Section, load_section, shown
 from common.untrusted import is_plain_name
 from data_prep.config import VALIDATION as UNNAMED
-from experiments import READERS
 
 Overrides = dict[str, Any]
 Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -269,7 +268,7 @@ class Run(NamedTuple):
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """Return an experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
-    experiment = load_section(Experiment, path, overrides, "experiment", READERS)
+    experiment = load_section(Experiment, path, overrides, "experiment")
     names = Counter(run.name for run in expand(experiment))
     repeated = next((name for name, times in names.items() if times > 1), None)
     if repeated is not None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from common.errors import FailureError, UserError, one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, FailureError, UserError, one_line
 from common.lease import held
 from common.provenance import shipped
 from common.untrusted import read_json

@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.stop import die_with_parent
 
 TICK = 0.1  # seconds

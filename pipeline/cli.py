@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import FailureError, UserError, one_line
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from common.text import printable, without_secrets
 from pipeline.report.console import Console, Handler, made
 from pipeline.report.pace import duration

@@ -22,9 +22,7 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch import distributed as dist
 
-from common.errors import one_line
-from common.exit_codes import ExitCode
-from common.files import LASTING, may_pass
+from common.errors import LASTING, ExitCode, may_pass, one_line
 from pipeline.ranks import lost_a_peer
 from pipeline.stop import RESUME, node_name
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from tests.campaigns.audit import LOCK, Part, advisories, newer, pins, verdict, withdrawn
 
 LOCKED = {"jinja2": Version("3.1.6"), "idna": Version("3.20")}

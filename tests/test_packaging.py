@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import common
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from tests.campaigns.audit import pins
 from tests.conftest import REPO
 from tests.test_private_apis import ATTRIBUTES, IN_SOURCES

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, outcome
 from common.files import write_text
-from common.outcome import outcome
 from data_prep.inputs import open_text
 from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids

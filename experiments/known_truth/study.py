@@ -22,13 +22,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, outcome
 from common.files import sha256, write_text
-from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
-from experiments import READERS
 from experiments.code import code_digest, plugin_file
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
@@ -260,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
 
     def work() -> int:
-        study = load_section(Study, args.file, args.overrides, "experiment", READERS)
+        study = load_section(Study, args.file, args.overrides, "experiment")
         results = run(study)
         lines = {f"V {r['V']}, share {r['share']:g}, {r['tokens']} tokens": r for r in results["rows"]}
         for cell, row in {**(lines if len(lines) > 1 else {}), "all cells": results}.items():

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from common.files import write_atomically
-from common.untrusted import arrays, check_unpacked
+from common.untrusted import arrays
 from pipeline.run_dir import VALIDATION, step_directory, step_of
 
 LEVEL = 0.95
@@ -106,7 +106,6 @@ def read(run_dir: Path, name: str, step: int) -> Documents | None:
     path = _file(run_dir, name, step)
     try:
         with arrays():
-            check_unpacked(path)
             with np.load(path) as stored:
                 rows, fingerprint = stored["documents"], stored["fingerprint"]
     except (OSError, ValueError):

@@ -22,8 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from common.errors import one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, one_line
 from tests.conftest import REPO
 
 LOCK = REPO / "requirements.lock"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from experiments import report
 from experiments import sweep as engine
 from experiments.__main__ import main

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline import identity
 from pipeline.run_dir import BAD_BATCHES, HEARTBEAT, STATE, checkpoints
 from tests.helpers import launching

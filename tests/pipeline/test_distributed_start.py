@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.run_dir import checkpoints
 from tests.helpers import launching
 from tests.helpers.launching import losses

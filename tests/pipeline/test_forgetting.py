@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from common.report.numbers import DASH, MINUS
 from pipeline import cli
 from pipeline.report.forgetting import regressions

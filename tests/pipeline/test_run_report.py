@@ -12,8 +12,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from common.report.numbers import DASH
 from pipeline import cli
 from pipeline.report.gather import KILLED, read_runs

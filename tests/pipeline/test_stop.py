@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.stop import REPORTS, StopRequest, Watch, _grace
 from tests.conftest import REPO
 
