@@ -43,8 +43,7 @@ from experiments.design import (
     trials,
     validation_metric,
 )
-from experiments.origin import command_origin, data_origin, run_origin
-from experiments.stages import Stage, read_note
+from experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
 from experiments.workers import Workers
 from pipeline.config import RunConfig, load_config
 from pipeline.run_dir import EXPORT, read_metrics

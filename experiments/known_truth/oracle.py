@@ -29,7 +29,7 @@ from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
 from experiments.known_truth.corpus import sample
-from experiments.known_truth.temperature import WIDEST, best_temperature
+from experiments.statistics import WIDEST, best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10

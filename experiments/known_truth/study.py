@@ -31,8 +31,7 @@ from experiments.code import code_digest, plugin_file
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
-from experiments.known_truth.temperature import best_temperature
-from experiments.statistics import at_an_end, estimate, verdict
+from experiments.statistics import at_an_end, best_temperature, estimate, verdict
 from pipeline.loss import get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
