@@ -321,10 +321,10 @@ def _check_muon(config: RunConfig, tree: dict[str, Any], path: Path) -> None:
     if zero.get("offload_optimizer") or zero.get("reduce_scatter"):
         raise UserError(
             f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
-            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw"
+            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
         )
     if config.model.lora is not None:
         raise UserError(
             "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
-            "model.lora; set train.optimizer=adamw"
+            "model.lora; set train.optimizer=adamw without muon_lr"
         )
