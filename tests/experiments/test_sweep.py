@@ -26,19 +26,17 @@ from tests.helpers.sweeping import notes, opened, pretend, sweep
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    data = {
-        "dir": "unused",
-        "root": str(tmp_path),
-        "train_tokenizer": 384,
-        "sources": [{"files": "text.txt"}],
+    tree = {
+        "run_dir": "unused",
+        "data": {
+            "dir": "unused",
+            "train_tokenizer": 384,
+            "sources": [{"files": f"{tmp_path}/text.txt", "format": "lines"}],
+            "validation_fraction": 0.1,
+        },
+        "model": {"architecture": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
+        "train": {"steps": 3, "batch": 8},
     }
-    architecture = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    tree = {"run_dir": "unused", "data": data, "model": {"architecture": architecture}, "train": {"steps": 3}}
     (tmp_path / "text.txt").write_text("A line.\n")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "recipe.yaml"
