@@ -24,6 +24,11 @@ from tests.helpers.killing import FORK
 from tests.helpers.sweeping import notes, opened, pretend, sweep
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.sweep.POLL", 0.1)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     tree = {
@@ -71,6 +76,7 @@ def test_a_killed_sweep_repeats_nothing(
 ) -> None:
     """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
+    assert main(["run", str(path), "--dry-run"]) == 0  # libraries are loaded once, for all forks
     draw, before, kills = random.Random(0), dict[str, int](), 0
     while True:
         process = FORK.Process(target=_run, args=(path,))
