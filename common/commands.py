@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common import __version__
+from common.errors import similar
 from common.text import printable
 
 
@@ -45,7 +45,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     try:
         args, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        parser.error(f"{error}{_choice_meant(parser, str(error))}")
+        misspelt = re.search(r"^argument ([^:]*): invalid choice: '(.*?)'", str(error))
+        name, word = misspelt.groups() if misspelt else ("", "")
+        choices = (
+            action.choices or () for action in parser._actions if name in (action.dest, action.metavar)
+        )
+        parser.error(f"{error}{_hint(word, next(choices, ()))}")
     options = [argument for argument in unknown if argument.startswith("-")]
     if options or (unknown and not hasattr(args, "overrides")):
         called = _called(parser, args)
@@ -57,25 +62,13 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 
 def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
-    """The parser of the command that was called, which is `parser` itself where it has no commands."""
+    """Return the parser of the command that was called, which is `parser` itself where it has no commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            command = action.choices.get(getattr(args, action.dest, ""))
-            return parser if command is None else command
+            return action.choices.get(getattr(args, action.dest, ""), parser)
     return parser
 
 
-def _choice_meant(parser: argparse.ArgumentParser, message: str) -> str:
-    """A hint for `argument command: invalid choice: 'prepar' (choose from ...)`."""
-    match = re.search(r"^argument ([^:]*): invalid choice: '(.*?)'", message)
-    if match is None:
-        return ""
-    choices = (
-        action.choices or () for action in parser._actions if match[1] in (action.dest, action.metavar)
-    )
-    return _hint(match[2], next(choices, ()))
-
-
 def _hint(word: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word[:200], list(choices), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    match = similar(word, choices)
+    return f"; did you mean {match}?" if match else ""

@@ -1,56 +1,32 @@
-"""The errors that a user sees as a line, and how their line is made."""
+"""The errors that a user sees as a line, the exit codes of every command, and how one leads to the other."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import errno
+import os
+import select
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from types import MappingProxyType
 
 from common.text import on_one_line, printable, without_secrets
 
-# What other trainers call settings of a recipe.
-OTHER_NAMES = {
-    "learning_rate": "train.lr",
-    "batch_size": "train.batch",
-    "train_batch_size": "train.batch",
-    "global_batch_size": "train.batch",
-    "per_device_train_batch_size": "train.micro_batch",
-    "micro_batch_size": "train.micro_batch",
-    "max_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "max_grad_norm": "train.clip",
-    "gradient_clipping": "train.clip",
-    "warmup_steps": "train.warmup_ratio",
-    "lr_scheduler_type": "train.schedule",
-    "optim": "train.optimizer",
-    "adam_epsilon": "train.eps",
-    "save_steps": "train.save_every",
-    "save_total_limit": "train.keep_last",
-    "eval_steps": "train.eval_every",
-    "logging_steps": "train.log_every",
-    "max_seq_length": "data.block",
-    "max_length": "data.block",
-    "block_size": "data.block",
-    "seq_len": "data.block",
-    "sequence_len": "data.block",
-    "cutoff_len": "data.block",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "precision": "model.dtype",
-    "gradient_accumulation_steps": "train.micro_batch",
-    "per_device_eval_batch_size": "train.micro_batch",
-    "adam_beta1": "train.betas",
-    "adam_beta2": "train.betas",
-    "report_to": "train.wandb",
-    "loss_type": "objective.name",
-    "val_fraction": "data.validation_fraction",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "output_dir": "run_dir",
-}
 LONGEST = 1500  # characters of a line
+AGAIN = "run the same command again to resume"
+
+
+class ExitCode(IntEnum):
+    """The meaning of a command's end to the script that called it (docs/operations.md)."""
+
+    DONE = 0
+    FAILURE = 1  # a crash, a lost rank, a full disk: the same command resumes from what is complete
+    MISTAKE = 2  # in the input, or a crash before training's first step: running it again cannot help
+    REGRESSION = 3  # a model is worse than the one that it was compared with, or than before it was trained
+    STOPPED = 75  # sysexits' EX_TEMPFAIL: nothing is wrong; the same command resumes
+    INTERRUPTED = 130  # Ctrl-C, as shells say it (128 + SIGINT), where nothing is saved first: likewise
+    UNREAD = 141  # nobody reads the output any more, as in `... | head` (128 + SIGPIPE)
 
 
 class UserError(Exception):
@@ -76,8 +52,67 @@ class FailureError(UserError):
     """A failure of the machine, a full disk for example: once it is cured, the same command resumes."""
 
 
+class DiskFullError(OSError):
+    """No space left to write to. It may pass, so it is no UserError: the same command resumes after it."""
+
+
+# Disks are cleared, networks and file servers come back.
+PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
+}
+# Only a change by the user cures these. Libraries raise the classes without a number as well.
+LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+
+
+def may_pass(error: OSError) -> bool | None:
+    """Return whether the same command may succeed later; None where the error alone does not tell."""
+    if isinstance(error, DiskFullError) or error.errno in PASSING:
+        return True
+    return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
+
+
+def outcome(work: Callable[[], int], alone: bool = True) -> int:
+    """Return the exit code of a command: that of `work`, or that of its error, which is printed as one line.
+
+    alone: False where another process of this host prints the errors that all of them meet.
+    """
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        if alone:
+            print(f"error: {error}", file=sys.stderr)
+        return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return ExitCode.UNREAD
+        passing = may_pass(error) is not False
+        print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
+        return ExitCode.FAILURE if passing else ExitCode.MISTAKE
+    except KeyboardInterrupt:
+        if alone:
+            print(f"interrupted; {AGAIN}", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+def _is_unread() -> bool:
+    """Return whether the reader of the output has gone, as in `... | head`; the rest then goes nowhere."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is no file of the system
+        return False
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
+
+
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The text of an error without line breaks, at most `limit` characters; its type where it has none.
+    """Return the text of an error without line breaks, or its type, in at most `limit` characters.
 
     As in a UserError, nothing in it can act on a terminal, and secrets are taken out.
     """
@@ -85,6 +120,11 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     if not text and isinstance(error, BaseException):
         text = type(error).__name__
     return printable(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+def similar(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the option that was probably meant by a misspelt name."""
+    return next(iter(difflib.get_close_matches(name[:200], list(options), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -96,7 +136,5 @@ def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = Ma
     if not names:
         return "there are none"
     meanings = {**elsewhere, **names}
-    for cutoff, candidates in ((0.8, meanings), (0.5, names)):
-        if close := difflib.get_close_matches(name.lower()[:200], candidates, n=1, cutoff=cutoff):
-            return f"did you mean {meanings[close[0]]}?"
-    return f"known: {', '.join(names.values())}"
+    match = similar(name.lower(), meanings, 0.8) or similar(name.lower(), names, 0.5)
+    return f"did you mean {meanings[match]}?" if match else f"known: {', '.join(names.values())}"

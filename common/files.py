@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import UserError, one_line
+from common.errors import DiskFullError, UserError, one_line
 from common.lease import now_there, signed, signer_ended
 
 PART = ".part"  # ending of files that are being written
@@ -26,32 +26,9 @@ ABANDONED = 86400.0  # seconds without a write after which a part of another mac
 TICK = 0.05  # seconds; file systems count time in steps that are shorter
 
 
-class DiskFullError(OSError):
-    """No space left to write to. It may pass, so it is no UserError: the same command resumes after it."""
-
-
-# Disks are cleared, networks and file servers come back.
-PASSING = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
-    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
-}
-
-
-# Only a change by the user cures these. Libraries raise the classes without a number as well.
-LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
-MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-
-
-def may_pass(error: OSError) -> bool | None:
-    """Return whether the same command may succeed later; None where the error alone does not tell."""
-    if isinstance(error, DiskFullError) or error.errno in PASSING:
-        return True
-    return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
-
-
 @contextlib.contextmanager
 def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
-    """A hidden file beside `path` that becomes `path` when the block ends without an error.
+    """Yield a hidden file beside `path` that becomes `path` when the block ends without an error.
 
     Its name tells its writer, so that `remove_abandoned` knows whether that lives. Raises DiskFullError when
     the disk is full; nothing stays behind then.
@@ -81,18 +58,18 @@ def full_disk(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """`write` into a new file, which then takes the place of `path` in one step."""
+    """Call `write` with a new file, which then takes the place of `path` in one step."""
     with part_file(path) as file:
         write(file)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Text into `path`, whole or not at all."""
+    """Write text to `path`, whole or not at all."""
     write_atomically(path, lambda sink: sink.write(text.encode()))
 
 
 def finite(value: Any) -> Any:
-    """The value with None where a number in it is NaN or infinite, which JSON cannot say."""
+    """Return the value with None where a number in it is NaN or infinite, which JSON cannot say."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -101,7 +78,7 @@ def finite(value: Any) -> Any:
 
 
 def write_once(path: Path, text: str) -> bool:
-    """Like `write_text`, but True for only one of all writers: a file that is there stays as it is."""
+    """Write text to `path` unless it exists; return True to only one of all writers."""
     if path.exists():
         return False
     try:
@@ -131,27 +108,25 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
 
     Raises UserError, naming the `setting` that gave it, when it holds anything else or cannot be written.
     """
-    where = f"{setting}={directory}"
+    reason = ""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
-            raise UserError(f"{where} cannot be written; set another {setting}")
-        if (directory / marker).is_file():
-            return
-        beginning = f".{marker}.*{PART}"  # of another process that does the same
-        found = sorted(p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, beginning))
-        if not found:
-            write_once(directory / marker, note)
-        elif not (directory / marker).is_file():  # another process may have begun since
-            raise UserError(
-                f"{where} is not empty ({found[0]} is there) and not marked by {marker} as made here; "
-                f"set another {setting}"
-            )
+            reason = "cannot be written"
+        elif not (directory / marker).is_file():
+            beginning = f".{marker}.*{PART}"  # of another process that does the same
+            names = sorted(p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, beginning))
+            if not names:
+                write_once(directory / marker, note)
+            elif not (directory / marker).is_file():  # another process may have begun since
+                reason = f"is not empty ({names[0]} is there) and not marked by {marker} as made here"
     except DiskFullError:
         raise
     except OSError as error:
-        reason = "it is a file" if directory.is_file() else error.strerror or one_line(error)
-        raise UserError(f"{where} cannot be written: {reason}; set another {setting}") from None
+        cause = "it is a file" if directory.is_file() else error.strerror or one_line(error)
+        reason = f"cannot be written: {cause}"
+    if reason:
+        raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
 
 
 def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
@@ -174,7 +149,7 @@ def remove_made(directory: Path, patterns: Sequence[str]) -> None:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """All files and links below a directory; links are not followed."""
+    """Yield all files and links below a directory; links are not followed."""
     for folder, names, files in os.walk(directory):
         links = [name for name in names if (Path(folder) / name).is_symlink()]
         yield from (Path(folder) / name for name in sorted(files + links))
@@ -193,13 +168,13 @@ Signature = tuple[int, ...]  # changes whenever a file's content may have change
 
 
 def signature(path: Path) -> Signature:
-    """Size, times and inode of a file. No program can set the time of change, so an edit always shows."""
+    """Return size, times and inode of a file; no program can set the time of change, so an edit shows."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content, 64 hex digits."""
+    """Return the hash of a file's content, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -219,7 +194,7 @@ class Hashes:
             self._known = {name: (tuple(times), str(digest)) for name, (times, digest) in tree.items()}
 
     def sha256(self, path: Path) -> str:
-        """Hash of a file, from memory if the file was not touched since."""
+        """Return the hash of a file, from memory if the file was not touched since."""
         current = signature(path)
         name = str(path.absolute())
         entry = self._new.get(name) or self._known.get(name)

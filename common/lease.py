@@ -165,19 +165,17 @@ def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     """Return those who joined and still live; the files of others are removed."""
     living = []
     for path in sorted(directory.glob("*.[0-9]*")):
-        if not _alive(path, seconds):
-            path.unlink(missing_ok=True)
-        elif (holder := _holder(path)) is not None:
-            living.append(holder)
+        if _alive(path, seconds):  # one that is being written has no holder yet
+            living.append(_holder(path) or Holder("a host", 0, time.time(), False, time.time()))
         else:
-            living.append(Holder("a host", 0, time.time(), False, time.time()))  # it is being written
+            path.unlink(missing_ok=True)
     return living
 
 
 def signed() -> str:
     """Return this process's mark for the names of its files, which `signer_ended` reads."""
-    mine = _this_process()
-    return f"{_digest(mine['machine'])}-{mine['pid']}-{mine['started']:.0f}"
+    process = _this_process()
+    return f"{_digest(process['machine'])}-{process['pid']}-{process['started']:.0f}"
 
 
 def signer_ended(mark: str) -> bool | None:
@@ -195,40 +193,37 @@ def _digest(machine: str) -> str:
 
 
 def _number(path: Path) -> int:
-    """Return the number of a lease file."""
     return int(path.suffix[1:])
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    """Return the process that a lease file names, None where that is not written or damaged."""
+    try:
+        tree = read_json(path, LEASE_BYTES)
+    except ValueError:
+        return None
+    return tree if isinstance(tree, dict) else None
 
 
 def _holder(path: Path) -> Holder | None:
     """Return the holder that a lease file names, or None when that cannot be read."""
-    try:
-        tree = read_json(path, LEASE_BYTES)
-        machine = tree["machine"]
-        return Holder(
-            machine.partition(":")[0],
-            int(tree["pid"]),
-            float(tree["time"]),
-            machine == _this_process()["machine"],
-            path.stat().st_mtime,
-        )
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
-        return None
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
+        owner = _owner(path) or {}
+        here = owner["machine"] == _this_process()["machine"]
+        host = owner["machine"].partition(":")[0]
+        return Holder(host, int(owner["pid"]), float(owner["time"]), here, path.stat().st_mtime)
+    return None
 
 
 def _alive(path: Path, seconds: float) -> bool:
     """Return whether the holder named in a lease file still works on it."""
-    owner: Any = None
     try:
-        age = now_there(path.parent) - path.stat().st_mtime
-        with contextlib.suppress(ValueError):
-            owner = read_json(path, LEASE_BYTES)
+        age, owner = now_there(path.parent) - path.stat().st_mtime, _owner(path)
     except OSError:
         return True  # it is changing right now; ask again later
-    if age > seconds:
-        return False
-    if not isinstance(owner, dict):
-        return age < WRITING_SECONDS  # just created: the owner's name follows
-    if owner.get("released"):
+    if owner is None:
+        return age < min(seconds, WRITING_SECONDS)  # just created: the owner's name follows
+    if age > seconds or owner.get("released"):
         return False
     if owner.get("machine") != _this_process()["machine"]:
         return True
@@ -247,7 +242,7 @@ def now_there(directory: Path) -> float:
 
 
 def _this_process() -> dict[str, Any]:
-    """Return what tells this process from another one on the same machine."""
+    """Return the identity of this process: no other one on the same machine has it."""
     namespace = Path("/proc/self/ns/pid")
     machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
     return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid()), "time": time.time()}

@@ -48,7 +48,7 @@ class Workers:
             multiprocessing.forkserver.ensure_running()
         self._make = make, arguments
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
-        self._own = threading.local()
+        self._local = threading.local()
         self._started: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
 
     def __enter__(self) -> Workers:
@@ -66,7 +66,7 @@ class Workers:
                 process.kill()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The function of each item, in order; items are taken only as results are consumed."""
+        """Yield the function of each item, in order; items are taken only as results are consumed."""
         if self._threads is None:
             assert self._function is not None
             yield from map(self._function, items)
@@ -80,25 +80,23 @@ class Workers:
             yield running.popleft().result()
 
     def _apply(self, item: Any) -> Any:
-        """In a thread: its worker's function of an item."""
+        """Return the function of an item, computed by this thread's worker."""
         try:
-            if not hasattr(self._own, "connection"):
-                self._own.connection, self._own.process = self._start()
-            self._own.connection.send(item)
-            result, error = self._own.connection.recv()
+            if not hasattr(self._local, "connection"):
+                self._local.connection, child_end = self._context.Pipe()
+                self._local.process = self._context.Process(
+                    target=_work, args=(child_end, *self._make), daemon=True
+                )
+                self._started.append((self._local.connection, self._local.process))
+                self._local.process.start()
+                child_end.close()
+            self._local.connection.send(item)
+            result, error = self._local.connection.recv()
         except (EOFError, OSError):  # the end of a pipe, between messages and in the middle of one
-            raise UserError(f"a worker process died{_why(getattr(self._own, 'process', None))}") from None
+            raise UserError(f"a worker process died{_why(getattr(self._local, 'process', None))}") from None
         if error is not None:
             raise error
         return result
-
-    def _start(self) -> tuple[Connection, multiprocessing.process.BaseProcess]:
-        parent_end, child_end = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(child_end, *self._make), daemon=True)
-        self._started.append((parent_end, process))
-        process.start()
-        child_end.close()
-        return parent_end, process
 
 
 @contextlib.contextmanager
@@ -109,21 +107,17 @@ def _same_modules() -> Iterator[None]:
     may lie a common.py or data_prep.py of the user's.
     """
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    settings = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    before = os.environ.copy()
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _why(process: multiprocessing.process.BaseProcess | None) -> str:
-    """Why a worker may have died, as far as its exit code tells."""
+    """Return why a worker may have died, as far as its exit code tells."""
     if process is not None:
         process.join(JOIN)
         if process.exitcode is not None and 0 < process.exitcode < LOST:
@@ -136,7 +130,15 @@ def _work(
 ) -> None:
     """In a worker: answer items with the function's results, or its errors, until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends its workers
-    _end_with_parent()
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        """End when the parent is killed, in the middle of an item too."""
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
     function = make(*arguments)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -148,15 +150,3 @@ def _work(
                 error.add_note(traceback.format_exc())
                 answer = None, error
             connection.send(answer)
-
-
-def _end_with_parent() -> None:
-    """First thing in a worker: end when the parent is killed, in the middle of an item too."""
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def shipped(path: Path) -> Path:
-    """`path`; where it is relative and nothing is there, the file of that name that comes with this code.
+    """Return `path`, or the file of that name that comes with this code where nothing is at a relative one.
 
     So `launch/recipes/NAME.yaml` and `ds_configs/NAME.json` mean the same in a checkout and anywhere else.
     """
@@ -22,7 +23,7 @@ def shipped(path: Path) -> Path:
 
 
 def code_version() -> str:
-    """Commit of this code, marked when it was changed since; the version of an installed wheel.
+    """Return the commit of this code, marked when it was changed since; the version of an installed wheel.
 
     `unknown` in a checkout without git.
     """
@@ -41,12 +42,9 @@ def code_version() -> str:
 
 
 def library_versions(*packages: str) -> dict[str, str]:
-    """Installed versions by package name."""
-    return {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    """Return installed versions by package name."""
+    versions = dict.fromkeys(packages, "not installed")
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions

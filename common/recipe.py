@@ -6,28 +6,54 @@ section is a frozen pydantic model that refuses unknown keys. What cannot be rea
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.errors import OTHER_NAMES, UserError, nearest, one_line
+from common.errors import UserError, nearest, one_line, similar
 from common.provenance import REPOSITORY, shipped
 from common.text import without_secrets
 from common.untrusted import read_bytes
 
-EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # what a file is: where ours are
+EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # by kind of file: where ours are
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most: what is larger is data
-WRITTEN = 64  # a program's own YAML, whose defaults are written out, may be so many times as large
-ALIASES = 50  # in a file at most
+WRITTEN_BYTES = 8 << 20  # of a program's own YAML, whose defaults are written out
+ALIASES = 50  # in a file at most: nested ones may stand for any size
 LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count there
-_MARK = "mark"  # where a field keeps its mark
+# Settings of a recipe, and their names in other trainers.
+_NAMES_ELSEWHERE = {
+    "run_dir": "output_dir",
+    "data.block": "max_seq_length max_length block_size seq_len sequence_len cutoff_len",
+    "data.validation_fraction": "val_fraction",
+    "model.path": "model_name_or_path",
+    "model.dtype": "bf16 fp16 precision torch_dtype",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "objective.name": "loss_type",
+    "train.lr": "learning_rate",
+    "train.batch": "batch_size train_batch_size global_batch_size",
+    "train.micro_batch": "per_device_train_batch_size per_device_eval_batch_size micro_batch_size "
+    "gradient_accumulation_steps",
+    "train.steps": "max_steps",
+    "train.epochs": "num_epochs num_train_epochs",
+    "train.clip": "max_grad_norm gradient_clipping",
+    "train.warmup_ratio": "warmup_steps",
+    "train.schedule": "lr_scheduler_type",
+    "train.optimizer": "optim",
+    "train.eps": "adam_epsilon",
+    "train.betas": "adam_beta1 adam_beta2",
+    "train.save_every": "save_steps",
+    "train.keep_last": "save_total_limit",
+    "train.eval_every": "eval_steps",
+    "train.log_every": "logging_steps",
+    "train.wandb": "report_to",
+}
+OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+_MARK = "mark"  # the key of a field's mark
 
 
 class Loader(yaml.SafeLoader):
@@ -36,12 +62,11 @@ class Loader(yaml.SafeLoader):
     aliases = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node. Raises MarkedYAMLError for too many aliases, which may stand for any size."""
+        """Return the next node. Raises MarkedYAMLError for too many aliases."""
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > ALIASES:
-                mark = self.peek_event().start_mark
-                raise yaml.MarkedYAMLError(problem=f"more than {ALIASES} aliases", problem_mark=mark)
+                raise _fault(f"more than {ALIASES} aliases", self.peek_event())
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 
@@ -49,14 +74,18 @@ class Loader(yaml.SafeLoader):
         """Return the value of a document. Raises MarkedYAMLError for an alias that contains itself."""
         return self.construct_object(node, deep=True)
 
+    def construct_scalar(self, node: Any) -> Any:
+        """Return a scalar. Raises MarkedYAMLError for one with half characters, which is no text."""
+        if re.search("[\ud800-\udfff]", node.value):
+            raise _fault("half a character", node)
+        return super().construct_scalar(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping. Raises MarkedYAMLError when a key is given twice in it."""
         keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value} given twice", problem_mark=key.start_mark
-                )
+                raise _fault(f"key {key.value} given twice", key)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -64,6 +93,10 @@ class Loader(yaml.SafeLoader):
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def _fault(problem: str, where: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 class Section(BaseModel):
@@ -91,7 +124,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def mark(name: str, default: Any = ..., **limits: Any) -> Any:
-    """A field that says something about itself, for `marked` to find: `keep: int = mark("free", 2, gt=0)`.
+    """Return a field with a mark, for `marked` to find: `keep: int = mark("free", 2, gt=0)`.
 
     default and limits are those of pydantic's Field; without a default the field is required.
     """
@@ -105,7 +138,7 @@ def mark_of(cls: type[Section], key: str) -> str | None:
 
 
 def marked(cls: type[Section], name: str) -> set[str]:
-    """Keys below `cls` that are declared with `mark(name, ...)`, as in `train.log_every`.
+    """Return the keys below `cls` that are declared with `mark(name, ...)`, as in `train.log_every`.
 
     A marked section covers all that it holds. Sections in lists are not searched.
     """
@@ -120,35 +153,19 @@ def marked(cls: type[Section], name: str) -> set[str]:
     return keys
 
 
-def load_section(
-    cls: type[SectionT],
-    path: Path,
-    overrides: Sequence[str],
-    noun: str = "recipe",
-    readers: Mapping[str, str] = MappingProxyType({}),
-) -> SectionT:
-    """A YAML file with overrides as `cls`: for files that are not recipes but are written like them.
-
-    readers: by a key of other kinds of such files, the command that reads them. `noun` is one of EXAMPLES.
-    """
-    keys = tuple(cls.model_fields)
-    others = {key: command for key, command in readers.items() if key not in keys}
-    return parse_section(cls, read_recipe(path, overrides, keys, noun, others), "")
+def load_section(cls: type[SectionT], path: Path, overrides: Sequence[str], noun: str = "recipe") -> SectionT:
+    """Return a YAML file with overrides as `cls`; for files that are written like recipes."""
+    return parse_section(cls, read_recipe(path, overrides, tuple(cls.model_fields), noun), "")
 
 
 def read_recipe(
-    path: Path,
-    overrides: Sequence[str],
-    keys: Sequence[str] = KEYS,
-    noun: str = "recipe",
-    others: Mapping[str, str] = MappingProxyType({}),
+    path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS, noun: str = "recipe"
 ) -> dict[str, Any]:
-    """Read a YAML recipe and apply `key.sub=value` overrides (values are YAML too); `keys`: its sections.
-
-    noun: what messages call the file, one of EXAMPLES. others: by a key of other files, who reads them.
+    """Return the tree of a YAML recipe with `key.sub=value` overrides, whose values are YAML too.
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
+    keys: of its sections. noun: the name of this kind of file in messages, one of EXAMPLES.
 
     Raises UserError when a file cannot be read or understood, a key is given twice, a top-level key is
     unknown, recipes extend each other in a circle or one outside their folder and this program, or an
@@ -157,75 +174,58 @@ def read_recipe(
     tree = _read_tree(shipped(path), (), noun)
     for override in overrides:
         apply_override(tree, override)
-    for reader in (others[key] for key in tree if key in others):
-        raise UserError(f"{noun} {path} is not for this command; give it to {reader}")
     for key in tree:
         if key not in keys:
             hint = nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})
-            raise UserError(f"{noun} {path}: unknown key {key}; {hint}")
+            raise UserError(f"{noun} {path}: unknown key {key}; {hint}", code="unknown-key")
     return tree
 
 
 def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any]:
-    """The tree of a recipe laid on those that it extends; `before`: the recipes that led here."""
+    """Return the tree of a recipe laid on those that it extends; `before`: the recipes that led here."""
     if path.resolve() in before:
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
-        raise UserError(f"recipes extend each other in a circle: {circle}")
+        raise UserError(f"recipes extend each other in a circle: {circle}", code="recipe-circle")
     try:
-        tree = _load_yaml(_text(path, noun))
-    except ValueError as error:
-        raise UserError(f"{noun} {path} cannot be read: {one_line(error)}") from None
+        if not path.exists():
+            examples = REPOSITORY / EXAMPLES[noun]
+            match = similar(path.stem, [file.stem for file in examples.glob("*.yaml")], 0.8)
+            hint = f"did you mean {EXAMPLES[noun]}/{match}.yaml?" if match else f"see {examples} for examples"
+            raise UserError(f"{noun} {path} does not exist; {hint}", code="no-recipe")
+        tree = _load_yaml(read_bytes(path, FILE_BYTES))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise UserError(f"{noun} {path} cannot be read: {reason}", code="recipe-unreadable") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{noun} {path} must be a mapping of sections")
+        raise UserError(f"{noun} {path} must be a mapping of sections", code="recipe-unreadable")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise UserError(f"{noun} {path}: extends must be the name of one file, not {shown(base)}")
-    within = (path.resolve().parent, REPOSITORY)
-    if not any((path.parent / base).resolve().is_relative_to(folder) for folder in within):
         raise UserError(
-            f"{noun} {path} extends {base}, which is neither in its folder nor part of this program; copy "
-            "it there"
+            f"{noun} {path}: extends must be the name of one file, not {shown(base)}", code="extends"
+        )
+    folders = (path.resolve().parent, REPOSITORY)
+    if not any((path.parent / base).resolve().is_relative_to(folder) for folder in folders):
+        raise UserError(
+            f"{noun} {path} extends {base}, which is neither in its folder nor part of this program; copy it",
+            code="extends",
         )
     return _merge(_read_tree(path.parent / base, (*before, path.resolve()), noun), tree)
 
 
-def _text(path: Path, noun: str) -> str:
-    """A recipe's text. Raises UserError when it is not there, ValueError when it is not text."""
-    try:
-        if not path.exists():
-            raise UserError(f"{noun} {path} does not exist; {_file_meant(path, EXAMPLES[noun])}")
-        if not path.is_file():
-            raise UserError(f"{noun} {path} is not a file")
-        return _decoded(read_bytes(path, FILE_BYTES))
-    except OSError as error:
-        raise UserError(f"{noun} {path} cannot be read: {error.strerror}") from None
-
-
-def _file_meant(path: Path, folder: str) -> str:
-    """The file of `folder`, which comes with this program, that was probably meant; or where to look."""
-    names = [file.stem for file in (REPOSITORY / folder).glob("*.yaml")]
-    near = difflib.get_close_matches(path.name.removesuffix(".yaml")[:200], names, n=1, cutoff=0.8)
-    return f"did you mean {folder}/{near[0]}.yaml?" if near else f"see {REPOSITORY / folder} for examples"
-
-
-def _decoded(content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
-
-
 def read_written(path: Path) -> Any:
     """Return the YAML value that a program wrote into a file. Raises OSError or ValueError."""
-    return _load_yaml(_decoded(read_bytes(path, WRITTEN * FILE_BYTES)))
+    return _load_yaml(read_bytes(path, WRITTEN_BYTES))
 
 
-def _load_yaml(text: str) -> Any:
+def _load_yaml(content: bytes | str) -> Any:
     """Return a YAML value. Raises ValueError, whatever is wrong with the text."""
     try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
         return yaml.load(text, Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
@@ -236,7 +236,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`: sections key by key, everything else whole."""
+    """Return `over` laid on `base`: sections key by key, everything else whole."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict) and "model_type" not in value
@@ -249,23 +249,27 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     *parents, leaf = key.split(".")
     if not equals or not all((*parents, leaf)):
-        raise UserError(f"override {shown(override)} must read key.sub=value, for example train.lr=2e-5")
+        raise UserError(
+            f"override {shown(override)} must read key.sub=value, for example train.lr=2e-5",
+            code="bad-override",
+        )
     node = tree
     for parent in parents:
         child = node.get(parent)
         if child is not None and not isinstance(child, dict):
             noun = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
-            raise UserError(f"override {shown(override)}: {parent} is {noun}")
+            raise UserError(f"override {shown(override)}: {parent} is {noun}", code="bad-override")
         node[parent] = dict(child or {})
         node = node[parent]
     try:
         node[leaf] = _load_yaml(value)
     except ValueError as error:
-        raise UserError(f"override {shown(override)}: the value is {one_line(error)}") from None
+        message = f"override {shown(override)}: the value is {one_line(error)}"
+        raise UserError(message, code="bad-override") from None
 
 
 def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
-    """Validate `tree` as `cls`. Raises UserError naming the first bad key and the nearest known one."""
+    """Return `tree` as `cls`. Raises UserError naming the first bad key and the nearest known one."""
     try:
         section = cls.model_validate(tree)
     except ValidationError as error:
@@ -275,40 +279,35 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
             keys = _known_keys(cls, first["loc"][:-1])
             elsewhere = OTHER_NAMES if path.split(".")[0] in KEYS else {}
             hint = nearest(str(first["loc"][-1]), keys, elsewhere)
-            raise UserError(f"unknown key {path}; {hint}") from None
+            raise UserError(f"unknown key {path}; {hint}", code="unknown-key") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
             message = "must be a section of key: value lines"
         detail = "" if isinstance(first["input"], dict) else f" (given: {shown(first['input'])})"
-        raise UserError(f"{path or cls.__name__}: {message}{detail}") from None
-    for path, value in _leaves(section, where):
+        raise UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value") from None
+    for path, value in _leaves(section.model_dump(), where):
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{path}: {shown(value)} is far too large")
+            raise UserError(f"{path}: {shown(value)} is far too large", code="bad-value")
         if isinstance(value, str | Path) and without_secrets(str(value)) != str(value):
             raise UserError(
                 f"{path} holds a password or token, and would be copied to config.yaml, logs and reports; "
-                "leave it out, and give it where its library looks for it (HF_TOKEN, AWS_PROFILE, ~/.netrc)"
+                "leave it out, and give it where its library looks for it (HF_TOKEN, AWS_PROFILE, ~/.netrc)",
+                code="secret",
             )
     return section
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every value below `value` and its key."""
-    items: Any = ()
-    if isinstance(value, Section):
-        items = ((key, getattr(value, key)) for key in type(value).model_fields)
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
+    """Yield every value of a tree with its key."""
+    if not isinstance(value, dict | list | tuple):
         yield path, value
-    for key, inner in items:
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _leaves(inner, f"{path}.{key}" if path else str(key))
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut short; Python refuses to print very long numbers."""
+    """Return a value for a message, cut short; Python refuses to print very long numbers."""
     try:
         return one_line(repr(value), 80)
     except ValueError:
@@ -316,7 +315,7 @@ def shown(value: Any) -> str:
 
 
 def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at `loc` below `cls`."""
+    """Return the keys of the section at `loc` below `cls`."""
     current = cls
     for part in loc:
         field = current.model_fields.get(part) if isinstance(part, str) else None
@@ -325,13 +324,13 @@ def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, alone, optional or in a list."""
+    """Return the section that a field holds, alone, optional or in a list."""
     sections = (part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, Section))
     return next(sections, None)
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """A type and those that it is made of."""
+    """Yield a type and those that it is made of."""
     yield annotation
     for part in get_args(annotation):
         yield from _parts(part)

@@ -26,42 +26,40 @@ _SECRETS = (
 
 
 def printable(text: str) -> str:
-    """The text with everything that could move a cursor, colour or reorder a line written as an escape.
+    """Return the text with all that could move a cursor, colour or reorder a line written as escapes.
 
     Newlines and tabs stay.
     """
-    return _ACTING.sub(lambda match: _escape(match.group()), text)
+    return _ACTING.sub(
+        lambda match: match.group().encode("unicode_escape", "surrogatepass").decode("ascii"), text
+    )
 
 
 def on_one_line(text: str) -> str:
-    """Printable text without line breaks: a name, or a message that must stay the one line that it is."""
+    """Return printable text without line breaks: a name, or a message that must stay one line."""
     return printable(" ".join(text.splitlines()))
 
 
 def markdown(text: str) -> str:
-    """The text as it is in a Markdown table cell: on one line, without tags, links or emphasis."""
+    """Return the text as it is in a Markdown table cell: on one line, without tags, links or emphasis."""
     line = printable(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     line = _MARKDOWN.sub(lambda match: "\\" + match.group(), line)
     return _LINK.sub(lambda match: f"&#{ord(match.group())};", line)
 
 
 def counted(count: float, noun: str) -> str:
-    """`1 epoch`, `2.5 epochs`, `1,000 steps`: a number with its noun, whose plural ends in s."""
+    """Return a number with its noun, whose plural ends in s: `1 epoch`, `2.5 epochs`, `1,000 steps`."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def without_secrets(text: str) -> str:
-    """The text with passwords in addresses, and what looks like an access token, replaced by `***`."""
+    """Return the text with passwords in addresses, and what looks like an access token, replaced by `***`."""
     for pattern in _SECRETS:
         text = pattern.sub(lambda match: match["kept"] + "***", text)
     return text
 
 
 def publishable(text: str) -> str:
-    """The text without secrets, and with absolute paths as their last part: folders tell of a machine."""
+    """Return the text without secrets or folders: absolute paths become their last part."""
     return _FOLDERS.sub("", without_secrets(text))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

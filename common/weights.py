@@ -1,9 +1,8 @@
-"""Loading a causal language model strictly: what its files hold is what it has, and nothing else is.
+"""Loading a causal language model strictly: every tensor of its files is used, and none is made up.
 
 transformers is shown no file of a directory but those of `opened_files`, so that list is what a result's key
-covers. Somebody else may have made the files. Code among them is not run, and there is no switch for it;
-pickles (`.bin`) are read as tensors and plain values, by torch's `weights_only`; no name or link in them
-leads to a file elsewhere.
+covers. Code beside the weights is not run, and there is no switch for it; pickles (`.bin`) are read as
+tensors and plain values, by torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -18,25 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, one_line
-from common.untrusted import JSON_BYTES, is_plain_name, links_outside, read_json
+from common.untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 # Of an adapter in the directory of a model, the one file that transformers reads.
 ADAPTER_FILES = ("adapter_model.safetensors",)
 MOST_LAYERS = 10_000
-# What transformers reads of a directory besides, and the bytes that it may have at most.
-SETTINGS = dict.fromkeys(
-    (
-        CONFIG,
-        GENERATION,
-        ADAPTER,
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ),
-    JSON_BYTES,
-) | {"tokenizer.json": 256 << 20, "vocab.json": 256 << 20}
+SETTINGS = (CONFIG, GENERATION, ADAPTER, "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+SETTINGS_BYTES = 256 << 20  # of each at most
 # Masks that old checkpoints carry as tensors and that models now make themselves.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
@@ -57,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 def load_config(source: str | Path, revision: str | None = None) -> Any:
-    """The configuration of the model in a directory or of the hub.
+    """Return the configuration of the model in a directory or of the hub.
 
     Raises UserError for what `check_directory` refuses and for a model that needs code of its own, OSError
     when it is not there, and ValueError for one that cannot be.
@@ -66,10 +55,10 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
 
     check_directory(source)
     try:
-        with without_code(source):
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    except (UserError, OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _refuse_code(error, source)
         raise
     except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
@@ -85,19 +74,8 @@ def opened_files(directory: Path) -> list[Path]:
     when weights are missing.
     """
     paths = [directory / name for name in (CONFIG, GENERATION) if (directory / name).is_file()]
-    for name in FILES:
-        index = directory / f"{name}.index.json"
-        if (directory / name).is_file():
-            weights = [directory / name]
-        elif index.is_file():
-            weights = [
-                directory / shard for shard in sorted(set(shard_names(index, read_json(index)).values()))
-            ]
-            paths.append(index)
-        else:
-            continue
-        break
-    else:
+    weights = _weights(directory, None)
+    if not weights:
         raise UserError(f"{directory} has no weights ({' or '.join(FILES)}, or its index)", code="no-weights")
     if (directory / ADAPTER).is_file():
         adapters = [directory / name for name in ADAPTER_FILES if (directory / name).is_file()]
@@ -106,12 +84,38 @@ def opened_files(directory: Path) -> list[Path]:
                 f"{directory} has {ADAPTER} but no {' or '.join(ADAPTER_FILES)}; complete or remove it",
                 code="no-weights",
             )
-        weights += adapters[:1]
-        paths.append(directory / ADAPTER)
-    missing = next((path for path in weights if not path.is_file()), None)
-    if missing is not None:
-        raise UserError(f"{missing} is missing; the checkpoint is not whole", code="no-weights")
+        weights += [directory / ADAPTER, *adapters]
     return paths + weights
+
+
+def _weights(source: str | Path, revision: str | None) -> list[Path]:
+    """Return the weight files of a model, after their index if they have one; none where there are none."""
+    for name in FILES:
+        whole, index = (_file(source, revision, path) for path in (name, f"{name}.index.json"))
+        if whole is not None:
+            return [whole]
+        if index is not None:
+            shards = sorted(set(shard_names(index, read_json(index)).values()))
+            files = {shard: _file(source, revision, shard) for shard in shards}
+            missing = next((shard for shard, file in files.items() if file is None), None)
+            if missing is not None:
+                message = f"{index.parent / missing} is missing; the checkpoint is not whole"
+                raise UserError(message, code="no-weights")
+            return [index, *(file for file in files.values() if file is not None)]
+    return []
+
+
+def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
+    """Return a file of a local checkpoint, or of one of the hub that was loaded; None where there is none."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    cached = cached_file(
+        source, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return Path(cached) if cached else None
 
 
 @contextlib.contextmanager
@@ -153,18 +157,21 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
     load: Any = AutoModelForCausalLM.from_pretrained
     options |= {"ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
-        with _without_report(), without_code(source):
+        with _without_report():
             model, report = load(directory, revision=revision, output_loading_info=True, **options)
+    except ValueError as error:
+        _refuse_code(error, source)
+        raise
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = named[1] if named else one_line(error, 80)
+        called = re.search(r"GLOBAL (\S+)", str(error))
         raise UserError(
-            f"{source}: its weights are a pickle that is more than tensors ({what}), which is not loaded; "
-            "use safetensors"
+            f"{source}: its weights are a pickle that is more than tensors "
+            f"({called[1] if called else one_line(error, 80)}), which is not loaded; use safetensors",
+            code="pickle",
         ) from None
     loaded = _loaded(model, report)
     if not loaded.faulty:
-        loaded = loaded._replace(fault=_silent_fault(model, _files(directory, revision)))
+        loaded = loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
     return loaded
 
 
@@ -193,53 +200,40 @@ def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
 
 
 def check_directory(source: str | Path) -> None:
-    """Refuse a local checkpoint whose files lead elsewhere or cannot be read; of a hub id nothing is known.
-
-    Raises UserError.
-    """
+    """Raise UserError for a local checkpoint whose settings cannot be read; of a hub id nothing is known."""
     directory = Path(source)
-    if not directory.is_dir():
-        return
-    led = next(links_outside(directory), None)
-    if led is not None:
-        raise UserError(
-            f"{led} is a link to {led.resolve()}, outside the model's directory; put the file there"
-        )
-    limits = SETTINGS | {path.name: JSON_BYTES for path in directory.glob("*.index.json")}
-    for name, limit in limits.items():
-        path = directory / name
+    paths = [*(directory / name for name in SETTINGS), *directory.glob("*.index.json")]
+    for path in (path for path in paths if path.is_file()):
         try:
-            tree = read_json(path, limit) if path.exists() else {}
+            tree = read_json(path, SETTINGS_BYTES)
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {one_line(error, 120)}") from None
-        if name.endswith(".index.json"):
+            message = f"{path} cannot be read: {one_line(error, 120)}"
+            raise UserError(message, code="model-settings") from None
+        if path.name.endswith(".index.json"):
             shard_names(path, tree)
         elif not isinstance(tree, dict):
-            raise UserError(f"{path} must hold a JSON object")
+            raise UserError(f"{path} must hold a JSON object", code="model-settings")
 
 
 def shard_names(index: Path, tree: Any) -> dict[str, str]:
-    """Tensor -> file of a checkpoint's index, whose content is `tree`.
+    """Return tensor -> file of a checkpoint's index, whose content is `tree`.
 
     Raises UserError when it is none, or names a file that is not beside it.
     """
     names = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(names, dict) or not all(is_plain_name(name) for name in names.values()):
-        raise UserError(f"{index} is damaged: weight_map must give each tensor the name of a file beside it")
+        message = f"{index} is damaged: weight_map must give each tensor the name of a file beside it"
+        raise UserError(message, code="model-index")
     return names
 
 
-@contextlib.contextmanager
-def without_code(source: str | Path) -> Iterator[None]:
-    """Around loads with `trust_remote_code=False`: what transformers says of it becomes a UserError."""
-    try:
-        yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+def _refuse_code(error: Exception, source: str | Path) -> None:
+    """Raise UserError where loading with `trust_remote_code=False` failed for want of code."""
+    if "trust_remote_code" in str(error):
         raise UserError(
             f"{source} needs Python code of its own (auto_map in config.json), which is never run here; use "
-            "a checkpoint of a family that transformers has"
+            "a checkpoint of a family that transformers has",
+            code="remote-code",
         ) from None
 
 
@@ -264,33 +258,39 @@ def _without_report() -> Iterator[None]:
             logger.removeFilter(keep)
 
 
-def _silent_fault(model: Any, files: list[Path]) -> str | None:
-    """What transformers passes over: integers become weights, and of two unlike tied tensors one wins."""
+def _silent_fault(model: Any, paths: list[Path]) -> str | None:
+    """Return a fault that transformers passes over: whole numbers as weights, or unlike tied tensors."""
     from transformers.modeling_utils import load_state_dict
 
-    where: dict[str, Path] = {}
+    files: dict[str, Path] = {}  # by the names of their tensors
     quantized = getattr(model, "hf_quantizer", None) is not None  # its whole numbers are as they should be
-    for file in files:
-        for name, tensor in load_state_dict(file, map_location="meta").items():
-            where[name] = file
+    for path in (path for path in paths if path.suffix != ".json"):
+        for name, tensor in load_state_dict(path, map_location="meta").items():
+            files[name] = path
             if not (quantized or tensor.is_floating_point() or _is_buffer(model, name)):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
-    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        names = [_name_in(where, model, name) for name in (one, other)]
-        if None in names or names[0] == names[1]:
+
+    def stored(name: str) -> str | None:
+        """Return the name of a tensor in the files: those of a bare base model lack the prefix."""
+        bare = name.removeprefix(f"{model.base_model_prefix}.")
+        return next((key for key in (name, bare) if key in files), None)
+
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        first, second = stored(target), stored(source)
+        if first is None or second is None or first == second:
             continue
-        first, second = (load_state_dict(where[name])[name].to(model.dtype) for name in names if name)
-        if not first.equal(second):
+        tensors = [load_state_dict(files[name])[name].to(model.dtype) for name in (first, second)]
+        if not tensors[0].equal(tensors[1]):
             return (
-                f"holds {names[0]} and {names[1]} with different values, but its config.json says that "
+                f"holds {first} and {second} with different values, but its config.json says that "
                 "they are one (tie_word_embeddings)"
             )
     return None
 
 
 def _is_buffer(model: Any, name: str) -> bool:
-    """Whether a tensor in a file is, or once was, something that the model computes itself."""
+    """Return whether a tensor in a file is, or once was, something that the model computes itself."""
     last = name.rpartition(".")[2]
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     return (
@@ -298,35 +298,3 @@ def _is_buffer(model: Any, name: str) -> bool:
         or any(re.search(pattern, name) for pattern in ignored)
         or any(buffer.rpartition(".")[2] == last for buffer, _ in model.named_buffers())
     )
-
-
-def _name_in(held: dict[str, Path], model: Any, name: str) -> str | None:
-    """What files call the tensor `name`: checkpoints of a bare base model lack the prefix."""
-    names = (name, name.removeprefix(f"{model.base_model_prefix}."))
-    return next((found for found in names if found in held), None)
-
-
-def _files(source: str | Path, revision: str | None) -> list[Path]:
-    """The weight files that transformers has loaded; none where they have other names."""
-    for name in FILES:
-        whole, index = (_file(source, revision, found) for found in (name, f"{name}.index.json"))
-        if whole is not None:
-            return [whole]
-        if index is not None:
-            shards = sorted(set(shard_names(index, read_json(index)).values()))
-            return [file for shard in shards if (file := _file(source, revision, shard)) is not None]
-    return []
-
-
-def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
-    """A file of a local or hub checkpoint; None if none of that name is here, where what was loaded is."""
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        source,
-        name,
-        revision=revision,
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return Path(found) if found else None

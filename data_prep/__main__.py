@@ -10,9 +10,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import UserError
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, UserError, outcome
 from common.text import counted, printable
 from data_prep.config import load_data_config
 

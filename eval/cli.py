@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import FailureError, UserError, one_line
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from common.text import counted, on_one_line, printable
 from eval.export import commands as exporting
 from eval.generation import commands as generation

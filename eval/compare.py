@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError, nearest
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, nearest
 from common.text import on_one_line
 from eval import stats
 from eval.icl.tasks import PAPER_ORDER

@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 from common.commands import offer_completion, parse_arguments, program
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import AGAIN, ExitCode, UserError, outcome
 from common.files import finite, write_text
-from common.outcome import AGAIN, outcome
 from experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
 from experiments.sweep import Sweep
 from experiments.workers import StoppedError
@@ -25,7 +23,7 @@ JOBS = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}  # templates i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: see common/exit_codes.py.
+    """Run a command. Exit codes: see common/errors.py.
 
     0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
     """

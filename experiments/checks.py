@@ -32,7 +32,7 @@ def check(sweep: Sweep, local: bool) -> None:
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
     sweep.before()
-    looks: dict[str, tuple[Run, Callable[[], None]]] = {}  # by what they look at, which runs have in common
+    looks: dict[str, tuple[Run, Callable[[], object]]] = {}  # by what they look at, which runs have in common
     for run in sweep.runs:  # mistakes in keys first, which take no time to find
         config = sweep.config(run)
         try:

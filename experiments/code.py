@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from common.files import Signature, signature
 from common.provenance import REPOSITORY
 
 
@@ -20,7 +21,7 @@ def code_digest(module: str) -> str:
     """
     digest = hashlib.sha256()
     for name, path in sorted(sources(module).items()):
-        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        digest.update(f"{name} {_read(path, signature(path))[0]}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -31,16 +32,24 @@ def sources(module: str) -> dict[str, Path]:
     while waiting:
         name = waiting.pop()
         path = source_file(name)
-        if name in files or path is None:
-            continue
-        files[name] = path
-        waiting.append(name.rpartition(".")[0])  # a package's __init__ runs before its modules
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                waiting += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if name not in files and path is not None:
+            files[name] = path
+            # a package's __init__ runs before its modules
+            waiting += [name.rpartition(".")[0], *_read(path, signature(path))[1]]
     return files
+
+
+@cache
+def _read(path: Path, current: Signature) -> tuple[str, tuple[str, ...]]:
+    """Return the digest of a source file and the names that it imports, once for each signature."""
+    content = path.read_bytes()
+    names: list[str] = []
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return hashlib.sha256(content).hexdigest(), tuple(names)
 
 
 def source_file(name: str) -> Path | None:

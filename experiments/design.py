@@ -37,12 +37,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import shlex
 import string
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -52,14 +51,12 @@ from common.errors import UserError, nearest
 from common.recipe import Section, load_section, shown
 from common.untrusted import is_plain_name
 from data_prep.config import VALIDATION as UNNAMED
-from experiments import READERS
 
 Overrides = dict[str, Any]
 Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION, CHANGE = "validation_nll", "validation_change"  # what every run reports by itself
-LONGEST, MOST_RUNS = 60, 10_000  # characters of a label or name, and combinations of labels, at most
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of a measure's command
 
@@ -144,8 +141,8 @@ class Experiment(Section):
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
 
     @model_validator(mode="after")
-    def _check_labels(self) -> Experiment:
-        """Labels that change nothing would count one run as several."""
+    def _check_axes(self) -> Experiment:
+        """Refuse labels that change nothing, which would count one run as several, and roles of one axis."""
         for axis in self.axes:
             labels = self.labels(axis)
             if not labels:
@@ -157,59 +154,48 @@ class Experiment(Section):
                 same = first.setdefault(json.dumps(overrides, sort_keys=True, default=str), label)
                 if same != label:
                     raise ValueError(f"axes.{axis}: {same} and {label} are the same; leave one of them out")
-        if math.prod(len(self.labels(axis)) for axis in self.axes) > MOST_RUNS:
-            raise ValueError(f"axes: more than {MOST_RUNS:,} runs; leave out axes or labels")
+        roles = [self.repeat, self.compare.axis, *([self.choose.axis] if self.choose else [])]
+        for axis in roles:
+            _require(axis, self.axes, "one of the axes")
+        if len(set(roles)) < len(roles):
+            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
         return self
 
     @model_validator(mode="after")
     def _check_names(self) -> Experiment:
-        """Names are free and, as runs, notes and logs are called by them, stay in `out`."""
+        """Refuse names with two meanings, and those of files that would not stay in `out`."""
         for name in self.names:
             if name in RESERVED or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        readers: dict[str, str] = {}
-        for name, measure in self.measures.items():
-            if name in STAGES:
-                raise ValueError(f"measures.{name}: every run has a stage of this name; rename it")
-            for metric in measure.read:
-                if validation_set(metric) is not None:
-                    raise ValueError(f"measures.{name}.read.{metric}: every run reports it; rename it")
-                if readers.setdefault(metric, name) != name:
-                    other = readers[metric]
-                    raise ValueError(f"measures.{name}.read.{metric}: {other} reads it too; rename one")
+        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
+        twice = [name for name, times in Counter([*self.measures, *STAGES]).items() if times > 1]
+        twice += [name for name, times in Counter(metrics).items() if times > 1]
+        twice += [name for name in metrics[2:] if validation_set(name) is not None]
+        if twice:
+            raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
         labels = [label for axis in self.axes for label in self.labels(axis)]
         for name in (*self.before, *self.measures, *labels):
-            if not is_plain_name(name) or name[0] in ".-" or len(name) > LONGEST:
+            if not is_plain_name(name) or name[0] in ".-":
                 raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
         return self
 
     @model_validator(mode="after")
     def _check_references(self) -> Experiment:
-        """Axes, labels and metrics that other keys refer to exist."""
-        roles = {"repeat": self.repeat, "compare.axis": self.compare.axis}
-        if self.choose is not None:
-            roles["choose.axis"] = self.choose.axis
-        for key, axis in roles.items():
-            if axis not in self.axes:
-                raise ValueError(f"{key}={axis} is not one of the axes; {nearest(axis, self.axes)}")
-        if len(set(roles.values())) < len(roles):
-            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
+        """Refuse labels and metrics that do not exist."""
         references = [(self.compare.axis, self.compare.baseline)]
         for question in self.questions.values():
             references += [(self.compare.axis, label) for label in (question.better, *question.than)]
         if self.choose is not None:
             others = self.axes.keys() - {self.choose.axis, self.repeat}
             for axis, choosing in self.choose.where.items():
-                if axis not in others:
-                    raise ValueError(f"choose.where.{axis} is not another axis; {nearest(axis, others)}")
+                _require(axis, others, "another axis")
                 references += [(axis, str(label)) for label in choosing]
         for axis, label in references:
-            if label not in (labels := self.labels(axis)):
-                raise ValueError(f"{label} is not a label of {axis}; {nearest(label, labels)}")
+            _require(label, self.labels(axis), f"a label of {axis}")
         metrics = {VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)}
         for name in self.decisive:
-            if name not in metrics and validation_set(name) is None:
-                raise ValueError(f"nothing measures {name}; {nearest(name, metrics)}")
+            if validation_set(name) is None:
+                _require(name, metrics, "measured")
         for name, measure in self.measures.items():
             if self.choose is not None and measure.against_baseline and self.choose.by in measure.read:
                 by = self.choose.by
@@ -236,14 +222,20 @@ class Experiment(Section):
         if len(options) == 1:
             ((key, values),) = options.items()
             if isinstance(values, list):
-                repeated = next((v for v, times in Counter(map(str, values)).items() if times > 1), None)
-                if repeated is not None:
-                    raise ValueError(f"axes.{axis}: {key} is given {shown(repeated)} more than once")
+                repeated = [value for value, times in Counter(map(str, values)).items() if times > 1]
+                if repeated:
+                    raise ValueError(f"axes.{axis}: {key} is given {shown(repeated[0])} more than once")
                 return {str(value): {str(key): value} for value in values}
         for label, overrides in options.items():
             if not isinstance(overrides, Mapping):
                 raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")
         return {str(label): dict(overrides) for label, overrides in options.items()}
+
+
+def _require(name: str, options: Iterable[str], kind: str) -> None:
+    """Raise ValueError for a name that is not among the options."""
+    if name not in options:
+        raise ValueError(f"{name} is not {kind}; {nearest(name, options)}")
 
 
 class Run(NamedTuple):
@@ -269,7 +261,7 @@ class Run(NamedTuple):
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """Return an experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
-    experiment = load_section(Experiment, path, overrides, "experiment", READERS)
+    experiment = load_section(Experiment, path, overrides, "experiment")
     names = Counter(run.name for run in expand(experiment))
     repeated = next((name for name, times in names.items() if times > 1), None)
     if repeated is not None:

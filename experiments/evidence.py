@@ -19,12 +19,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.errors import UserError, nearest
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, UserError, nearest, outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
-from experiments import READERS, report
+from experiments import report
 from experiments.design import RESULTS, executable, fill, split_command
 from pipeline.stop import die_with_parent
 
@@ -148,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
 
     def work() -> int:
-        evidence = load_section(Evidence, args.file, args.overrides, "experiment", READERS)
+        evidence = load_section(Evidence, args.file, args.overrides, "experiment")
         results = gather(evidence, args.jobs)
         titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
         page = report.evidence(results, titles)

@@ -1,4 +1,4 @@
-"""Stages of an experiment's runs, and the notes that say with what each was made.
+"""Stages of an experiment's runs, the origin of what each makes, and the notes that record it.
 
 A measure whose command changed, or what goes before it, is done again. What takes long is not: a stage with a
 `directory` of its own is claimed by a note before it begins, and what was begun or done with something else
@@ -7,18 +7,33 @@ is refused, as one table would hold two experiments. Without its directory a not
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import write_text
-from common.recipe import shown
+from common.files import sha256, write_text
+from common.provenance import shipped
+from common.recipe import marked, shown
 from common.untrusted import read_json
+from data_prep.config import DataConfig, settings
+from eval import store
+from experiments.code import code_digest, plugin_file, source_file
+from pipeline.config import FREE, RunConfig
+
+# A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
+REPORTED = {"train.eval_rows", "train.mixture_from"}
+OF_MODELS = (".safetensors", ".bin", ".json", ".model")  # files of a model's directory that decide
+OF_COMMANDS = (".yaml", ".yml", ".py", ".sh")  # files that tell a command what to do
+EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,20 +74,15 @@ class Stage:
         note = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
-        before = note.get("made_with")
-        if isinstance(before, dict):
-            keys = [key for key in {**self.origin, **before} if before.get(key) != self.origin.get(key)]
-            values = [
-                f"{key}={shown(before[key]) if key in before else 'absent'}, "
-                f"now {shown(self.origin[key]) if key in self.origin else 'absent'}"
-                for key in keys
-            ]
-            change = values[0] if values else "what was made before it has changed"
-            others = f" (also {', '.join(keys[1:])})" if keys[1:] else ""
-        else:
-            change, others = f"what its note does not say ({self.note})", ""
+        before, now = note.get("made_with"), self.origin
+        changes = ["what was made before it has changed"]
+        if not isinstance(before, dict):
+            changes = [f"what its note does not say ({self.note})"]
+        elif keys := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
+            values = [shown(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now)]
+            changes = [f"{keys[0]}={values[0]}, now {values[1]}", *keys[1:]]
         raise UserError(
-            f"{run}: {self.name} was made with {change}{others}; put back what changed, remove "
+            f"{run}: {self.name} was made with {'; also '.join(changes)}; put back what changed, remove "
             f"{self.directory} to make it again, or set another out",
             code="stage-changed",
         )
@@ -91,3 +101,76 @@ def read_note(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
+
+
+def data_origin(config: DataConfig) -> dict[str, Any]:
+    """Return what decides prepared data, by dotted key."""
+    origin = flattened({"data": settings(config)})
+    code = code_digest("data_prep.prepare")
+    return origin | {"data.root": str(config.root), "code of data_prep.prepare": code}
+
+
+def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides a run, by dotted key.
+
+    recorded: what was noted when it was begun; it stands for files that are not there any more, which a run
+    that is done does not need.
+    """
+    free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
+    recipe = flattened(config.model_dump(mode="json", exclude={"data"}))
+    origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
+    origin |= data_origin(config.data) | {"code of pipeline.train": code_digest("pipeline.train")}
+    model, cost = config.model.path, config.objective.cost
+    files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
+    objectives = [config.objective.name, *(part.name for part in config.objective.sum or ())]
+    files |= {f"objective {name}": plugin_file(name) for name in objectives if ":" in name}
+    for name, path in files.items():
+        key = f"content of {name}"
+        content = (path and _content(path.expanduser())) or recorded.get(key)
+        if path and content is not None:
+            origin[key] = content
+    try:  # what the DeepSpeed file says, as a file of another name may say the same
+        return origin | flattened({"deepspeed": read_json(shipped(config.deepspeed))})
+    except (OSError, ValueError):
+        return origin | {key: recorded[key] for key in recorded if key.startswith("deepspeed.")}
+
+
+def _content(path: Path) -> str | None:
+    """Return the digest of a file, or of a model in a directory; None where nothing is there."""
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            files = [file for file in path.iterdir() if file.suffix in OF_MODELS and file.is_file()]
+            return store.digest_files(path, files)
+        if path.is_file():
+            return store.digest_files(path.parent, [path])
+    return None
+
+
+def command_origin(command: list[str], out: Path) -> dict[str, Any]:
+    """Return what decides what a command makes: its words, and the recipes, programs and modules among them.
+
+    Files in `out` are left out: other stages make them, perhaps this one.
+    """
+    origin: dict[str, Any] = {"command": command}
+    for flag, module in pairwise(command):
+        if flag == "-m" and source_file(module) is not None:
+            origin[f"code of {module}"] = code_digest(module)
+    files = [shipped(Path(word.rpartition("=")[2])) for word in command]
+    for file in files:  # the list grows by the recipes that they extend
+        key = f"content of {file}"
+        if key in origin or file.suffix not in OF_COMMANDS or not file.is_file():
+            continue
+        if not file.resolve().is_relative_to(out.resolve()):
+            origin[key] = sha256(file)
+            files += [file.parent / os.fsdecode(base) for base in EXTENDS.findall(file.read_bytes())]
+    return origin
+
+
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted keys and their values; lists stay whole."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,17 +1,20 @@
-"""Means, paired differences and verdicts over repetitions. Pure functions."""
+"""Means, paired differences and verdicts over repetitions, and the best temperature. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.optimize import minimize_scalar
+from scipy.stats import ttest_1samp
 
+from eval import stats
 from eval.stats import LEVEL, student
 
 Answer = Literal["yes", "no", "undecided"]
+WIDEST = 3.0  # of the logarithm of a temperature, up and down
 
 
 class Estimate(NamedTuple):
@@ -49,18 +52,14 @@ def difference(values: Sequence[float], baseline: Sequence[float], level: float 
     elif len(set(gaps)) == 1:
         p = 1.0 if mean == 0 else 0.0
     else:
-        p = float(stats.ttest_1samp(gaps, 0.0).pvalue)
+        p = float(ttest_1samp(gaps, 0.0).pvalue)
     return Difference(mean, low, high, p, n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p-values, in the given order; nan stays nan and is not counted."""
-    numbers = [(p, i) for i, p in enumerate(p_values) if not math.isnan(p)]
-    adjusted, largest = list(p_values), 0.0
-    for rank, (p, i) in enumerate(sorted(numbers)):
-        largest = max(largest, min(1.0, (len(numbers) - rank) * p))
-        adjusted[i] = largest
-    return adjusted
+    adjusted = iter(stats.holm([p for p in p_values if not math.isnan(p)]))
+    return [p if math.isnan(p) else next(adjusted) for p in p_values]
 
 
 class Verdict(NamedTuple):
@@ -102,3 +101,14 @@ def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
         return len(numbers) > 1 and float(chosen) in (min(numbers), max(numbers))
     except ValueError:
         return False
+
+
+def best_temperature(nats: Callable[[float], float]) -> float:
+    """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
+    result = minimize_scalar(
+        lambda log_t: nats(math.exp(log_t)),
+        bounds=(-WIDEST, WIDEST),
+        method="bounded",
+        options={"xatol": 1e-9},
+    )
+    return math.exp(result.x)

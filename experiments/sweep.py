@@ -16,13 +16,12 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from common.errors import FailureError, UserError, one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, FailureError, UserError, one_line
 from common.lease import held
 from common.provenance import shipped
 from common.untrusted import read_json
@@ -44,14 +43,14 @@ from experiments.design import (
     trials,
     validation_metric,
 )
-from experiments.origin import command_origin, data_origin, run_origin
-from experiments.stages import Stage, read_note
+from experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
 from experiments.workers import Workers
 from pipeline.config import RunConfig, load_config
 from pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
 PORTS = range(20_000, 32_768)  # where the ranks of runs meet: below those that the kernel gives away
+Stages = tuple[Stage, ...]
 SCRIPTS = {"text": "launch/continual.sh", "instruct": "launch/instruct.sh"}
 
 
@@ -106,21 +105,25 @@ class Sweep:
             raise UserError(f"{run.name}: {error}") from None
 
     def variables(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
-        """Return what the commands of a run can refer to."""
+        """Return the variables of the commands of a run."""
         directory = self.directory(run)
         variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
             variables |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
         return dict(run.labels) | variables | self.experiment.variables | dict(run.names)
 
+    def _command(self, name: str, text: str, variables: Mapping[str, Any], note: str, needs: Stages) -> Stage:
+        """Return the stage of a command of the file, which decides with its files what it makes."""
+        command = split_command(text, variables, name)
+        origin = command_origin(command, self.experiment.out)
+        return Stage(name.partition(".")[2], command, self.notes / f"{note}.json", origin, needs)
+
     def before(self) -> list[Stage]:
         """Return the stages that all runs share, in order."""
         stages: list[Stage] = []
         for name, text in self.experiment.before.items():
-            command = split_command(text, self.experiment.variables, f"before.{name}")
-            origin = command_origin(command, self.experiment.out)
-            note = self.notes / f"before.{name}.json"
-            stages.append(Stage(name, command, note, origin, tuple(stages[-1:])))
+            key, needs = f"before.{name}", tuple(stages[-1:])
+            stages.append(self._command(key, text, self.experiment.variables, key, needs))
         return stages
 
     def stages(self, run: Run, baseline: Run | None = None) -> list[Stage]:
@@ -128,15 +131,12 @@ class Sweep:
         key = run.name, baseline and baseline.name
         if key not in self._stages:
             stages = self._training(run) if baseline is None else [*self.stages(run)]
+            variables = self.variables(run, baseline)
             for name, measure in self.experiment.measures.items():
                 if measure.against_baseline == (baseline is not None):
-                    command = split_command(
-                        measure.command, self.variables(run, baseline), f"measures.{name}"
-                    )
-                    origin = command_origin(command, self.experiment.out)
-                    needs = stages[-1:] if baseline is None else [stages[-1], self.stages(baseline)[-1]]
-                    note = self.notes / run.name / f"{name}.json"
-                    stages.append(Stage(name, command, note, origin, tuple(needs)))
+                    needs = (stages[-1], *(self.stages(baseline)[-1:] if baseline is not None else ()))
+                    note = f"{run.name}/{name}"
+                    stages.append(self._command(f"measures.{name}", measure.command, variables, note, needs))
             self._stages[key] = stages
         return self._stages[key]
 
@@ -243,33 +243,27 @@ class Sweep:
 
     def advance(self, task: Task) -> bool:
         """Do the stages of a run that can be done now; return whether there was one."""
-        worked = False
+        worked, name = False, task.run.name
         for index, stage in enumerate(task.stages):
             if stage.done:
                 continue
             if stage.directory is not None:  # the recipe may have changed since the stages were listed
                 code_digest.cache_clear()
                 latest = self._training(task.run)[index]
-                latest.refuse_changes(task.run.name)
+                latest.refuse_changes(name)
                 if latest.identity != stage.identity:
-                    raise UserError(
-                        f"{task.run.name}: what it is made with has just changed; run the same command again",
-                        code="stage-changed",
-                    )
+                    message = f"{name}: what it is made with has just changed; run the same command again"
+                    raise UserError(message, code="stage-changed")
             if not all(need.done for need in stage.needs):  # the baseline's, which another worker does
                 break
-            if stage.name == PREPARE:
-                self._run_once(task.run.name, stage)
-            else:
-                self._run(task.run.name, stage)
+            (self._run_once if stage.name == PREPARE else self._run)(name, stage)
             worked = True
         return worked
 
     def _run_once(self, name: str, stage: Stage) -> None:
         """Do what several runs share: one worker does it, the others wait."""
-        lease = f"once.{stage.note.stem}"
         while not stage.done:
-            with held(store.lease(self.experiment.out / "leases", lease)) as acquired:
+            with held(store.lease(self.experiment.out / "leases", f"once.{stage.note.stem}")) as acquired:
                 if acquired and not stage.done:
                     self._run(name, stage)
             if not acquired:

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, outcome
 from common.files import write_text
-from common.outcome import outcome
 from pipeline.loss import OBJECTIVES, Objective, get_objective
 from pipeline.loss.objectives import Rows, gradient, scalars_of
 

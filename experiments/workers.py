@@ -27,7 +27,7 @@ from typing import IO
 
 import psutil
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.stop import die_with_parent
 
 TICK = 0.1  # seconds
@@ -120,8 +120,17 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return ExitCode.MISTAKE
+
+    def lives() -> bool:
+        """Return whether a process of the group has not ended."""
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(OSError):
+                if os.getpgid(process.pid) == child.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
+
     deadline, orphaned = None, False
-    while child.poll() is None or (deadline is not None and _lives(child.pid)):
+    while child.poll() is None or (deadline is not None and lives()):
         orphaned = orphaned or os.getppid() != parent
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if deadline is None and (requests or orphaned):
@@ -131,15 +140,6 @@ def main(argv: list[str]) -> int:
                 os.killpg(child.pid, signal.SIGKILL)
         time.sleep(TICK)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _lives(group: int) -> bool:
-    """Return whether a process of the group has not ended."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
 
 
 if __name__ == "__main__":

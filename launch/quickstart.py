@@ -20,7 +20,7 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.commands import offer_completion, parse_arguments, program
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from common.provenance import REPOSITORY as SHIPPED
 from common.provenance import shipped
 

@@ -30,9 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, UserError, outcome
 from pipeline.cli import SCRIPTS, recipe_arguments
 from pipeline.config import load_config
 from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import UserError, one_line
-from common.exit_codes import ExitCode
-from common.outcome import outcome
+from common.errors import ExitCode, UserError, one_line, outcome
 from common.text import printable, without_secrets
 from pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
 from pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from common.errors import FailureError, UserError, one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, FailureError, UserError, one_line
 from common.files import write_text
 from common.provenance import REPOSITORY
 from common.text import markdown, on_one_line, publishable

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import FailureError, UserError
-from common.files import may_pass, write_text
+from common.errors import FailureError, UserError, may_pass
+from common.files import write_text
 from common.lease import Lease
 from pipeline.run_dir import HEARTBEAT, LOCK, LOCK_SECONDS
 

@@ -29,8 +29,7 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from common.errors import UserError, one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, one_line
 from common.files import LASTING, may_pass
 from pipeline.stop import RESUME, node_name
 

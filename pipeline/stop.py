@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.run_dir import STOP
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

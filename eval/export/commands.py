@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.commands import first_word
-from common.errors import UserError, nearest
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, nearest
 from eval.export.figures import Source
 from eval.results import MODELS, Model, pick, read_models
 from eval.store import STORE

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from common.text import counted
 from eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
 

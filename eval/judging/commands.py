@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from common.text import counted
 from eval.generation.decoding import Decoding
 from eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated

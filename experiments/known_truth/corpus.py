@@ -15,9 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, outcome
 from common.files import write_text
-from common.outcome import outcome
 from eval.generation.decoding import Decoding
 from eval.generation.prefixes import given
 from eval.generation.records import Generation, Plan

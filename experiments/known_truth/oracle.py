@@ -22,16 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, outcome
 from common.files import write_text
-from common.outcome import outcome
 from data_prep.inputs import open_text
 from eval.generation import distributions, likelihood
 from eval.generation.tokens import prompt_ids
 from eval.model import EvaluatedModel
 from experiments.known_truth.corpus import sample
-from experiments.known_truth.temperature import WIDEST, best_temperature
+from experiments.statistics import WIDEST, best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10

@@ -22,19 +22,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, outcome
 from common.files import sha256, write_text
-from common.outcome import outcome
 from common.provenance import code_version
 from common.recipe import Section, load_section
 from eval.generation import distributions
-from experiments import READERS
 from experiments.code import code_digest, plugin_file
 from experiments.design import RESULTS
 from experiments.known_truth import bigram
 from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
-from experiments.known_truth.temperature import best_temperature
-from experiments.statistics import at_an_end, estimate, verdict
+from experiments.statistics import at_an_end, best_temperature, estimate, verdict
 from pipeline.loss import get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
@@ -260,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
 
     def work() -> int:
-        study = load_section(Study, args.file, args.overrides, "experiment", READERS)
+        study = load_section(Study, args.file, args.overrides, "experiment")
         results = run(study)
         lines = {f"V {r['V']}, share {r['share']:g}, {r['tokens']} tokens": r for r in results["rows"]}
         for cell, row in {**(lines if len(lines) > 1 else {}), "all cells": results}.items():

@@ -262,13 +262,13 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     if config.train.optimizer == "muon" and (offload or zero.get("reduce_scatter")):
         raise UserError(
             f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
-            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw",
+            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr",
             code="ds-combination",
         )
     if config.train.optimizer == "muon" and config.model.lora is not None:
         raise UserError(
             "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
-            "model.lora; set train.optimizer=adamw",
+            "model.lora; set train.optimizer=adamw without muon_lr",
             code="ds-combination",
         )
     if offload.get("device") == "nvme":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.run_dir import EXPORT, read_metrics
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_setting import (

@@ -143,3 +143,23 @@ def test_parts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Pa
     new.touch()
     os.utime(old, (0, 0))
     assert remove_abandoned(tmp_path) == 1 and new.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"[1]", b"\xff\xfe", b"[" * 3000, b'{"machine": "x", "pid": {}}', b"null"]
+)
+def test_a_damaged_lease_ends(tmp_path: Path, content: bytes) -> None:
+    """It keeps others out for no longer than one that holds nothing."""
+    (tmp_path / "a.000001").write_bytes(content)
+    os.utime(tmp_path / "a.000001", (1, 1))
+    lease = Lease(tmp_path, "a", 60.0)
+    assert lease.holder() is None and lease.acquire()
+    lease.release()
+
+
+def test_lease_names_are_no_patterns(tmp_path: Path) -> None:
+    first, second = Lease(tmp_path, "a[1]*", 60.0), Lease(tmp_path, "a[1]*", 60.0)
+    assert first.acquire() and not second.acquire()
+    (tmp_path / "a[1]*.9x").touch()
+    assert not second.acquire()
+    first.release()

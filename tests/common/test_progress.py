@@ -15,21 +15,11 @@ from common.progress import amount, duration, progress, progress_line
 from tests.conftest import REPO
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "seconds", "line"),
-    [
-        (250, 1000, 5, "reading: 250 bytes of 1 kB (25%), 50 bytes/s, 15 s left"),
-        (3_400_000, 6_800_000, 34, "reading: 3.4 MB of 6.8 MB (50%), 100 kB/s, 34 s left"),
-        (10**9, 10**12, 100, "reading: 1.0 GB of 1,000.0 GB (0%), 10.0 MB/s, 27 h 45 min left"),
-        (500, 0, 5, "reading: 500 bytes, 100 bytes/s"),
-        (0, 1000, 0, "reading: 0 bytes of 1 kB (0%), 0 bytes/s"),
-    ],
-)
-def test_a_line_tells_bytes_and_the_time_left(done: int, total: int, seconds: float, line: str) -> None:
-    assert progress_line("reading", done, total, seconds) == line
-
-
-def test_units() -> None:
+def test_a_line_tells_bytes_and_the_time_left() -> None:
+    line = progress_line("reading", 3_400_000, 6_800_000, 34)
+    assert line == "reading: 3.4 MB of 6.8 MB (50%), 100 kB/s, 34 s left"
+    assert progress_line("reading", 500, 0, 5) == "reading: 500 bytes, 100 bytes/s"
+    assert "left" not in progress_line("reading", 0, 1000, 0)
     assert [amount(n) for n in (0, 999, 1000, 999_499, 1_500_000, 2 * 10**9)] == [
         *("0 bytes", "999 bytes", "1 kB", "999 kB", "1.5 MB", "2.0 GB")
     ]
@@ -40,15 +30,12 @@ def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPa
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: False, raising=False)
-    said: list[str] = []
-    with progress("reading", 100, said.append) as at:
+    lines: list[str] = []
+    with progress("reading", 100, lines.append) as at:
         for done in range(100):
             now[0] += 1
             at(done)
-    assert [line.split(",")[0] for line in said] == [
-        *("reading: 29 bytes of 100 bytes (29%)", "reading: 59 bytes of 100 bytes (59%)"),
-        "reading: 89 bytes of 100 bytes (89%)",
-    ]
+    assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["29%", "59%", "89%"]
 
 
 def test_on_a_terminal_a_bar_comes_and_goes(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import re
 import time
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 from pydantic import Field
 
 from common.commands import parse_arguments
-from common.errors import OTHER_NAMES, UserError
-from common.recipe import KEYS, Section, mark, marked, parse_section, read_recipe
+from common.errors import UserError
+from common.recipe import KEYS, OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
 from data_prep.__main__ import main as data_prep
 from pipeline.__main__ import main as pipeline
 from pipeline.config import RunConfig, load_config
@@ -28,116 +27,85 @@ GOOD = (
 
 
 def load(tmp_path: Path, content: bytes | str, *overrides: str) -> RunConfig:
-    """The run configuration of a recipe with this content."""
+    """Return the run configuration of a recipe with this content."""
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return load_config(path, list(overrides))
 
 
-def refused(tmp_path: Path, message: str, content: bytes | str, *overrides: str) -> None:
-    """One short line, within three seconds of work."""
-    began = time.process_time()
-    with pytest.raises(UserError, match=message) as caught:
-        load(tmp_path, content, *overrides)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    assert time.process_time() - began < 3
-
-
-FILES: dict[str, tuple[bytes | str, str]] = {
-    "binary": (bytes(range(256)), "byte 128 is not UTF-8 text|not YAML"),
-    "UTF-16": (GOOD.encode("utf-16"), "byte 0 is not UTF-8 text"),
-    "Latin-1": (GOOD.encode() + b"# caf\xe9\n", "byte .* is not UTF-8 text"),
-    "NUL": (GOOD + "\0", "not YAML"),
-    "empty": ("", "must be a mapping of sections"),
-    "a list": ("- 1\n- 2\n", "must be a mapping of sections"),
-    "two documents": (GOOD + "---\n" + GOOD, "not YAML: but found another document"),
-    "unclosed": ("train: {lr: [\n", "not YAML: .*, line 2"),
-    "tabs": ("train:\n\tlr: 1\n", "not YAML: .*, line 2"),
-    "unknown alias": ("train: *x\n", "not YAML: found undefined alias 'x', line 1"),
-    "Python object": ("train: !!python/object:os.system {}\n", "not YAML: could not determine a constructor"),
-    "broken date": (GOOD.replace("steps: 10", "steps: 2024-13-45"), "cannot be read: month must be"),
-    "odd timestamp": ("train: !!timestamp x\n", "not YAML"),
-    "a key twice": (GOOD + "run_dir: runs/y\n", "key run_dir given twice, line 5"),
-    "an inner key twice": (
-        GOOD.replace("steps: 10", "steps: 10, steps: 20"),
-        "key steps given twice, line 4",
-    ),
-    "a bomb of aliases": (f"a: &a [x, x]\nb: [{'*a, ' * 60}]\n", "more than 50 aliases, line 2"),
-    "an alias in itself": ("train: &t {lr: *t}\n", "not YAML: .*recursive.*, line 1"),
-    "nested deeply": ("train: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-    "very long": (GOOD + "# " + "x" * 300_000, "more than 128 KiB"),
-    "unknown section": (GOOD + "trian: {lr: 1}\n", r"unknown key trian; did you mean train\?"),
-    "number as a key": (GOOD + "7: 1\n", "unknown key 7; known: run_dir"),
-    "a section that is a value": (GOOD.replace("train: {", "objective: 5\ntrain: {"), "objective: must be a"),
-    "extends a list": (GOOD + "extends: [a.yaml]\n", "extends must be the name of one file"),
-    "extends nothing": (GOOD + "extends: nowhere.yaml\n", r"nowhere\.yaml does not exist"),
-    "extends itself": (GOOD + "extends: recipe.yaml\n", "in a circle: recipe.yaml -> recipe.yaml"),
-    "extends a directory": (GOOD + "extends: .\n", "is not a file"),
-    "extends another folder": (GOOD + "extends: ../../x.yaml\n", "neither in its folder nor part of this"),
-    "extends the system": (GOOD + "extends: /etc/hostname\n", "neither in its folder nor part of this"),
-    "a password": (
-        GOOD.replace("steps: 10", "steps: 10, copy_to: 'https://me:hunter2@host/x'"),
-        r"train\.copy_to holds a password or token",
-    ),
-}
-
+UNREADABLE: list[bytes | str] = [
+    bytes(range(256)),
+    GOOD.encode("utf-16"),
+    GOOD.encode() + b"# caf\xe9\n",
+    GOOD + "\0",
+    "",
+    "- 1\n- 2\n",
+    GOOD + "---\n" + GOOD,
+    "train: {lr: [\n",
+    "train:\n\tlr: 1\n",
+    "train: *x\n",
+    "train: !!python/object:os.system {}\n",
+    GOOD.replace("steps: 10", "steps: 2024-13-45"),
+    "train: !!timestamp x\n",
+    GOOD + "run_dir: runs/y\n",
+    GOOD.replace("steps: 10", "steps: 10, steps: 20"),
+    f"a: &a [x, x]\nb: [{'*a, ' * 60}]\n",  # a bomb of aliases
+    "train: &t {lr: *t}\n",
+    "train: " + "[" * 5000 + "]" * 5000,
+    GOOD + "# " + "x" * 300_000,
+    GOOD + "extends: .\n",
+    'run_dir: "\\ud800\\udc00"\n',  # half characters
+]
+FILES: list[tuple[bytes | str, str]] = [
+    *((content, "recipe-unreadable") for content in UNREADABLE),
+    (GOOD + "trian: {lr: 1}\n", "unknown-key"),
+    (GOOD + "7: 1\n", "unknown-key"),
+    (GOOD.replace("train: {", "objective: 5\ntrain: {"), "bad-value"),
+    (GOOD + "extends: [a.yaml]\n", "extends"),
+    (GOOD + "extends: ../../x.yaml\n", "extends"),
+    (GOOD + "extends: /etc/hostname\n", "extends"),
+    (GOOD + "extends: nowhere.yaml\n", "no-recipe"),
+    (GOOD + "extends: recipe.yaml\n", "recipe-circle"),
+    (GOOD.replace("steps: 10", "steps: 10, copy_to: 'https://me:hunter2@host/x'"), "secret"),
+]
 OVERRIDES = {
-    "train.lr=[": r"override 'train.lr=\[': the value is not YAML",
-    "data.dir=*x": "the value is not YAML: found undefined alias 'x'",
-    "train.lr={a: 1, a: 2}": "key a given twice",
-    "train.lr=2024-13-45": "the value is month must be",
-    "train.lr=" + "9" * 5000: "override .*: the value is .*4300 digits",
-    "train.betas=[2,3]": r"train\.betas\.0: Input should be less than 1",
-    "train.betas=[0.9]": r"train\.betas",
-    "train.betas=[0.9, -0.1]": r"train\.betas\.1",
-    "data.block=1e30": r"data\.block: ",
-    "data.block=100000000000": r"data\.block: ",
-    "data.block=1.5": r"data\.block: ",
-    "data.shards=1e30": r"data\.shards: ",
-    "train.steps=1e30": r"train\.steps: .*exceeded maximum size",
-    "train.seed=-1e30": r"train\.seed: .*exceeded maximum size",
-    "train.seed=100000000000000000": r"train\.seed: 10+ is far too large",
-    "train.lr=.inf": r"train\.lr: Input should be a finite number",
-    "train.lr=nan": r"train\.lr: ",
-    "train.steps=true": r"train: steps must hold numbers, not true",
-    "objective.params={ratio_cap: yes}": "objective: params must hold numbers, not true",
-    "data.sources.0.files=x": "sources is a list; give it whole",
-    "train..lr=1": "must read key.sub=value",
-    "=1": "must read key.sub=value",
-    "train.=1": "must read key.sub=value",
-    "trian.lr=1": "unknown key trian; did you mean train",
-    "dta.dir=/x": "unknown key dta; did you mean data",
+    "bad-override": [
+        *("train.lr=[", "data.dir=*x", "train.lr={a: 1, a: 2}", "train.lr=2024-13-45"),
+        *("train.lr=" + "9" * 5000, "data.sources.0.files=x", "train..lr=1", "=1", "train.=1", "train.lr"),
+    ],
+    "bad-value": [
+        *("train.betas=[2,3]", "train.betas=[0.9]", "train.betas=[0.9, -0.1]", "data.block=1e30"),
+        *("data.block=100000000000", "data.block=1.5", "data.shards=1e30", "train.steps=1e30"),
+        *("train.seed=-1e30", "train.seed=100000000000000000", "train.lr=.inf", "train.lr=nan"),
+        *("train.steps=true", "objective.params={ratio_cap: yes}"),
+    ],
+    "unknown-key": ["trian.lr=1", "dta.dir=/x"],
 }
 
 
-@pytest.mark.parametrize("case", FILES)
-def test_a_recipe_that_cannot_be_used_gives_one_line(tmp_path: Path, case: str) -> None:
-    content, message = FILES[case]
-    refused(tmp_path, message, content)
-
-
-@pytest.mark.parametrize("override", OVERRIDES, ids=lambda text: text[:30])
-def test_an_override_that_cannot_be_used_gives_one_line(tmp_path: Path, override: str) -> None:
-    refused(tmp_path, OVERRIDES[override], GOOD, override)
+@pytest.mark.parametrize(
+    ("content", "overrides", "code"),
+    [
+        *((content, [], code) for content, code in FILES),
+        *((GOOD, [override], code) for code, several in OVERRIDES.items() for override in several),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_soon(
+    tmp_path: Path, content: bytes | str, overrides: list[str], code: str
+) -> None:
+    began = time.process_time()
+    with pytest.raises(UserError) as error:
+        load(tmp_path, content, *overrides)
+    assert error.value.code == code and "hunter2" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert time.process_time() - began < 3
 
 
 def test_recipes_in_a_circle_are_named(tmp_path: Path) -> None:
     for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
         (tmp_path / f"{name}.yaml").write_text(f"extends: {base}.yaml\n")
-    with pytest.raises(UserError, match=r"in a circle: b\.yaml -> c\.yaml -> b\.yaml"):
+    with pytest.raises(UserError, match=r"b\.yaml -> c\.yaml -> b\.yaml"):
         read_recipe(tmp_path / "a.yaml", [])
-
-
-def test_an_unreadable_recipe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(GOOD)
-
-    def denied(*_: object) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("common.recipe.read_bytes", denied)
-    with pytest.raises(UserError, match="cannot be read: Permission denied"):
-        read_recipe(path, [])
 
 
 def test_what_yaml_allows_still_reads(tmp_path: Path) -> None:
@@ -178,65 +146,57 @@ class Outer(Section):
     other: float = Field(1.0, gt=0)
 
 
-def test_fields_say_what_they_change() -> None:
+def test_fields_have_marks_limits_and_neighbours() -> None:
     assert marked(Outer, "free") == {"inner.loose", "maybe.loose", "whole", "needed"}
     assert marked(Outer, "place") == {"place"}
-    with pytest.raises(UserError, match=r"inner\.loose: Input should be greater than 0"):
-        parse_section(Outer, {"needed": 1, "inner": {"loose": 0}}, "")
-    with pytest.raises(UserError, match="needed: Field required"):
-        parse_section(Outer, {}, "")
-    with pytest.raises(UserError, match=r"unknown key many\.0\.plan; did you mean plain"):
-        parse_section(Outer, {"needed": 1, "many": [{"plan": 1}]}, "")
+    for tree, key in (
+        ({"needed": 1, "inner": {"loose": 0}}, r"inner\.loose"),
+        ({}, "needed"),
+        ({"needed": 1, "many": [{"plan": 1}]}, r"many\.0\.plan; did you mean plain"),
+    ):
+        with pytest.raises(UserError, match=key):
+            parse_section(Outer, tree, "")
 
 
-def test_overrides_may_follow_options() -> None:
+def test_overrides_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command")
-    one = commands.add_parser("one")
-    one.add_argument("recipe")
-    one.add_argument("overrides", nargs="*")
-    one.add_argument("--workers", type=int)
-    commands.add_parser("two")
-
-    def parsed(line: str) -> Any:
-        return vars(parse_arguments(parser, line.split()))
-
-    expected = {"command": "one", "recipe": "r", "overrides": ["a=1", "b=2"], "workers": 3}
+    first = commands.add_parser("first")
+    first.add_argument("recipe")
+    first.add_argument("overrides", nargs="*")
+    first.add_argument("--workers", type=int)
+    commands.add_parser("second")
+    expected = {"command": "first", "recipe": "r", "overrides": ["a=1", "b=2"], "workers": 3}
     for line in (
         "r a=1 b=2 --workers 3",
         "r a=1 --workers 3 b=2",
         "--workers 3 r a=1 b=2",
         "r --workers 3 a=1 b=2",
     ):
-        assert parsed(f"one {line}") == expected, line
-    for line in ("one r --wrkers 3", "one r a=1 --wrkers", "two x=1"):
+        assert vars(parse_arguments(parser, ["first", *line.split()])) == expected, line
+    for line in ("first r --wrkers 3", "first r a=1 --wrkers", "second x=1"):
         with pytest.raises(SystemExit):
-            parsed(line)
-
-
-def test_both_commands_take_overrides_after_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(GOOD)
-    assert data_prep(["prepare", str(path), "--workers", "1", "data.blok=3"]) == 2
-    assert "unknown key data.blok; did you mean block?" in capsys.readouterr().err
-    assert pipeline(["plan", str(path), "--gpus", "1xA100-80G", "train.stps=3"]) == 2
-    assert "unknown key train.stps; did you mean steps?" in capsys.readouterr().err
+            parse_arguments(parser, line.split())
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    recipe = str(tmp_path / "recipe.yaml")
+    assert data_prep(["prepare", recipe, "--workers", "1", "data.blok=3"]) == 2
+    assert pipeline(["plan", recipe, "--gpus", "1xA100-80G", "train.stps=3"]) == 2
+    assert re.findall(r"mean (\w+)\?", capsys.readouterr().err) == ["block", "steps"]
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"),
+    ("key", "meant"),
     [
-        ("train.learning_rate", "unknown key train.learning_rate; did you mean train.lr?"),
-        ("train.leraning_rate", "did you mean train.lr?"),
-        ("data.max_seq_length", "did you mean data.block?"),
-        ("output_dir", "unknown key output_dir; did you mean run_dir?"),
-        ("train.wamup_ratio", "did you mean warmup_ratio?"),
+        ("train.learning_rate", "train.lr"),
+        ("train.leraning_rate", "train.lr"),
+        ("data.max_seq_length", "data.block"),
+        ("output_dir", "run_dir"),
+        ("train.wamup_ratio", "warmup_ratio"),
     ],
 )
-def test_names_that_other_trainers_use_are_known(tmp_path: Path, key: str, hint: str) -> None:
-    refused(tmp_path, re.escape(hint), GOOD, f"{key}=1")
+def test_names_that_other_trainers_use_are_known(tmp_path: Path, key: str, meant: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"did you mean {meant}?")):
+        load(tmp_path, GOOD, f"{key}=1")
 
 
 def test_other_names_lead_to_keys_of_a_recipe() -> None:
@@ -247,9 +207,7 @@ def test_other_names_lead_to_keys_of_a_recipe() -> None:
             section = section.model_fields[part].annotation
 
 
-def test_a_recipe_that_comes_with_this_program_is_found_by_its_name() -> None:
-    for name in ("stories260k-wikitext2", "storis260k-wikitext2.yaml"):
-        with pytest.raises(UserError, match=r"did you mean launch/recipes/stories260k-wikitext2\.yaml\?"):
-            read_recipe(Path(name), [])
-    with pytest.raises(UserError, match=r"experiment nowhere\.yaml does not exist; see .*/experiments for"):
-        read_recipe(Path("nowhere.yaml"), [], noun="experiment")
+@pytest.mark.parametrize("name", ["stories260k-wikitext2", "storis260k-wikitext2.yaml"])
+def test_a_recipe_that_comes_with_this_program_is_found_by_its_name(name: str) -> None:
+    with pytest.raises(UserError, match=r"launch/recipes/stories260k-wikitext2\.yaml\?"):
+        read_recipe(Path(name), [])

@@ -1,4 +1,4 @@
-"""Models and names that somebody made to do harm: one line each, and no harm."""
+"""Sentence models of others run no code, and names and texts of others do not act in a report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from common.errors import UserError
 from common.report.document import Document
 from eval.compare import table
 from eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
-from eval.results import read_models
-from eval.targets import HEADER_BYTES, NotWholeError, Target, _as_long_as_it_says
 from tests.helpers.results import fabricated
-
-# --- the sentence model -----------------------------------------------------------------------------------
 
 
 def test_the_installed_sentence_model_is_the_published_one() -> None:
@@ -40,7 +36,7 @@ def test_another_sentence_model_under_its_name_is_not_loaded(
     assert set(MINILM) > {"modules.json", "model.safetensors"}
 
 
-def test_a_sentence_model_runs_no_code_and_leads_nowhere(tmp_path: Path) -> None:
+def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
     directory = tmp_path / "own"
     directory.mkdir()
     (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
@@ -50,21 +46,6 @@ def test_a_sentence_model_runs_no_code_and_leads_nowhere(tmp_path: Path) -> None
     with pytest.raises(UserError, match="cannot load sentence model"):
         Encoder(str(directory), cache=tmp_path / "cache")(["a text"])
     assert not (tmp_path / "ran").exists()
-    (directory / "config.json").symlink_to("/etc/hostname")
-    with pytest.raises(UserError, match=r"config.json is a link out of its directory"):
-        Encoder(str(directory), cache=tmp_path / "cache")(["a text"])
-
-
-# --- results ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["../../..", "/etc", "a" * 31, "A" * 32, 7])
-def test_a_key_leads_nowhere_else(tmp_path: Path, key: object) -> None:
-    fabricated(tmp_path, "emo", {"sst2": [True]})
-    path = tmp_path / "models/emo/sst2.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"key": key}))
-    (model,) = read_models([tmp_path])
-    assert "sst2" in model.unreadable and not model.results
 
 
 def test_names_stay_on_their_line(tmp_path: Path) -> None:
@@ -78,26 +59,3 @@ def test_names_stay_on_their_line(tmp_path: Path) -> None:
 def test_a_page_tells_the_browser_to_run_nothing() -> None:
     text = Document("<script>x</script>", ["a"], "", []).html()
     assert "Content-Security-Policy" in text and "default-src 'none'" in text and "<script" not in text
-
-
-# --- weights of the Trainer -------------------------------------------------------------------------------
-
-
-def test_headers_are_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    deep = b"[" * 100_000
-    path.write_bytes(len(deep).to_bytes(8, "little") + deep)
-    assert not _as_long_as_it_says(path)
-    with path.open("wb") as file:  # a sparse file that is as long as its header says
-        file.write((HEADER_BYTES + 1).to_bytes(8, "little"))
-        file.truncate(HEADER_BYTES + 100)
-    assert not _as_long_as_it_says(path)
-
-
-def test_an_index_of_the_trainer_names_files_beside_it(tmp_path: Path) -> None:
-    for name in ("trainer_state.json", "config.json"):
-        (tmp_path / name).write_text("{}")
-    index = {"weight_map": {"a": "../../secret.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(NotWholeError, match=r"index.json is unreadable"):
-        Target("x", tmp_path, foreign=True).require_whole(tmp_path, settled=True)

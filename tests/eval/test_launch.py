@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from eval.cli import parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks

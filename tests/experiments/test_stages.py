@@ -14,8 +14,7 @@ import yaml
 import experiments.code
 from common.errors import UserError
 from experiments.code import code_digest, sources
-from experiments.origin import command_origin
-from experiments.stages import Stage
+from experiments.stages import Stage, command_origin
 from experiments.sweep import Sweep
 from tests.helpers import sweeping as helper
 

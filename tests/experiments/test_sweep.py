@@ -3,55 +3,108 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import socket
+import sys
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from experiments import report
-from experiments import sweep as engine
 from experiments.__main__ import main
+from experiments.design import Run
+from experiments.stages import Stage
+from experiments.sweep import Sweep
 from experiments.table import gather
-from tests.helpers.launching import tiny_recipe
-from tests.helpers.sweeping import notes, opened, pretend, start, sweep
+from pipeline.config import load_config
+from tests.helpers.killing import FORK
+from tests.helpers.sweeping import notes, opened, pretend, sweep
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_recipe(tmp_path_factory.mktemp("recipe"), steps=3)
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.sweep.POLL", 0.1)
 
 
-@pytest.mark.slow
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tree = {
+        "run_dir": "unused",
+        "data": {
+            "dir": "unused",
+            "train_tokenizer": 384,
+            "sources": [{"files": f"{tmp_path}/text.txt", "format": "lines"}],
+            "validation_fraction": 0.1,
+        },
+        "model": {"architecture": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
+        "train": {"steps": 3, "batch": 8},
+    }
+    (tmp_path / "text.txt").write_text("A line.\n")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "recipe.yaml"
+
+
+TRAINING = """#!{python}
+import json, pathlib, sys, time
+directory = pathlib.Path(sys.argv[-1])
+time.sleep(0.3)
+directory.mkdir(parents=True, exist_ok=True)
+record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)}}
+(directory / "metrics.jsonl").write_text(json.dumps(record) + "\\n")
+"""
+
+
+def _run(path: Path) -> None:
+    """In a fork: the command `run`, whose preparation and training are a script that sleeps."""
+    script, training = path.with_name("training"), Sweep._training
+    script.write_text(TRAINING.format(python=sys.executable))
+    script.chmod(0o755)
+
+    def short(self: Sweep, run: Run) -> list[Stage]:
+        stages = training(self, run)
+        return [replace(stage, command=[str(script), str(stage.directory)]) for stage in stages]
+
+    Sweep._training = short  # type: ignore[method-assign]
+    sys.exit(main(["run", str(path), "--jobs", "2"]))
+
+
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    objectives = {name: {"objective.name": name} for name in ("mle", "emo")}
-    axes = {"objective": objectives, "seed": {"train.seed": [1]}}
-    path, out = sweep(tmp_path, recipe, axes=axes), tmp_path / "out"
-    process = start(path)
-    time.sleep(random.Random(0).uniform(8, 16))
-    os.killpg(process.pid, signal.SIGKILL)  # tests/campaigns/sweep.py does it twenty times
-    process.communicate()
-    before = notes(out)
-    process = start(path)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output
-    assert notes(out).items() >= before.items()  # nothing that was done was done again
-    results = json.loads((out / "results.json").read_text())
+    """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
+    path, out = sweep(tmp_path, recipe), tmp_path / "out"
+    assert main(["run", str(path), "--dry-run"]) == 0  # libraries are loaded once, for all forks
+    draw, before, kills = random.Random(0), dict[str, int](), 0
+    while True:
+        process = FORK.Process(target=_run, args=(path,))
+        process.start()
+        process.join(draw.uniform(0.5, 2.5) if kills < 4 else None)
+        if not process.is_alive():
+            assert process.exitcode == 0
+            break
+        process.kill()
+        process.join()
+        kills += 1
+        assert notes(out).items() >= before.items()  # nothing that was done was done again
+        before = notes(out)
+    assert notes(out).items() >= before.items() and kills
+    results, table = json.loads((out / "results.json").read_text()), (out / "table.md").read_text()
     assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
-    assert all(row["measures"]["validation_nll"]["n"] == 1 for row in results["rows"])
-    assert results["verdicts"]["helps"]["answer"] in ("yes", "no", "undecided")
-    table = (out / "table.md").read_text()
+    assert all(row["measures"]["validation_nll"]["n"] == 2 for row in results["rows"])
     assert main(["run", str(path), "--jobs", "2"]) == 0
-    assert "to do now 0 of 2 runs" in capsys.readouterr().out
+    assert "to do now 0 of 4 runs" in capsys.readouterr().out
     assert (out / "table.md").read_text() == table
+
+
+def test_a_training_is_what_its_run_says(tmp_path: Path, recipe: Path) -> None:
+    work = opened(sweep(tmp_path, recipe))
+    run = work.runs[-1]
+    program, *words = work.stages(run)[1].command
+    assert program == "deepspeed" and words[2].endswith("launch/continual.sh")
+    assert load_config(Path(words[3]), words[4:]) == work.config(run)
 
 
 def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
@@ -107,9 +160,9 @@ def test_a_failed_attempt_is_told_by_its_own_last_line(tmp_path: Path, recipe: P
         "sys.exit('error: the first')\n"
     )
     path = sweep(tmp_path, recipe, before={"corpus": f"python {script} {tmp_path}/begun"})
-    with pytest.raises(UserError, match=r"ended with code 1 .*: error: the first"):
+    with pytest.raises(UserError, match=r"code 1 .*: error: the first"):
         opened(path).work()
-    with pytest.raises(UserError, match=r"before: corpus ended with code 137 \([^:]*\): $"):
+    with pytest.raises(UserError, match=r"code 137 \([^:]*\): $"):
         opened(path).work()
 
 
@@ -136,15 +189,6 @@ def test_a_sweep_that_is_asked_to_stop_says_so(tmp_path: Path, recipe: Path) -> 
     path = sweep(tmp_path, recipe, before={"corpus": f"python {script}"})
     assert main(["run", str(path), "--jobs", "2"]) == ExitCode.STOPPED
     assert not (tmp_path / "out/notes").exists()
-
-
-def test_ports_of_others_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = engine.free_port()
-    monkeypatch.setattr(engine, "PORTS", range(port, port + 3))
-    with socket.socket() as other:
-        other.bind(("", port))
-        other.listen()
-        assert engine.free_port() in (port + 1, port + 2)
 
 
 def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:

@@ -1,6 +1,6 @@
-"""What is fuzzed: every parser of files that others may have written, each with sound files of its kind.
+"""The parsers of files that others write, each with sound files of its kind.
 
-A further one is a function of a directory: `@target("judge replies", make_replies, "replies.jsonl")`.
+A further one is a function of a directory: `@target("judges' replies", files(a__txt="..."), "a.txt")`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zstandard
 
-from common.lease import Lease
-from data_prep import scores
-from data_prep.config import DataConfig
-from data_prep.inspect import inspect
 from data_prep.rows import Rejected, RowSpec, parse
-from data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, open_prepared, parse_manifest
 from data_prep.sources import open_inputs
 from data_prep.templates import Conversation, render
 from data_prep.tokenizer import save_tokenizer
-from data_prep.verify import verify
-from eval import store
+from eval.judging import judging, pairs, results
+from eval.judging.answers import read_answers, read_questions
+from eval.judging.judges import JUDGES
 from tests.conftest import REPO
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
+from tests.helpers.corpus import alpaca_rows, data_config, texts, tiny_tokenizer
 from tests.helpers.fuzzing import target
-from tests.helpers.results import write_model, write_result
+
+LONG = "x" * 300
 
 
 def files(**content: bytes | str) -> Callable[[Path], None]:
-    """A maker of files; `__` in a name stands for a dot."""
+    """Return a maker of files; `__` in a name stands for a dot."""
 
     def make(here: Path) -> None:
         for name, value in content.items():
@@ -46,90 +42,87 @@ def files(**content: bytes | str) -> Callable[[Path], None]:
 
 
 def rows(values: list[Any]) -> str:
-    """JSON lines."""
+    """Return JSON lines."""
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
 # --- recipes and files written like them ------------------------------------------------------------------
 
-RECIPE = (REPO / "launch/recipes/llama-7b-wikitext103.yaml").read_text()
+RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
 
 
-@target("recipe", files(a__yaml=RECIPE, b__yaml="extends: a.yaml\ntrain: {lr: 1.0e-3}\n"), "a.yaml", "b.yaml")
+@target(
+    "recipe",
+    files(a__yaml=RECIPE.read_text(), b__yaml="extends: a.yaml\ntrain: {lr: 1.0e-3}\n"),
+    "a.yaml",
+    "b.yaml",
+    crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
+)
 def recipe(here: Path) -> None:
     from pipeline.config import dump_config, load_config
 
     dump_config(load_config(here / "b.yaml", ["train.batch=32", "objective.params.ratio_cap=2"]))
 
 
-def make_experiment(here: Path) -> None:
-    shutil.copy(REPO / "experiments/oracle.yaml", here / "a.yaml")
-
-
-@target("experiment", make_experiment, "a.yaml")
+@target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()), "a.yaml")
 def experiment(here: Path) -> None:
     from experiments.design import chosen, expand, read_experiment, trials
 
-    found = read_experiment(here / "a.yaml", [])
-    several = expand(found)
-    chosen(found, several, dict.fromkeys((one.name for one in trials(found, several)), 0.0))
-    _ = found.variables
+    design = read_experiment(here / "a.yaml", [])
+    runs = expand(design)
+    chosen(design, runs, dict.fromkeys((run.name for run in trials(design, runs)), 0.0))
 
 
-def make_task(here: Path) -> None:
-    shutil.copy(REPO / "eval/icl/tasks/sst2.yaml", here / "own.yaml")
-
-
-@target("task file", make_task, "own.yaml")
+@target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()), "a.yaml")
 def task_file(here: Path) -> None:
     from eval.icl.tasks import select_tasks
 
-    for task in select_tasks(str(here / "own.yaml")):
-        _ = task.template, task.demonstration_template, task.identity(), store.digest(task.identity())
+    for task in select_tasks(str(here / "a.yaml")):
+        _ = task.template, task.demonstration_template, task.identity()
 
 
-DS_CONFIG = json.loads((REPO / "ds_configs/zero3_offload.json").read_text())
+DS_CONFIG = (REPO / "ds_configs/zero3_offload.json").read_text()
+LONG_KEY = json.dumps({"zero_optimization": {"stage": 3, f"stage3_{LONG * 6}": 1}})
 
 
-@target("DeepSpeed file", files(ds__json=json.dumps(DS_CONFIG)), "ds.json")
+@target("DeepSpeed file", files(a__json=DS_CONFIG), "a.json", crashes=(("a.json", LONG_KEY.encode()),))
 def deepspeed_file(here: Path) -> None:
     from pipeline.config import Batch, load_config
     from pipeline.planning.ds_file import deepspeed_config
 
-    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [f"deepspeed={here / 'ds.json'}"])
+    config = load_config(RECIPE, [f"deepspeed={here / 'a.json'}"])
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed_config(config, Batch(16, 4, 1, 4))
 
 
 # --- text and instructions --------------------------------------------------------------------------------
 
-TALK = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant")]
 TEXTS = [{"text": text, "id": i} for i, text in enumerate(texts(4))]
 CHATS: list[Any] = [
-    *(
-        {"messages": TALK},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    ),
+    {"messages": [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant")]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     *alpaca_rows(2),
     {"instruction": "a", "output": "b", "history": [["c", "d"]], "system": "e"},
 ]
-IDS = [{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Another = \n\nThe end .\n"
 
 
 def _read_all(here: Path, kind: str, **source: Any) -> None:
-    """All rows of a source as a worker reads them, and as text."""
+    """Read all rows of a source as a worker reads them, and render conversations."""
     config = data_config(here, kind=kind, sources=[source], strict=False, max_chars=10_000)
-    for one in open_inputs(config):
-        one.probe()
+    for opened in open_inputs(config):
+        opened.probe()
         places = []
-        for piece in one.pieces():
-            places += [] if piece.payload is None else [piece.place]
-            for row in () if piece.payload is None else parse(piece.payload, one.spec):
+        for piece in opened.pieces():
+            if piece.payload is None:
+                continue
+            places.append(piece.place)
+            for row in parse(piece.payload, opened.spec):
                 if isinstance(row, Conversation):
                     _ = [render(row, template) for template in ("alpaca", "chat")]
                 elif isinstance(row, Rejected):
                     _ = f"{row.reason} {row.detail}"
-        for _ in one.read(places):
+        for _ in opened.read(places):
             pass
 
 
@@ -144,23 +137,18 @@ def instruction_rows(here: Path) -> None:
         _read_all(here, "instruct", files="a.jsonl", format=form)
 
 
-@target("rows of tokens", files(a__jsonl=rows(IDS)), "a.jsonl")
+@target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])), "a.jsonl")
 def token_rows(here: Path) -> None:
     _read_all(here, "text", files="a.jsonl", format="tokens")
 
 
-PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Another = \n\nThe end .\n"
+PACKED = {
+    "b__txt__gz": gzip.compress(PLAIN.encode(), mtime=0),
+    "c__txt__zst": zstandard.compress(PLAIN.encode()),
+}
 
 
-@target(
-    "text files",
-    files(
-        a__txt=PLAIN,
-        b__txt__gz=gzip.compress(PLAIN.encode(), mtime=0),
-        c__txt__zst=zstandard.compress(PLAIN.encode()),
-    ),
-    "a.txt", "b.txt.gz", "c.txt.zst",
-)  # fmt: skip
+@target("text files", files(a__txt=PLAIN, **PACKED), "a.txt", "b.txt.gz", "c.txt.zst")
 def text_files(here: Path) -> None:
     for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
         _read_all(here, "text", files="*.txt*", format=form)
@@ -189,98 +177,13 @@ def payloads(here: Path) -> None:
         ("instruct", "auto", True),
         ("text", "wikitext", False),
     ):
-        spec = RowSpec(kind, form, lines, None, "ag_news", 10_000)
-        list(parse((here / "a.txt").read_bytes(), spec))
+        list(parse((here / "a.txt").read_bytes(), RowSpec(kind, form, lines, None, "ag_news", 10_000)))
 
 
-# --- prepared data ----------------------------------------------------------------------------------------
+# --- tokenizers and models --------------------------------------------------------------------------------
 
 
-def _config(here: Path) -> DataConfig:
-    return data_config(here, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, block=512)
-
-
-def make_prepared(here: Path) -> None:
-    write_jsonl(here / "a.jsonl", alpaca_rows(12))
-    run(_config(here))
-
-
-PREPARED = ("prepared/train/manifest.json", "prepared/train/shard-00000-of-00001.arrow")
-
-
-@target("manifest and shards", make_prepared, *PREPARED)
-def manifest_and_shards(here: Path) -> None:
-    """The digests of a manifest and the size of a shard are made right: whoever changes one can do that."""
-    place = here / "prepared/train"
-    kept = (place / MANIFEST).read_bytes()
-    try:
-        found = parse_manifest(place)
-        sized = [one.model_copy(update={"bytes": _size(place / one.file)}) for one in found.shards]
-        changed = Manifest.model_validate(found.model_copy(update={"shards": sized}).model_dump())
-        (place / MANIFEST).write_text(manifest_text(changed))
-        data, _ = open_prepared(_config(here))
-        every = np.arange(min(len(data), 50))
-        if data.damage(every, data.manifest.vocab_size) is None:
-            data.batch(every)
-        _ = data.segment_lengths(), [data.token_offsets(i) for i in range(len(data.manifest.shards))]
-        inspect_quietly(place)
-    finally:
-        (place / MANIFEST).write_bytes(kept)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def inspect_quietly(place: Path) -> None:
-    """`inspect`, printed nowhere."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    inspect(place, 2, 0, Console(file=out, width=200))
-    assert "\x1b" not in out.getvalue()
-
-
-def make_verified(here: Path) -> None:
-    make_prepared(here)
-    overlap = {"ngram": 8, "documents": 1, "tasks": {"sst2": {"rows": 3, "overlapping": 1, "contained": 0}}}
-    (here / "prepared/train/contamination.json").write_text(json.dumps(overlap))
-
-
-@target(
-    "verify and inspect",
-    make_verified,
-    *PREPARED,
-    "prepared/settings.json",
-    "prepared/plan.parquet",
-    "prepared/train/contamination.json",
-    "prepared/tokenizer/tokenizer_config.json",
-)
-def verified(here: Path) -> None:
-    verify(here / "prepared")
-    inspect_quietly(here / "prepared/train")
-
-
-def make_scores(here: Path) -> None:
-    make_prepared(here)
-    data = TokenDataset(here / "prepared/train")
-    scores.begin(data, "own", {"path": "m"})
-    for shard, info in enumerate(data.manifest.shards):
-        scores.write_shard(scores.shard_file(data, "own", shard), -np.ones(info.tokens))
-    assert scores.seal(data, "own", {"path": "m"})
-
-
-OWN = "prepared/train/scores/own"
-
-
-@target("scores", make_scores, f"{OWN}/scores.json", f"{OWN}/begun.json", f"{OWN}/shard-00000-of-00001.npy")
-def stored_scores(here: Path) -> None:
-    data = TokenDataset(here / "prepared/train")
-    scores.begin(data, "own", {"path": "m"})
-    scores.Scores(data, "own").batch(np.arange(len(data)))
-
-
-def make_tokenizer(here: Path) -> None:
+def make_tokenizers(here: Path) -> None:
     shutil.copytree(tiny_tokenizer(), here / "whole")
     (here / "model").mkdir()
     shutil.copy(tiny_tokenizer() / "model/tokenizer.model", here / "model")
@@ -291,15 +194,19 @@ def make_tokenizer(here: Path) -> None:
 
 @target(
     "tokenizer",
-    make_tokenizer,
+    make_tokenizers,
     "whole/tokenizer.json",
     "whole/tokenizer_config.json",
     "model/tokenizer.model",
     "bytes/vocab.json",
     "bytes/merges.txt",
+    crashes=(
+        ("bytes/vocab.json", b'{"a": 0, "b": 7885472806622122365, "ab": 2, "<|endoftext|>": 3}'),
+        ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
+    ),
 )
 def tokenizer(here: Path) -> None:
-    out = here.with_name(here.name + "-out")
+    out = here.with_name(f"{here.name}-out")
     try:
         for name in ("whole", "model", "bytes"):
             save_tokenizer(here / name, None, out / name)
@@ -307,89 +214,23 @@ def tokenizer(here: Path) -> None:
         shutil.rmtree(out, ignore_errors=True)
 
 
-# --- runs and checkpoints ---------------------------------------------------------------------------------
-
-STATE = {
-    "step": 3, "tokens": 10, "ranks": 1, "groups": [2], "frozen": 0, "identity": {"data": "f"},
-    "progress": {"metrics": {"steps": 1, "loss": 0.5}, "guard": {}},
-}  # fmt: skip
-RECORDS = [{"step": 1, "tokens": 5, "nll": 2.0, "lr": 1e-3}, {"step": 2, "tokens": 9, "validation_nll": None}]
-
-
-def make_run(here: Path) -> None:
-    from pipeline import checkpoint, identity
-    from pipeline.run_dir import describe, list_files, partial_directory
-
-    partial = partial_directory(here, 3)
-    (partial / "state").mkdir(parents=True)
-    (partial / "state/a.pt").write_bytes(b"abc")
-    (partial / "hf").mkdir()
-    (partial / "hf/config.json").write_text("{}")
-    (partial / "state.json").write_text(json.dumps(STATE))
-    checkpoint.write_complete(partial, describe(partial, list_files(partial)))
-    checkpoint.publish(here, 3)
-    identity.claim(_run_config(here), {"data": "f"})
-    (here / "metrics.jsonl").write_text(rows(RECORDS))
-    (here / "export").mkdir()
-    (here / "export/export.json").write_text(json.dumps({"step": 3, "tokens": 10, "objective": "emo"}))
-
-
-def _run_config(here: Path) -> Any:
-    from pipeline.config import load_config
-
-    return load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", [f"run_dir={here}"])
-
-
-@target(
-    "run directory",
-    make_run,
-    "step-000003/COMPLETE",
-    "step-000003/state.json",
-    "config.yaml",
-    "metrics.jsonl",
-    "export/export.json",
-)
-def run_directory(here: Path) -> None:
-    from eval.targets import DamagedError, NotWholeError, targets
-    from pipeline import checkpoint, identity
-    from pipeline.run_dir import problem, read_export_info, read_metrics
-
-    identity.compare(_run_config(here), {"data": "f"})
-    problem(here / "step-000003")
-    saved = checkpoint.read_saved(here / "step-000003")
-    assert saved.step + saved.tokens >= saved.step or saved.tokens < 0
-    assert all(isinstance(record["step"], int) for record in read_metrics(here))
-    with contextlib.suppress(ValueError):  # whoever reads it says more
-        read_export_info(here / "export")
-    for one in targets(here):
-        with contextlib.suppress(DamagedError, NotWholeError):
-            one.require_whole(one.path, settled=True)
-
-
-@target("lease", files(lock__000001=json.dumps({"machine": "x:1", "pid": 1, "started": 1.0, "time": 2.0})),
-        "lock.000001")  # fmt: skip
-def lease(here: Path) -> None:
-    held = Lease(here, "lock", 60.0)
-    held.holder()
-    if held.acquire():  # then the file was of a dead process
-        held.release()
-        for path in here.glob("lock.*"):
-            path.unlink()
-        (here / "lock.000001").touch()
-
-
-HF_CONFIG = {
+MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16, "max_position_embeddings": 32,
     "torch_dtype": "float32", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
+MODEL_CRASHES = (
+    {"vocab_size": [[]]},
+    {"architectures": "a\0b", "vocab_size": -1410185927},
+    {"torch_dtype": "caf\u00e9"},
+)
 
 
 def make_model(here: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    LlamaForCausalLM(LlamaConfig(**HF_CONFIG)).save_pretrained(here, max_shard_size="1KB")
-    (here / "config.json").write_text(json.dumps(HF_CONFIG))
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(here, max_shard_size="1KB")
+    (here / "config.json").write_text(json.dumps(MODEL))
     (here / "trainer_state.json").write_text("{}")
 
 
@@ -400,6 +241,10 @@ def make_model(here: Path) -> None:
     "model.safetensors.index.json",
     "generation_config.json",
     "model-00001-of-00004.safetensors",
+    crashes=(
+        *(("config.json", json.dumps(MODEL | change).encode()) for change in MODEL_CRASHES),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()),
+    ),
 )
 def model_directory(here: Path) -> None:
     from eval.model import EvaluatedModel
@@ -407,12 +252,12 @@ def model_directory(here: Path) -> None:
     from pipeline.loss.cost_files import load_cost
 
     with contextlib.suppress(DamagedError, NotWholeError):
-        Target("own", here, foreign=True).require_whole(here, settled=True)
-    EvaluatedModel(str(here), "own")
+        Target("model", here, foreign=True).require_whole(here, settled=True)
+    EvaluatedModel(str(here), "model")
     load_cost(str(here), 16)
 
 
-def make_cost(here: Path) -> None:
+def make_costs(here: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -420,7 +265,7 @@ def make_cost(here: Path) -> None:
     torch.save(torch.randn(8, 4), here / "b.pt")
 
 
-@target("cost file", make_cost, "a.safetensors", "b.pt")
+@target("cost file", make_costs, "a.safetensors", "b.pt")
 def cost_file(here: Path) -> None:
     from pipeline.loss.cost_files import load_cost
 
@@ -430,89 +275,14 @@ def cost_file(here: Path) -> None:
 
 # --- evaluation -------------------------------------------------------------------------------------------
 
-
-def make_results(here: Path) -> None:
-    for name, right in (("base", [True, False, True, True]), ("emo", [True, True, False, True])):
-        write_model(here, name, step=3, tokens=10, objective="emo", origin="x", run="runs/x")
-        write_result(here, name, "sst2", right, groups=["a", "b", "a", "b"])
-        found = [{"prefix": "a", "text": "b", "ended": True, "tokens": 1}]
-        view = {"weights": store.digest(name), "seed": 0, "max_tokens": 1, "samples": found}
-        (here / "models" / name / "samples.json").write_text(json.dumps(view))
-    (here / "models/metrics.jsonl").write_text(rows(RECORDS))
+PREFIXES = {
+    "a__jsonl": rows(TEXTS),
+    "b__txt": "one two three four\nfive six seven\n",
+    "c__jsonl__zst": zstandard.compress(rows(TEXTS).encode()),
+}
 
 
-@target(
-    "results",
-    make_results,
-    *(f"models/{name}" for name in ("emo/model.json", "emo/sst2.json", "emo/samples.json", "metrics.jsonl")),
-)
-def results(here: Path) -> None:
-    from eval.compare import regression, table
-    from eval.report.gather import gather
-    from eval.report.page import document
-    from eval.results import pick, read_models
-
-    page = document(gather([here], {"base": here / "models"}))
-    text = page.html() + page.markdown()
-    assert "<script" not in text and "\x1b" not in text + page.json()
-    models = read_models([here], lambda line: None)
-    if len(models) > 1:
-        text = table(pick(models, "base"), pick(models, "emo"))
-        text += regression(pick(models, "base"), pick(models, "emo")).summary
-        assert "\x1b" not in text
-
-
-def make_records(here: Path) -> None:
-    write_model(here, "emo")
-    write_result(here, "emo", "sst2", [True, False], groups=["a", "b"])
-    (chunk,) = (here / "store").glob("*/chunks/*.json")
-    (here / "chunk.json").write_text(json.dumps(store.unsealed(chunk)))
-
-
-@target("records", make_records, "chunk.json")
-def records(here: Path) -> None:
-    """Sealed, as whoever changes them can do."""
-    from eval.results import read_models
-
-    (chunk,) = (here / "store").glob("*/chunks/*.json")
-    try:
-        chunk.write_text(store.seal(json.loads((here / "chunk.json").read_text())))
-    except (ValueError, RecursionError):
-        chunk.write_bytes((here / "chunk.json").read_bytes())
-    (model,) = read_models([here])
-    model.outcomes("sst2")
-
-
-ABOUT = {
-    "model": "emo", "path": "m", "weights": "w", "tokenizer": "t", "corpus": "c", "prefix_words": 2,
-    "tokens": 5, "samples": 1, "seeds": [0], "decoding": {"name": "d"}, "records": 2,
-}  # fmt: skip
-WRITTEN = [
-    {"row": i, "seed": 0, "prefix_number": i, "sample": 0, "prefix": "a b", "text": " c", "ids": [1, 2],
-     "ended": True, "tokens": 2, "reference": " d e", "human": " d"}
-    for i in range(2)
-]  # fmt: skip
-
-
-@target("generated texts", files(about__json=json.dumps(ABOUT), records__jsonl=rows(WRITTEN)),
-        "about.json", "records.jsonl")  # fmt: skip
-def generated_texts(here: Path) -> None:
-    from eval.generation.quality import Sampled, pair
-
-    sampled = Sampled.read(here)
-    _ = sampled.draws(), sampled.humans
-    if sampled.has_humans:
-        _ = [pair(r, p, sampled.about["prefix_words"], 5) for r in sampled.records for p in ("paper", "old")]
-
-
-@target(
-    "prefixes",
-    files(
-        a__jsonl=rows(TEXTS), b__txt="one two three four\nfive six seven\n",
-        c__jsonl__zst=zstandard.compress(rows(TEXTS).encode()),
-    ),
-    "a.jsonl", "b.txt", "c.jsonl.zst",
-)  # fmt: skip
+@target("prefixes", files(**PREFIXES), "a.jsonl", "b.txt", "c.jsonl.zst")
 def prefixes(here: Path) -> None:
     from eval.generation.prefixes import from_file
 
@@ -521,17 +291,15 @@ def prefixes(here: Path) -> None:
 
 
 def make_task_rows(here: Path) -> None:
-    (here / "mmlu").mkdir()
-    (here / "sst2").mkdir()
-    found = [{"text": f"text {i}", "label_text": ("negative", "positive")[i % 2]} for i in range(12)]
-    for split in ("train", "test"):
-        (here / f"sst2/{split}.jsonl").write_text(rows(found))
-    asked = [
+    sst2 = [{"text": f"text {i}", "label_text": ("negative", "positive")[i % 2]} for i in range(12)]
+    mmlu = [
         {"question": "q", "choices": ["a", "b", "c", "d"], "answer": "ABCD"[i % 4], "subject": "s"}
         for i in range(6)
     ]
-    for split in ("dev", "test"):
-        (here / f"mmlu/{split}.jsonl").write_text(rows(asked))
+    for name, splits, content in (("sst2", ("train", "test"), sst2), ("mmlu", ("dev", "test"), mmlu)):
+        (here / name).mkdir()
+        for split in splits:
+            (here / name / f"{split}.jsonl").write_text(rows(content))
 
 
 @target("rows of tasks", make_task_rows, "sst2/train.jsonl", "sst2/test.jsonl", "mmlu/test.jsonl")
@@ -543,35 +311,120 @@ def task_rows(here: Path) -> None:
         load_data(load_task(name), str(here))
 
 
-def make_watch(here: Path) -> None:
-    make_run(here)
-    for kind in ("done", "seen"):
-        (here / "eval/watch" / kind).mkdir(parents=True)
-        mark = {"name": "x", "state": "evaluated", "files": "f", "asked": {"a": "evaluated"}, "since": 1.0}
-        (here / "eval/watch" / kind / "x.json").write_text(json.dumps(mark | {"passes": 2}))
+# --- judging ----------------------------------------------------------------------------------------------
+
+QUESTIONS = [{"id": i, "instruction": f"Say {i}.", "input": "It." * i, "dataset": "d"} for i in range(3)]
+ANSWERS = {
+    name: [question | {"output": f"{name} {question['id']}", "generator": name} for question in QUESTIONS]
+    for name in "ab"
+}
+REPLIES = {
+    "auto-j": "Both fit. So, the final decision is Response 2.",
+    "pandalm": "1\n\n### Reason: it is better.\n\n### Reference: it\n",
+    "alpaca_eval": repr([{"model": "model_1", "rank": 1}, {"model": "model_2", "rank": 2}]),
+}
+QUESTION_FILES = {
+    "a__jsonl": rows(QUESTIONS),
+    "b__json": json.dumps([{"prompt": "a"}, {"Instruction": "b"}]),
+    "c__jsonl__zst": zstandard.compress(rows([{"text": "a", "question_id": 1}]).encode()),
+}
+make_answers = files(a__json=json.dumps(ANSWERS["a"]), b__jsonl=rows(ANSWERS["b"]))
 
 
-@target("watch", make_watch, "eval/watch/done/x.json", "eval/watch/seen/x.json")
-def watch(here: Path) -> None:
-    from eval.icl.settings import Settings
-    from eval.targets import Target
-    from eval.watch import Watch
-
-    one = Watch(here, [], Settings(data="x"), here / "eval", "auto", lambda line: None)
-    found = Target("x", here / "export")
-    one._settled(found, "a")
-    one._seen(found, "f")
+def _summarise(judged: pairs.Judged) -> None:
+    numbers = results.summary(judged, results.default_title(judged))
+    assert 0 <= numbers["read"] <= numbers["pairs"] == len(judged.rows)
+    _ = list(results.lines(numbers))
 
 
-def make_notes(here: Path) -> None:
-    (here / "note.json").write_text(json.dumps({"made_with": {}, "after": "", "seconds": 1.5}))
-    (here / "value.json").write_text(json.dumps({"result": {"accuracy": 0.5, "list": [1, 2]}}))
+@target(
+    "judges' replies",
+    files(**{f"{name}__txt": text for name, text in REPLIES.items()}),
+    *(f"{name}.txt" for name in REPLIES),
+)
+def judges_replies(here: Path) -> None:
+    """Any text, to every judge's parser: a verdict, or none."""
+    for name in REPLIES:
+        text = (here / f"{name}.txt").read_bytes().decode("utf-8", "surrogateescape")
+        for judge in JUDGES.values():
+            assert judge.verdict(text) in ("first", "second", "tie", None)
 
 
-@target("notes and measures", make_notes, "note.json", "value.json")
-def notes(here: Path) -> None:
-    from experiments.stages import Stage
-    from experiments.sweep import read_number
+@target("questions", files(**QUESTION_FILES), "a.jsonl", "b.json", "c.jsonl.zst")
+def questions(here: Path) -> None:
+    for name in ("a.jsonl", "b.json", "c.jsonl.zst"):
+        assert all(question.text.encode() for question in read_questions(str(here / name), "hub", 2)[1])
 
-    _ = Stage("a", ["a"], here / "note.json").done
-    read_number(f"{here / 'value.json'}:result.accuracy")
+
+@target("answers", make_answers, "a.json", "b.jsonl")
+def answers(here: Path) -> None:
+    """Two files of answers, and the prompts that are made of them."""
+    read_answers(here / "b.jsonl").by_text()
+    judged = pairs.of_answers(here / "a.json", here / "b.jsonl")
+    try:
+        for judge in JUDGES.values():
+            judging.write_prompts(judge, judged, here / "prompts", "jsonl", None, None)
+    finally:
+        (here / "prompts").unlink(missing_ok=True)
+
+
+def make_replies(here: Path) -> None:
+    make_answers(here)
+    judged = pairs.of_answers(here / "a.json", here / "b.jsonl")
+    choice = {"message": {"role": "assistant", "content": REPLIES["alpaca_eval"]}, "finish_reason": "stop"}
+    response = {"status_code": 200, "body": {"choices": [choice]}}
+    for form in judging.FORMATS:
+        path = here / f"{form}.jsonl"
+        judging.write_prompts(JUDGES["alpaca_eval"], judged, path, form, None, None)
+        replies = []
+        for prompt in map(json.loads, path.read_text().splitlines()):
+            if "id" in prompt:
+                replies.append({"id": prompt["id"], "reply": REPLIES["alpaca_eval"]})
+            else:
+                replies.append({"custom_id": prompt["custom_id"], "response": response, "error": None})
+        path.write_text(rows(replies))
+
+
+@target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")
+def replies(here: Path) -> None:
+    judged, judge = pairs.of_answers(here / "a.json", here / "b.jsonl"), JUDGES["alpaca_eval"]
+    for form in judging.FORMATS:
+        read = judging.read_replies(judge, judged, here / f"{form}.jsonl")
+        _summarise(pairs.of_replies(judge, "x", judged, read, {}))
+
+
+ANNOTATED = [
+    {"instruction": f"Say {i}.", "output_1": "a" * i, "output_2": "b", "generator_1": "a", "generator_2": "b",
+     "annotator": "x", "preference": value}
+    for i, value in enumerate((1, 2, 0, 1.5, None, 2.0))
+]  # fmt: skip
+LABELLED = [
+    {"idx": i, "instruction": "Say it.", "input": "", "response1": "a", "response2": "b",
+     "annotator1": 1, "annotator2": 2, "annotator3": 0}
+    for i in range(3)
+]  # fmt: skip
+SCENES = [
+    {"scenario": "s", "label": i, "prompt": f"Say {i}.", "response 1": "a", "response 2": "b"}
+    for i in range(3)
+]
+VERDICTS = {
+    "a__json": json.dumps(ANNOTATED),
+    "b__json": json.dumps([{"idx": i, "pandalm_result": value} for i, value in enumerate((1, "2", "Tie"))]),
+    "c__json": json.dumps(LABELLED),
+    "d__jsonl": rows([{"output": i} for i in range(3)]),
+    "e__jsonl": rows([{"output": i} for i in (1, 0, 0)]),
+    "f__jsonl": rows(SCENES),
+}
+
+
+@target("published verdicts", files(**VERDICTS), *(name.replace("__", ".") for name in VERDICTS))
+def published_verdicts(here: Path) -> None:
+    """AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J with the labels of people."""
+    for verdicts, labels, judge in (
+        (["a.json"], None, "alpaca_eval"),
+        (["b.json"], "c.json", "pandalm"),
+        (["d.jsonl", "e.jsonl"], "f.jsonl", "auto-j"),
+    ):
+        paths = [here / name for name in verdicts]
+        for judged in pairs.read_existing(paths, here / labels if labels else None, judge):
+            _summarise(judged)

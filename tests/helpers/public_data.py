@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from common.errors import UserError, one_line
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError, one_line
 from common.files import write_atomically
 from eval.icl.task_data import hub_rows
 from eval.icl.tasks import known_tasks, load_task

@@ -240,7 +240,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         ("list.pt", "cost-unreadable"),
         ("ids.pt", "dtypes"),
         ("nan.pt", "not-finite"),
-        ("index", ""),  # the error of common/untrusted.py
+        ("index", "model-settings"),
         ("shard", "cost-missing"),
         ("narrow", "cost-shape"),
         ("body", "cost-missing"),

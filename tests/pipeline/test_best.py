@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from pipeline.cli import main
 from pipeline.config import RunConfig, load_config
 from pipeline.planning import footprint

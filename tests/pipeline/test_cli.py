@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from torch import OutOfMemoryError
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from pipeline import cli
 from pipeline.report.console import Console
 from pipeline.stop import STARTING, Watch

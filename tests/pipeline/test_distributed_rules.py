@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.run_dir import BAD_BATCHES, HEARTBEAT
 from tests.helpers import launching
 from tests.helpers.launching import losses

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.run_dir import HEARTBEAT, checkpoints, problem, read_metrics, step_of
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step

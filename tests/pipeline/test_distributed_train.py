@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from common.labels import IGNORE
 from data_prep.config import split_of
 from data_prep.shards import TokenDataset

@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import AcceleratorError, OutOfMemoryError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.errors import FailureError, UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, FailureError, UserError
 from common.files import DiskFullError
 from pipeline import cli
 from pipeline.ranks import broken_device, explain

@@ -1,10 +1,10 @@
-"""Run directories, recipes and DeepSpeed files that somebody made to do harm: one line each, and no harm."""
+"""States, recipes and DeepSpeed files of others do no harm, and no secret is published."""
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,18 +12,13 @@ import pytest
 import torch
 
 from common.errors import UserError
-from pipeline import checkpoint
+from pipeline import identity
 from pipeline.cli import Printable
-from pipeline.config import RunConfig, load_config
+from pipeline.config import Batch, RunConfig, dump_config, load_config
 from pipeline.engine import STATE_CLASSES, Snapshots, _only_data, to_universal
 from pipeline.export import _model_card
-from pipeline.run_dir import (
-    STATE,
-    describe,
-    list_files,
-    partial_directory,
-    problem,
-)
+from pipeline.planning.ds_file import REPORTS, deepspeed_config
+from pipeline.run_dir import CONFIG
 from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 
@@ -33,37 +28,6 @@ OWN = "examples/my_objective.py:unsure"
 
 def config(run_dir: Path, *overrides: str) -> RunConfig:
     return load_config(RECIPE, [f"run_dir={run_dir}", *overrides])
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A checkpoint by the directory protocol."""
-    partial = partial_directory(tmp_path, 7)
-    (partial / "state").mkdir(parents=True)
-    (partial / "state/a.pt").write_bytes(b"abc")
-    (partial / STATE).write_text("{}")
-    complete(partial)
-    return checkpoint.publish(tmp_path, 7)
-
-
-def complete(directory: Path) -> None:
-    """COMPLETE, right for what is there, as whoever changes a checkpoint can write it."""
-    checkpoint.write_complete(directory, describe(directory, list_files(directory)))
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", ["state/a.pt", "state", STATE, "."])
-def test_what_is_loaded_lies_in_the_run_directory(saved: Path, tmp_path: Path, link: str) -> None:
-    """Links are not followed, though COMPLETE be right."""
-    assert problem(saved) is None
-    folder = saved / link
-    elsewhere = tmp_path / "elsewhere"
-    shutil.move(folder, elsewhere)
-    (saved if link == "." else folder).symlink_to(elsewhere)
-    complete(saved)
-    assert "is a link, which the trainer does not write" in (problem(saved) or "")
 
 
 def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None:
@@ -99,12 +63,6 @@ def test_states_are_converted_as_data(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# --- config.yaml and metrics ------------------------------------------------------------------------------
-
-
-# --- recipes ----------------------------------------------------------------------------------------------
-
-
 def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     """An objective of one's own is one; whoever runs the recipe names it in the command."""
     losses = tmp_path / "own.py"
@@ -121,7 +79,33 @@ def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     assert config(tmp_path, f"objective.name={OWN}").objective.name == OWN
 
 
-# --- what is shown ----------------------------------------------------------------------------------------
+SECRETS = [
+    "train.copy_to=https://me:hunter2@host/x",
+    "data.sources=[{files: 'https://h/x?X-Amz-Signature=hunter2'}]",
+    "model.path=hf_" + "hunter2" * 5,
+]
+
+
+@pytest.mark.parametrize("override", SECRETS)
+def test_secrets_are_kept_out_of_config_yaml(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError, match="holds a password or token") as caught:
+        config(tmp_path, override)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
+    written = config(tmp_path)
+    identity.claim(written, {"data": "f"})
+    text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
+    assert "s3cret" not in text
+
+
+def test_a_deepspeed_file_reports_nowhere(tmp_path: Path) -> None:
+    for key in REPORTS:
+        (tmp_path / "ds.json").write_text(json.dumps({key: {"enabled": True, "output_path": "/tmp/x"}}))
+        with pytest.raises(UserError, match=f"sets {key}, which reports beside the run directory"):
+            deepspeed_config(config(tmp_path, f"deepspeed={tmp_path / 'ds.json'}"), Batch(16, 4, 1, 4))
 
 
 def test_log_lines_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from common.errors import UserError
-from common.exit_codes import ExitCode
+from common.errors import ExitCode, UserError
 from common.report.numbers import DASH, MINUS
 from pipeline import cli
 from pipeline.report.launches import append

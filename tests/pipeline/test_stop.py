@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from pipeline.stop import REPORTS, StopRequest, Watch, _grace
 from tests.conftest import REPO
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.exit_codes import ExitCode
+from common.errors import ExitCode
 from launch.supervise import verdict
 from tests.conftest import REPO
 

@@ -11,9 +11,7 @@ import pytest
 import data_prep.__main__
 import eval.cli
 import pipeline.cli
-from common.errors import FailureError, UserError
-from common.files import DiskFullError
-from common.outcome import AGAIN, outcome
+from common.errors import AGAIN, DiskFullError, FailureError, UserError, may_pass, outcome
 
 ENDINGS = [
     (UserError("no such key"), 2, "error: no such key"),
@@ -71,8 +69,22 @@ def test_every_command_ends_with_the_same_code(
     assert eval.cli.main() == code
 
 
-def test_what_work_returns_is_the_code() -> None:
-    assert outcome(lambda: 3) == 3
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (DiskFullError("no space left"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (FileNotFoundError("not in the cache, and the hub cannot be reached"), False),  # without a number
+        (OSError(errno.EROFS, "Read-only file system"), False),
+        (OSError("nobody knows"), None),
+        (OSError(errno.ENODEV, "No such device"), None),
+    ],
+)
+def test_errors_tell_whether_they_may_pass(error: OSError, passes: bool | None) -> None:
+    assert may_pass(error) is passes
 
 
 def test_failures_of_the_code_keep_their_trace() -> None:
@@ -84,7 +96,7 @@ def test_failures_of_the_code_keep_their_trace() -> None:
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int, buffer: list[str]) -> None:
     program = (
-        f"import sys; from common.outcome import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+        f"import sys; from common.errors import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
     )
     process = subprocess.Popen(
         [sys.executable, *buffer, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
