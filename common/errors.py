@@ -73,18 +73,19 @@ def may_pass(error: OSError) -> bool | None:
     return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
 
 
-def outcome(work: Callable[[], int], alone: bool = True) -> int:
+def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
     """Return the exit code of a command: that of `work`, or that of its error, which is printed as one line.
 
-    alone: False where another process of this host prints the errors that all of them meet.
+    alone: False where another process of this host prints the errors that all of them meet; a function where
+    that is known only then.
     """
     try:
         code = work()
         sys.stdout.flush()
         return code
     except UserError as error:
-        if alone:
-            print(f"error: {error}", file=sys.stderr)
+        if alone() if callable(alone) else alone:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():

@@ -29,8 +29,7 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from common.errors import ExitCode, UserError, one_line
-from common.files import LASTING, may_pass
+from common.errors import LASTING, ExitCode, UserError, may_pass, one_line
 from pipeline.stop import RESUME, node_name
 
 T = TypeVar("T")
