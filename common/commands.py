@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common import __version__
-from common.errors import similar
-from common.text import printable
+from emo.common import __version__
+from emo.common.errors import similar
+from emo.common.text import printable
 
 
 def program(script: str, otherwise: str) -> str:

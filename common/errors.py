@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from types import MappingProxyType
 
-from common.text import on_one_line, printable, without_secrets
+from emo.common.text import on_one_line, printable, without_secrets
 
 LONGEST = 1500  # characters of a line
 AGAIN = "run the same command again to resume"

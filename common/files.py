@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import DiskFullError, UserError, one_line
-from common.lease import now_there, signed, signer_ended
+from emo.common.errors import DiskFullError, UserError, one_line
+from emo.common.lease import now_there, signed, signer_ended
 
 PART = ".part"  # ending of files that are being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.untrusted import read_json
+from emo.common.untrusted import read_json
 
 SECONDS = 60.0  # after which a lease that is not renewed has ended
 BEATS = 4  # renewals per lease time

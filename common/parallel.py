@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from emo.common.errors import UserError
 
 LOST = 255  # the exit code of a worker whose server has died
 JOIN = 10.0  # seconds for a worker to end by itself

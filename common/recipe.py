@@ -14,10 +14,10 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.errors import UserError, nearest, one_line, similar
-from common.provenance import REPOSITORY, shipped
-from common.text import without_secrets
-from common.untrusted import read_bytes
+from emo.common.errors import UserError, nearest, one_line, similar
+from emo.common.provenance import REPOSITORY, shipped
+from emo.common.text import without_secrets
+from emo.common.untrusted import read_bytes
 
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # by kind of file: where ours are
 KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`

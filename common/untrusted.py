@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 from tokenize import TokenError
 from typing import Any
 
-from common.errors import one_line
+from emo.common.errors import one_line
 
 JSON_BYTES = 32 << 20  # of a JSON file at most: the index of the largest published checkpoint has 9 MB
 LONGEST_NAME = 255  # bytes; file systems take no longer ones

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError, one_line
-from common.untrusted import is_plain_name, read_json
+from emo.common.errors import UserError, one_line
+from emo.common.untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from common.errors import UserError, one_line
-from common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe
-from common.untrusted import read_json
-from data_prep.templates import VERSIONS
+from emo.common.errors import UserError, one_line
+from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe
+from emo.common.untrusted import read_json
+from emo.data_prep.templates import VERSIONS
 
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
@@ -271,7 +271,7 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
         raise UserError(
             f"{path} is data, not a recipe, which names data in its data.sources; "
-            f"python -m data_prep sniff {path} writes one to begin with",
+            f"emo sniff {path} writes one to begin with",
             code="data-not-recipe",
         )
     tree = read_recipe(path, overrides)

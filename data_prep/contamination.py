@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.errors import UserError
-from common.files import write_atomically
-from data_prep.grams import WORD, split
-from data_prep.inputs import read_text
+from emo.common.errors import UserError
+from emo.common.files import write_atomically
+from emo.data_prep.grams import WORD, split
+from emo.data_prep.inputs import read_text
 
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows

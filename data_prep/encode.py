@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import UserError
-from data_prep.contamination import Finder, load
-from data_prep.inputs import AGAIN, Input, TextInput
-from data_prep.plan import Part, Plan
-from data_prep.reencode import Sampled, sample
-from data_prep.rows import Row, TokenIds, checksum, plain_text, take
-from data_prep.shards import token_dtype
-from data_prep.templates import Chat, Conversation, render
-from data_prep.templates.chat import ChatEncoder, ChatTemplate
-from data_prep.tokenizer import TokenizerFacts
-from data_prep.words import TextEncoder
+from emo.common.errors import UserError
+from emo.data_prep.contamination import Finder, load
+from emo.data_prep.inputs import AGAIN, Input, TextInput
+from emo.data_prep.plan import Part, Plan
+from emo.data_prep.reencode import Sampled, sample
+from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
+from emo.data_prep.shards import token_dtype
+from emo.data_prep.templates import Chat, Conversation, render
+from emo.data_prep.templates.chat import ChatEncoder, ChatTemplate
+from emo.data_prep.tokenizer import TokenizerFacts
+from emo.data_prep.words import TextEncoder
 
 NONE = np.zeros(0, np.int64)
 

@@ -12,10 +12,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from common.errors import UserError, one_line
-from common.files import signature
-from data_prep.config import Source
-from data_prep.rows import Payload, RowSpec, cuts, raw_rows
+from emo.common.errors import UserError, one_line
+from emo.common.files import signature
+from emo.data_prep.config import Source
+from emo.data_prep.rows import Payload, RowSpec, cuts, raw_rows
 
 PIECE = 256 << 10  # bytes of text in a piece
 PIECE_ROWS = 256  # rows of a table in a piece

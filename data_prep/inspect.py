@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from common.errors import UserError, one_line
-from common.labels import IGNORE
-from common.text import counted, on_one_line, printable
-from common.untrusted import read_json
-from data_prep.config import DEFAULT_DOMAIN
-from data_prep.shards import AGAIN, TokenDataset
-from data_prep.tokenizer import load_tokenizer
+from emo.common.errors import UserError, one_line
+from emo.common.labels import IGNORE
+from emo.common.text import counted, on_one_line, printable
+from emo.common.untrusted import read_json
+from emo.data_prep.config import DEFAULT_DOMAIN
+from emo.data_prep.shards import AGAIN, TokenDataset
+from emo.data_prep.tokenizer import load_tokenizer
 
 BAR = 40  # characters of the longest bar
 SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"

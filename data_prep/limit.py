@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.parallel import Workers
-from data_prep.arrow import array_of
-from data_prep.config import TRAIN, DataConfig
-from data_prep.inputs import Input
-from data_prep.plan import GROUP, ROWS, Plan
+from emo.common.parallel import Workers
+from emo.data_prep.arrow import array_of
+from emo.data_prep.config import TRAIN, DataConfig
+from emo.data_prep.inputs import Input
+from emo.data_prep.plan import GROUP, ROWS, Plan
 
 
 def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: Workers, path: Path) -> Plan:

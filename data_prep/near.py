@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.arrow import array_of, numbers_of
-from data_prep.grams import WORD, mixed, split
-from data_prep.rows import Row, plain_text
-from data_prep.templates import Chat, Conversation
+from emo.data_prep.arrow import array_of, numbers_of
+from emo.data_prep.grams import WORD, mixed, split
+from emo.data_prep.rows import Row, plain_text
+from emo.data_prep.templates import Chat, Conversation
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

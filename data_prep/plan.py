@@ -19,11 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.errors import UserError
-from common.files import part_file
-from data_prep.arrow import array_of, numbers_of
-from data_prep.inputs import AGAIN, Extent, Input
-from data_prep.rows import Payload, RowSpec
+from emo.common.errors import UserError
+from emo.common.files import part_file
+from emo.data_prep.arrow import array_of, numbers_of
+from emo.data_prep.inputs import AGAIN, Extent, Input
+from emo.data_prep.rows import Payload, RowSpec
 
 PASSES = 1024  # times that a shard's sources are gone through at most, to spread the copies of rows
 GROUP = 1 << 17  # rows of a row group

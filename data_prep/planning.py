@@ -18,19 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import UserError
-from common.files import Hashes, Signature, remove_abandoned, remove_made, signature, write_text
-from common.parallel import Workers
-from common.progress import progress
-from common.text import counted
-from data_prep import contamination
-from data_prep.config import DataConfig, context_of, settings
-from data_prep.encode import EncodeSettings, counting, words_agree
-from data_prep.inputs import Input
-from data_prep.limit import limit_tokens
-from data_prep.plan import Plan
-from data_prep.rows import plain_text, take
-from data_prep.scan import (
+from emo.common.errors import UserError
+from emo.common.files import Hashes, Signature, remove_abandoned, remove_made, signature, write_text
+from emo.common.parallel import Workers
+from emo.common.progress import progress
+from emo.common.text import counted
+from emo.data_prep import contamination
+from emo.data_prep.config import DataConfig, context_of, settings
+from emo.data_prep.encode import EncodeSettings, counting, words_agree
+from emo.data_prep.inputs import Input
+from emo.data_prep.limit import limit_tokens
+from emo.data_prep.plan import Plan
+from emo.data_prep.rows import plain_text, take
+from emo.data_prep.scan import (
     BEYOND_LIMIT,
     Part,
     ScanSettings,
@@ -41,19 +41,19 @@ from data_prep.scan import (
     scanner,
     shared_out,
 )
-from data_prep.selection import select
-from data_prep.shards import FORMAT
-from data_prep.sources import is_saved
-from data_prep.templates.chat import ChatTemplate, check_template, read_template
-from data_prep.tokenizer import (
+from emo.data_prep.selection import select
+from emo.data_prep.shards import FORMAT
+from emo.data_prep.sources import is_saved
+from emo.data_prep.templates.chat import ChatTemplate, check_template, read_template
+from emo.data_prep.tokenizer import (
     TokenizerFacts,
     require_end,
     save_tokenizer,
     tokenizer_facts,
     train_sentencepiece,
 )
-from data_prep.verify import content, file_of, planned_inputs
-from data_prep.write import (
+from emo.data_prep.verify import content, file_of, planned_inputs
+from emo.data_prep.write import (
     GRAMS,
     HASHES,
     LIMITED,

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from common.errors import UserError
-from common.files import (
+from emo.common.errors import UserError
+from emo.common.files import (
     Hashes,
     claim,
     foreign,
@@ -35,29 +35,29 @@ from common.files import (
     write_once,
     write_text,
 )
-from common.lease import Lease, joined, users, waited
-from common.parallel import Workers
-from common.progress import progress
-from common.text import counted
-from common.untrusted import read_json
-from data_prep import contamination
-from data_prep.config import TRAIN, VALIDATION, DataConfig, splits_made
-from data_prep.encode import (
+from emo.common.lease import Lease, joined, users, waited
+from emo.common.parallel import Workers
+from emo.common.progress import progress
+from emo.common.text import counted
+from emo.common.untrusted import read_json
+from emo.data_prep import contamination
+from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, splits_made
+from emo.data_prep.encode import (
     PartStream,
     encoding,
 )
-from data_prep.inputs import Input
-from data_prep.plan import Plan
-from data_prep.planning import Planning, clear, encode_settings, set_up
-from data_prep.reencode import PlainEncoder, ShardCheck
-from data_prep.shards import (
+from emo.data_prep.inputs import Input
+from emo.data_prep.plan import Plan
+from emo.data_prep.planning import Planning, clear, encode_settings, set_up
+from emo.data_prep.reencode import PlainEncoder, ShardCheck
+from emo.data_prep.shards import (
     MANIFEST,
     ShardInfo,
     manifest_text,
     shard_name,
     token_dtype,
 )
-from data_prep.verify import (
+from emo.data_prep.verify import (
     Missing,
     check_inputs,
     check_settings,
@@ -65,7 +65,7 @@ from data_prep.verify import (
     load_plan,
     missing_shards,
 )
-from data_prep.write import (
+from emo.data_prep.write import (
     GRAMS,
     HASHES,
     JOBS,

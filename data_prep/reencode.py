@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from common.errors import UserError
-from data_prep.plan import Part
-from data_prep.rows import Row, TokenIds, checksum, plain_text, take
-from data_prep.shards import Manifest, Shard
-from data_prep.templates import Chat, Conversation, render
-from data_prep.templates.chat import ChatTemplate
-from data_prep.templates.chat import render as render_chat
-from data_prep.tokenizer import TokenizerFacts
+from emo.common.errors import UserError
+from emo.data_prep.plan import Part
+from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
+from emo.data_prep.shards import Manifest, Shard
+from emo.data_prep.templates import Chat, Conversation, render
+from emo.data_prep.templates.chat import ChatTemplate
+from emo.data_prep.templates.chat import render as render_chat
+from emo.data_prep.tokenizer import TokenizerFacts
 
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
 ROWS = 4  # of a shard's first part that are encoded again

@@ -25,15 +25,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.errors import UserError
-from common.files import part_file
-from common.lease import Lease, held
-from common.parallel import Workers
-from data_prep.arrow import array_of, bytes_of, lists_of
-from data_prep.grams import mixed
-from data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
-from data_prep.near import band_keys, signatures
-from data_prep.rows import (
+from emo.common.errors import UserError
+from emo.common.files import part_file
+from emo.common.lease import Lease, held
+from emo.common.parallel import Workers
+from emo.data_prep.arrow import array_of, bytes_of, lists_of
+from emo.data_prep.grams import mixed
+from emo.data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
+from emo.data_prep.near import band_keys, signatures
+from emo.data_prep.rows import (
     CODE,
     REASONS,
     STRUCTURE,
@@ -45,8 +45,8 @@ from data_prep.rows import (
     columns,
     judge,
 )
-from data_prep.templates import Chat, Conversation
-from data_prep.templates.chat import ChatTemplate, RefusedError, render
+from emo.data_prep.templates import Chat, Conversation
+from emo.data_prep.templates.chat import ChatTemplate, RefusedError, render
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from common.errors import UserError, nearest, one_line
-from common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
-from common.recipe import Section
-from common.untrusted import arrays, read_json
-from data_prep.shards import TokenDataset
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
+from emo.common.recipe import Section
+from emo.common.untrusted import arrays, read_json
+from emo.data_prep.shards import TokenDataset
 
 SCORES, ABOUT, BEGUN, HASH = "scores", "scores.json", "begun.json", ".sha256"
 FORMAT = 1
-AGAIN = "run: python -m pipeline score RECIPE --model MODEL"
+AGAIN = "run: emo score RECIPE --model MODEL"
 
 
 class ScoredShard(Section):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from common.errors import FailureError, UserError, one_line
-from data_prep.arrow import array_of
-from data_prep.config import VALIDATION, DataConfig, set_called
-from data_prep.inputs import Input
-from data_prep.near import near_groups
-from data_prep.plan import GROUP
-from data_prep.rows import CODE, REASONS
-from data_prep.scan import COLUMNS, Part, Seen, by_reason, require_usable
+from emo.common.errors import FailureError, UserError, one_line
+from emo.data_prep.arrow import array_of
+from emo.data_prep.config import VALIDATION, DataConfig, set_called
+from emo.data_prep.inputs import Input
+from emo.data_prep.near import near_groups
+from emo.data_prep.plan import GROUP
+from emo.data_prep.rows import CODE, REASONS
+from emo.data_prep.scan import COLUMNS, Part, Seen, by_reason, require_usable
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

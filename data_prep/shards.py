@@ -25,12 +25,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, Field, ValidationError
 
-from common.errors import UserError, one_line
-from common.files import Hashes
-from common.labels import IGNORE
-from common.recipe import LARGEST, Section
-from common.untrusted import read_bytes
-from data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
+from emo.common.errors import UserError, one_line
+from emo.common.files import Hashes
+from emo.common.labels import IGNORE
+from emo.common.recipe import LARGEST, Section
+from emo.common.untrusted import read_bytes
+from emo.data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
 FORMAT = 4  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
@@ -125,7 +125,7 @@ def schema(kind: str, dtype: np.dtype) -> pa.Schema:
     return pa.schema([*columns, ("valid", pa.uint32()), ("domain", pa.uint16())])
 
 
-AGAIN = "run: python -m data_prep prepare RECIPE"
+AGAIN = "run: emo prepare RECIPE"
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from common.errors import UserError, one_line
-from common.files import sha256
-from common.untrusted import parse_json, read_bytes, read_json
+from emo.common.errors import UserError, one_line
+from emo.common.files import sha256
+from emo.common.untrusted import parse_json, read_bytes, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

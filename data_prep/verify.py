@@ -18,15 +18,15 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from common.errors import FailureError, UserError, one_line
-from common.files import Hashes, remove_abandoned, sha256
-from common.text import counted
-from common.untrusted import read_json
-from data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
-from data_prep.inputs import AGAIN, Input
-from data_prep.plan import Plan
-from data_prep.reencode import PlainEncoder, written_again
-from data_prep.shards import (
+from emo.common.errors import FailureError, UserError, one_line
+from emo.common.files import Hashes, remove_abandoned, sha256
+from emo.common.text import counted
+from emo.common.untrusted import read_json
+from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
+from emo.data_prep.inputs import AGAIN, Input
+from emo.data_prep.plan import Plan
+from emo.data_prep.reencode import PlainEncoder, written_again
+from emo.data_prep.shards import (
     FORMAT,
     IGNORE,
     MANIFEST,
@@ -40,10 +40,10 @@ from data_prep.shards import (
     read_manifest,
     shard_name,
 )
-from data_prep.sources import open_inputs
-from data_prep.templates.chat import read_template
-from data_prep.tokenizer import TokenizerFacts, read_tokenizer, tokenizer_facts
-from data_prep.write import COUNTED, PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.templates.chat import read_template
+from emo.data_prep.tokenizer import TokenizerFacts, read_tokenizer, tokenizer_facts
+from emo.data_prep.write import COUNTED, PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
 
 ROWS = 256  # rows looked at together
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from data_prep.tokenizer import SPACE, special_names
+from emo.data_prep.tokenizer import SPACE, special_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,16 +16,16 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from common.errors import UserError
-from common.files import PART, part_file, write_text
-from common.text import counted
-from data_prep.arrow import array_of, lists_of
-from data_prep.config import TRAIN, VALIDATION, DataConfig, settings
-from data_prep.encode import Encoded
-from data_prep.pack import BlockPacker, PackedRows, packed_rows
-from data_prep.reencode import Sampled, ShardCheck
-from data_prep.scores import ABOUT, BEGUN, HASH, SCORES
-from data_prep.shards import (
+from emo.common.errors import UserError
+from emo.common.files import PART, part_file, write_text
+from emo.common.text import counted
+from emo.data_prep.arrow import array_of, lists_of
+from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, settings
+from emo.data_prep.encode import Encoded
+from emo.data_prep.pack import BlockPacker, PackedRows, packed_rows
+from emo.data_prep.reencode import Sampled, ShardCheck
+from emo.data_prep.scores import ABOUT, BEGUN, HASH, SCORES
+from emo.data_prep.shards import (
     FORMAT,
     MANIFEST,
     DomainCounts,
@@ -35,14 +35,14 @@ from data_prep.shards import (
     schema,
     shard_name,
 )
-from data_prep.tokenizer import FILES, TokenizerFacts
+from emo.data_prep.tokenizer import FILES, TokenizerFacts
 
 MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
 TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
 NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
 ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
 PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
-NOTE = '{"made_by": "python -m data_prep prepare", "meaning": "prepare --force may clear this directory"}\n'
+NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
 SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, ROWS, LIMITED, "spill/*", f".*{PART}"))
 PARTS = ("[0-9]*.parquet", "[0-9]*.lease.[0-9]*")

@@ -1,4 +1,4 @@
-"""python -m eval run | watch | report | compare | export | generate | quality | answer | judge
+"""emo eval | watch | report | compare | export | generate | quality | answer | judge
 
 Exit codes: 0 done, or nothing to do; 1 a failure that may pass, run the same command again to resume, or
 checkpoints that cannot be evaluated (watch); 2 a mistake that stays until something is changed, also
@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import ExitCode, FailureError, UserError, one_line, outcome
-from common.text import counted, on_one_line, printable
-from eval.export import commands as exporting
-from eval.generation import commands as generation
-from eval.icl.settings import BUDGET, INFERENCERS, Settings
-from eval.icl.tasks import select_tasks
-from eval.judging import commands as judging
-from eval.model import DTYPES, EvaluatedModel
-from eval.quiet import quiet_libraries
+from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
+from emo.common.text import counted, on_one_line, printable
+from emo.eval.export import commands as exporting
+from emo.eval.generation import commands as generation
+from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
+from emo.eval.icl.tasks import select_tasks
+from emo.eval.judging import commands as judging
+from emo.eval.model import DTYPES, EvaluatedModel
+from emo.eval.quiet import quiet_libraries
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
@@ -37,7 +37,7 @@ EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into t
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
-        prog=program("emo-eval", "python -m eval"),
+        prog=program("emo-eval", "emo"),
         description="What a model can do, and whether it is better: tasks, samples, judges, reports.",
     )
     commands = top.add_subparsers(dest="command", required=True)
@@ -141,14 +141,14 @@ def _run(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     if args.fail_on_regression:
-        from eval.compare import gate, regression
-        from eval.results import pick, read_models
+        from emo.eval.compare import gate, regression
+        from emo.eval.results import pick, read_models
 
         pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
         if args.fail_on_regression == model.name:
             raise UserError(f"--fail-on-regression {model.name} is the model itself; name another one")
     say(f"{model.name}: {counted(len(tasks), 'task')}")
-    from eval.icl.job import run_all
+    from emo.eval.icl.job import run_all
 
     results = run_all(model, tasks, settings, args.out, say)
     mean = sum(r["accuracy"] for r in results) / len(results)
@@ -171,10 +171,10 @@ def _watch(args: argparse.Namespace) -> int:
     out = args.out or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
-    from eval.compare import gate
-    from eval.report.gather import gather
-    from eval.report.page import FILES, document
-    from eval.watch import Watch
+    from emo.eval.compare import gate
+    from emo.eval.report.gather import gather
+    from emo.eval.report.page import FILES, document
+    from emo.eval.watch import Watch
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
@@ -196,8 +196,8 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
-    from eval.report.gather import gather
-    from eval.report.page import FILES, document
+    from emo.eval.report.gather import gather
+    from emo.eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
@@ -215,8 +215,8 @@ def _report(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     first_word("compare")
-    from eval.compare import gate, regression, table
-    from eval.results import pick, read_models
+    from emo.eval.compare import gate, regression, table
+    from emo.eval.results import pick, read_models
 
     _check_drop(args)
     models = read_models(args.results)

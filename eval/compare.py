@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import ExitCode, UserError, nearest
-from common.text import on_one_line
-from eval import stats
-from eval.icl.tasks import PAPER_ORDER
-from eval.results import Model
+from emo.common.errors import ExitCode, UserError, nearest
+from emo.common.text import on_one_line
+from emo.eval import stats
+from emo.eval.icl.tasks import PAPER_ORDER
+from emo.eval.results import Model
 
 ALPHA = 0.05
 # What two results must have in common, and how a reader would say it. Digests are compared, not shown.

@@ -12,16 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, one_line
-from common.files import Signature, signature
-from common.untrusted import read_json
-from common.weights import ADAPTER, GENERATION, check_directory, load_causal_lm, opened_files
-from common.weights import CONFIG as CONFIG_JSON
-from data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
-from data_prep.tokenizer import FILES as TOKENIZER_FILES
-from eval import store
-from eval.icl.scores import NotFiniteError
-from pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
+from emo.common.errors import UserError, one_line
+from emo.common.files import Signature, signature
+from emo.common.untrusted import read_json
+from emo.common.weights import ADAPTER, GENERATION, check_directory, load_causal_lm, opened_files
+from emo.common.weights import CONFIG as CONFIG_JSON
+from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
+from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
+from emo.eval import store
+from emo.eval.icl.scores import NotFiniteError
+from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ class EvaluatedModel:
                 f"{embeddings} embeddings; it belongs to another model"
             )
         model = model.to(device()).eval()
-        from eval.icl.probe import is_causal
+        from emo.eval.icl.probe import is_causal
 
         try:
             causal = is_causal(model)
@@ -200,7 +200,7 @@ class EvaluatedModel:
     @cached_property
     def scorer(self) -> Any:
         """The model's likelihoods, by the fastest way that its own forward confirms."""
-        from eval.icl.prefix_scorer import PrefixScorer
+        from emo.eval.icl.prefix_scorer import PrefixScorer
 
         return PrefixScorer(self.model)
 

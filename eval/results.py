@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from common.errors import UserError, nearest
-from common.text import printable
-from eval import store
+from emo.common.errors import UserError, nearest
+from emo.common.text import printable
+from emo.eval import store
 
 if TYPE_CHECKING:
-    from eval.model import EvaluatedModel
+    from emo.eval.model import EvaluatedModel
 
 KEY = "[0-9a-f]{32}"
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
@@ -129,7 +129,7 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
         of_directory = list(_models(out, tell))
         if not of_directory:
             raise UserError(
-                f"no results in {out}; make them with: python -m eval run --model DIR --data DIR --out {out}"
+                f"no results in {out}; make them with: emo eval --model DIR --data DIR --out {out}"
             )
         models += of_directory
     names = [m.name for m in models]
@@ -190,7 +190,7 @@ def _fault(name: str, view: Any, out: Path) -> str | None:
     """Return what keeps a file from being shown as a view on the results directory `out`."""
     if name == SAMPLES:
         whole = isinstance(view, dict) and view.keys() >= {"weights", "samples"}
-        return None if whole else "damaged; sample again with python -m eval generate"
+        return None if whole else "damaged; sample again with emo generate"
     if not _is_view(view):
         return "damaged, or not a result"
     if not view["result"].keys() >= RESULT:

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import untrusted
-from common.errors import UserError
-from common.files import sha256, signature, write_once, write_text
-from common.lease import Lease, held
+from emo.common import untrusted
+from emo.common.errors import UserError
+from emo.common.files import sha256, signature, write_once, write_text
+from emo.common.lease import Lease, held
 
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"

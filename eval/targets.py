@@ -14,12 +14,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError, one_line
-from common.untrusted import parse_json, read_json
-from common.weights import shard_names
-from eval import store
-from eval.model import clean_name
-from pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
+from emo.common.errors import UserError, one_line
+from emo.common.untrusted import parse_json, read_json
+from emo.common.weights import shard_names
+from emo.eval import store
+from emo.eval.model import clean_name
+from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
 HEADER_BYTES = 100_000_000  # of a safetensors file at most, as safetensors itself has it

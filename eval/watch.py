@@ -27,23 +27,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import FailureError, UserError, one_line
-from common.lease import held, now_there
-from common.text import counted
-from eval import store, targets
-from eval.compare import Verdict, regression
-from eval.export.commands import Export
-from eval.export.hub import CARD
-from eval.export.tracking import BusyError
-from eval.icl.encoder import encoder_path
-from eval.icl.job import run_all
-from eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
-from eval.icl.task_data import load_data
-from eval.icl.tasks import Task
-from eval.model import EvaluatedModel
-from eval.results import Model, pick, read_models
-from eval.targets import DamagedError, NotWholeError, Target
-from pipeline.run_dir import EXPORT
+from emo.common.errors import FailureError, UserError, one_line
+from emo.common.lease import held, now_there
+from emo.common.text import counted
+from emo.eval import store, targets
+from emo.eval.compare import Verdict, regression
+from emo.eval.export.commands import Export
+from emo.eval.export.hub import CARD
+from emo.eval.export.tracking import BusyError
+from emo.eval.icl.encoder import encoder_path
+from emo.eval.icl.job import run_all
+from emo.eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import Task
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import Model, pick, read_models
+from emo.eval.targets import DamagedError, NotWholeError, Target
+from emo.pipeline.run_dir import EXPORT
 
 Say = Callable[[str], None]
 STALE_PASSES, STALE_SECONDS = 3, 600.0  # seen so often and so long as it is, nobody writes it any more

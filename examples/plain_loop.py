@@ -9,7 +9,7 @@ def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[f
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pipeline.hf import fuse_causal_lm
+    from emo.hf import fuse_causal_lm
 
     rows, length = 4, 64
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ def main(path: str, rows: str, objective: str = "emo", out: str = "runs/example"
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from pipeline.hf import FusedLossMixin
+    from emo.hf import FusedLossMixin
 
     class FusedSFTTrainer(FusedLossMixin, SFTTrainer):
         """An SFTTrainer whose model ends in the fused loss."""

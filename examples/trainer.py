@@ -8,7 +8,7 @@ def main(path: str, text: str, objective: str = "emo", out: str = "runs/example"
     """Train on a text's lines and return the logged losses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-    from pipeline.hf import FusedLossMixin
+    from emo.hf import FusedLossMixin
 
     class FusedTrainer(FusedLossMixin, Trainer):
         """A Trainer whose model ends in the fused loss."""

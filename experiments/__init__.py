@@ -1,1 +1,1 @@
-import common  # noqa: F401 - before any other: it says in a line that packages are missing
+import emo.common  # noqa: F401 - before any other: it says in a line that packages are missing

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.errors import UserError, nearest
-from data_prep.config import DataConfig, settings
-from data_prep.shards import is_prepared
-from data_prep.sources import open_inputs
-from eval import store
-from experiments.design import (
+from emo.common.errors import UserError, nearest
+from emo.data_prep.config import DataConfig, settings
+from emo.data_prep.shards import is_prepared
+from emo.data_prep.sources import open_inputs
+from emo.eval import store
+from emo.experiments.design import (
     VALIDATION,
     Experiment,
     Run,
@@ -20,8 +20,8 @@ from experiments.design import (
     validation_metric,
     validation_set,
 )
-from experiments.sweep import Sweep
-from pipeline.config import Batch, RunConfig, solve_batch
+from emo.experiments.sweep import Sweep
+from emo.pipeline.config import Batch, RunConfig, solve_batch
 
 COSTS = ("pretrained", "permuted", "live", "constant", "numbers")  # that name no other model
 
@@ -73,8 +73,8 @@ def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
 
 def _check_training(config: RunConfig, batch: Batch) -> None:
     """Refuse objectives and DeepSpeed files that a trainer would refuse."""
-    from pipeline.model import training_objective
-    from pipeline.planning.ds_file import deepspeed_config
+    from emo.pipeline.model import training_objective
+    from emo.pipeline.planning.ds_file import deepspeed_config
 
     training_objective(config)
     deepspeed_config(config, batch)
@@ -82,8 +82,8 @@ def _check_training(config: RunConfig, batch: Batch) -> None:
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:
     """Refuse a model or cost embedding that is not there and that `before` does not make."""
-    from pipeline.loss.cost_files import load_cost
-    from pipeline.model import model_config
+    from emo.pipeline.loss.cost_files import load_cost
+    from emo.pipeline.model import model_config
 
     path, cost = config.model.path, config.objective.cost
     if path is not None and _comes_later(experiment, path):

@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.files import Signature, signature
-from common.provenance import REPOSITORY
+from emo.common.files import Signature, signature
+from emo.common.provenance import REPOSITORY
 
 
 @lru_cache

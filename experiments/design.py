@@ -4,7 +4,7 @@
     recipe: launch/recipes/BASE.yaml
     names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; or give names.oracle=PATH
     before:                                      # done once, in this order, before any run
-      corpus: python -m eval generate --model {oracle} --name oracle --out {out}/corpus
+      corpus: emo generate --model {oracle} --name oracle --out {out}/corpus
     set: { train.steps: 200 }                    # overrides of every run
     axes:
       objective:                                 # labels, each with its overrides
@@ -17,7 +17,7 @@
                                                  # where: { objective: [emo] }: only those have the axis
     measures:
       sst2:
-        command: python -m eval run --model {export} --name {run} --out {out}/results --tasks sst2 --data DIR
+        command: emo eval --model {export} --name {run} --out {out}/results --tasks sst2 --data DIR
         read: { accuracy: "{out}/results/models/{run}/sst2.json:result.accuracy" }
     compare: { axis: objective, baseline: mle }
 
@@ -47,10 +47,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from common.errors import UserError, nearest
-from common.recipe import Section, load_section, shown
-from common.untrusted import is_plain_name
-from data_prep.config import VALIDATION as UNNAMED
+from emo.common.errors import UserError, nearest
+from emo.common.recipe import Section, load_section, shown
+from emo.common.untrusted import is_plain_name
+from emo.data_prep.config import VALIDATION as UNNAMED
 
 Overrides = dict[str, Any]
 Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]

@@ -1,6 +1,6 @@
 """Does it help, and why? Every part of the evidence, one report, one answer to each question.
 
-    python -m experiments.evidence experiments/evidence.yaml [key=value ...] [--jobs N]
+    python -m emo.experiments.evidence experiments/evidence.yaml [key=value ...] [--jobs N]
 
 A part is a study or a sweep with an experiment file of its own. A part whose files are not there is done with
 what `otherwise` names, or left out, and the report says which. Run again it repeats nothing.
@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.errors import ExitCode, UserError, nearest, outcome
-from common.provenance import code_version
-from common.recipe import Section, load_section
-from experiments import report
-from experiments.design import RESULTS, executable, fill, split_command
-from pipeline.stop import die_with_parent
+from emo.common.errors import ExitCode, UserError, nearest, outcome
+from emo.common.provenance import code_version
+from emo.common.recipe import Section, load_section
+from emo.experiments import report
+from emo.experiments.design import RESULTS, executable, fill, split_command
+from emo.pipeline.stop import die_with_parent
 
 REPORT = "report.html"
-COMMANDS = {"study": "experiments.known_truth.study", "sweep": "experiments"}
+COMMANDS = {"study": "emo.experiments.known_truth.study", "sweep": "experiments"}
 
 
 class Otherwise(Section):
@@ -139,7 +139,7 @@ def run_command(command: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Do everything and write the report. Exit codes: 0 done, 2 a mistake in the input or a failed part."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.evidence", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emo.experiments.evidence", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.report.document import Block, Cell, Document, Items, Row, Section, Table
-from common.report.figure import Dot, Dots, Figure
-from common.report.numbers import DASH, between, formatted
-from common.untrusted import number
+from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table
+from emo.common.report.figure import Dot, Dots, Figure
+from emo.common.report.numbers import DASH, between, formatted
+from emo.common.untrusted import number
 
 ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
 # What the numbers of a row mean, by name; without one the name itself is shown.

@@ -19,15 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.files import sha256, write_text
-from common.provenance import shipped
-from common.recipe import marked, shown
-from common.untrusted import read_json
-from data_prep.config import DataConfig, settings
-from eval import store
-from experiments.code import code_digest, plugin_file, source_file
-from pipeline.config import FREE, RunConfig
+from emo.common.errors import UserError
+from emo.common.files import sha256, write_text
+from emo.common.provenance import shipped
+from emo.common.recipe import marked, shown
+from emo.common.untrusted import read_json
+from emo.data_prep.config import DataConfig, settings
+from emo.eval import store
+from emo.experiments.code import code_digest, plugin_file, source_file
+from emo.pipeline.config import FREE, RunConfig
 
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
 REPORTED = {"train.eval_rows", "train.mixture_from"}
@@ -106,8 +106,8 @@ def read_note(path: Path) -> dict[str, Any]:
 def data_origin(config: DataConfig) -> dict[str, Any]:
     """Return what decides prepared data, by dotted key."""
     origin = flattened({"data": settings(config)})
-    code = code_digest("data_prep.prepare")
-    return origin | {"data.root": str(config.root), "code of data_prep.prepare": code}
+    code = code_digest("emo.data_prep.prepare")
+    return origin | {"data.root": str(config.root), "code of emo.data_prep.prepare": code}
 
 
 def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
     recipe = flattened(config.model_dump(mode="json", exclude={"data"}))
     origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
-    origin |= data_origin(config.data) | {"code of pipeline.train": code_digest("pipeline.train")}
+    origin |= data_origin(config.data) | {"code of emo.pipeline.train": code_digest("emo.pipeline.train")}
     model, cost = config.model.path, config.objective.cost
     files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
     objectives = [config.objective.name, *(part.name for part in config.objective.sum or ())]

@@ -10,8 +10,8 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.stats import ttest_1samp
 
-from eval import stats
-from eval.stats import LEVEL, student
+from emo.eval import stats
+from emo.eval.stats import LEVEL, student
 
 Answer = Literal["yes", "no", "undecided"]
 WIDEST = 3.0  # of the logarithm of a temperature, up and down

@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from common.errors import ExitCode, FailureError, UserError, one_line
-from common.lease import held
-from common.provenance import shipped
-from common.untrusted import read_json
-from data_prep.config import load_data_config
-from eval import store
-from experiments.code import code_digest
-from experiments.design import (
+from emo.common.errors import ExitCode, FailureError, UserError, one_line
+from emo.common.lease import held
+from emo.common.provenance import shipped
+from emo.common.untrusted import read_json
+from emo.data_prep.config import load_data_config
+from emo.eval import store
+from emo.experiments.code import code_digest
+from emo.experiments.design import (
     CHANGE,
     PREPARE,
     TRAIN,
@@ -43,10 +43,10 @@ from experiments.design import (
     trials,
     validation_metric,
 )
-from experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
-from experiments.workers import Workers
-from pipeline.config import RunConfig, load_config
-from pipeline.run_dir import EXPORT, read_metrics
+from emo.experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
+from emo.experiments.workers import Workers
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
 PORTS = range(20_000, 32_768)  # where the ranks of runs meet: below those that the kernel gives away
@@ -151,7 +151,7 @@ class Sweep:
         data_dir, recipe = f"data.dir={data}", str(self.experiment.recipe)
         prepare = Stage(
             PREPARE,
-            ["python", "-m", "data_prep", "prepare", recipe, *self.overrides(run, "data"), data_dir],
+            ["python", "-m", "emo", "prepare", recipe, *self.overrides(run, "data"), data_dir],
             self.notes / f"{data.name}.json",
             origin | data_origin(config.data),
             tuple(shared[-1:]),

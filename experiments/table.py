@@ -6,11 +6,11 @@ import math
 from statistics import fmean
 from typing import Any
 
-from common.errors import UserError
-from common.provenance import code_version
-from experiments.design import Experiment, Labels, Run
-from experiments.statistics import at_an_end, difference, estimate, holm, verdict
-from experiments.sweep import Sweep
+from emo.common.errors import UserError
+from emo.common.provenance import code_version
+from emo.experiments.design import Experiment, Labels, Run
+from emo.experiments.statistics import at_an_end, difference, estimate, holm, verdict
+from emo.experiments.sweep import Sweep
 
 
 def gather(sweep: Sweep) -> dict[str, Any]:

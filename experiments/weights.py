@@ -1,6 +1,6 @@
 """The pull of every objective at the target's logit, over the probability that the model gives it.
 
-    python -m experiments.weights docs/objectives.svg    # the figure of docs/objectives.md, and its numbers
+    python -m emo.experiments.weights docs/objectives.svg    # the figure of docs/objectives.md, and its numbers
 
 The token's other scalars follow from a plain picture: the rest of the mass lies evenly on OTHERS tokens, each
 at a cost of 1; a second model gives the target the probability STORED.
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.errors import ExitCode, outcome
-from common.files import write_text
-from pipeline.loss import OBJECTIVES, Objective, get_objective
-from pipeline.loss.objectives import Rows, gradient, scalars_of
+from emo.common.errors import ExitCode, outcome
+from emo.common.files import write_text
+from emo.pipeline.loss import OBJECTIVES, Objective, get_objective
+from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 
 OTHERS, STORED = 9, 0.5
 COLUMNS = 5  # panels beside each other
@@ -87,7 +87,7 @@ def draw() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table's numbers; write the figure where a path is given."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.weights", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emo.experiments.weights", description=__doc__)
     parser.add_argument("figure", nargs="?", type=Path, help="an .svg file")
     args = parser.parse_args(argv)
     for objective in objectives():

@@ -3,7 +3,7 @@
 When one fails, the others finish the command that they are at. When the sweep is asked to stop, so are their
 commands, and all are waited for.
 
-    python -m experiments.workers PID COMMAND...
+    python -m emo.experiments.workers PID COMMAND...
 
 is what they start: a command in a process group of its own. SIGTERM and SIGINT become a SIGTERM to the whole
 group, so that trainers save; what is left of it after GRACE seconds, or at a second signal, is killed. When
@@ -27,8 +27,8 @@ from typing import IO
 
 import psutil
 
-from common.errors import ExitCode
-from pipeline.stop import die_with_parent
+from emo.common.errors import ExitCode
+from emo.pipeline.stop import die_with_parent
 
 TICK = 0.1  # seconds
 GRACE = 60.0
@@ -89,7 +89,7 @@ class Workers:
         with self._lock:
             self.wait(0)
             process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.workers", str(os.getpid()), *command],
+                [sys.executable, "-m", "emo.experiments.workers", str(os.getpid()), *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.stop import Watch
+from emo.pipeline.stop import Watch
 
 watch = Watch()  # before the heavy imports: a request to stop may come while they take their time
 
-from pipeline.cli import leave, run_recipe
+from emo.pipeline.cli import leave, run_recipe
 
 leave(run_recipe("text", watch))

@@ -4,14 +4,14 @@ verbs="prepare | continual | instruct | evaluate | watch | plan | quickstart"
 verb=${1:-help}
 [ $# -gt 0 ] && shift
 case "$verb" in
-    prepare) exec python -m data_prep prepare "$@" ;;
+    prepare) exec python -m emo prepare "$@" ;;
     continual | instruct)
         # What a start does before it writes heartbeats may hang as well.
         [ -z "$PIPELINE_HEARTBEAT" ] || printf '{"doing": "starting", "since": %s}\n' "$(date +%s)" > "$PIPELINE_HEARTBEAT"
         exec "${0%/*}/$verb.sh" "$@" ;;
-    evaluate) exec python -m eval run "$@" ;;
-    watch) exec python -m eval watch "$@" ;;
-    plan) exec python -m pipeline plan "$@" ;;
+    evaluate) exec python -m emo eval "$@" ;;
+    watch) exec python -m emo watch "$@" ;;
+    plan) exec python -m emo plan "$@" ;;
     quickstart) exec python "${0%/*}/quickstart.py" "$@" ;;
     health)
         # Since when the run does what it is doing: starting, loading, a step, saving. No file: this trains nothing.
@@ -21,7 +21,7 @@ case "$verb" in
         [ "$idle" -lt "${HANG_SECONDS:-7200}" ] || { echo "no progress for $idle s"; exit 1; } ;;
     help | --help | -h)
         echo "usage: $verbs, each with the arguments of its command; VERB --help shows them"
-        echo "any other command: --entrypoint python IMAGE -m eval report ..." ;;
+        echo "any other command: --entrypoint python IMAGE -m emo report ..." ;;
     *)
         echo "error: no verb $verb; there are $verbs" >&2
         exit 2 ;;

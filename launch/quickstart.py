@@ -19,10 +19,10 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.commands import offer_completion, parse_arguments, program
-from common.errors import ExitCode
-from common.provenance import REPOSITORY as SHIPPED
-from common.provenance import shipped
+from emo.common.commands import offer_completion, parse_arguments, program
+from emo.common.errors import ExitCode
+from emo.common.provenance import REPOSITORY as SHIPPED
+from emo.common.provenance import shipped
 
 REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel is no place for runs
 RUN = Path("runs/quickstart")
@@ -51,17 +51,17 @@ def steps() -> list[tuple[str, list[list[str]]]]:
     evaluate, generate = [], []
     for name, run in runs.items():
         model = ["--model", str(RUN / run / "export"), "--name", name, *results]
-        evaluate.append([python, "-m", "eval", "run", *model, "--tasks", "all", "--data", str(RUN / "tasks")])
-        generate.append([python, "-m", "eval", "generate", *model, "--samples", "8"])
-    report = [python, "-m", "eval", "report", str(RUN / "results"), "--out", f"{RUN}/", "--notice", NOTICE]
+        evaluate.append([python, "-m", "emo", "eval", *model, "--tasks", "all", "--data", str(RUN / "tasks")])
+        generate.append([python, "-m", "emo", "generate", *model, "--samples", "8"])
+    report = [python, "-m", "emo", "report", str(RUN / "results"), "--out", f"{RUN}/", "--notice", NOTICE]
     report += ["--title", "Quickstart"]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
-    compare, results_of = [python, "-m", "eval", "compare"], ["--results", str(RUN / "results")]
+    compare, results_of = [python, "-m", "emo", "compare"], ["--results", str(RUN / "results")]
     continued = {o: [f"objective.name={o}", f"run_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
-        ("Generate the eight tasks", [[python, "-m", "data_prep", "world", str(RUN / "tasks")]]),
-        ("Tokenise the pre-training corpus", [[python, "-m", "data_prep", "prepare", str(pretrain)]]),
-        ("Tokenise the adaptation corpus", [[python, "-m", "data_prep", "prepare", str(adapt)]]),
+        ("Generate the eight tasks", [[python, "-m", "emo", "world", str(RUN / "tasks")]]),
+        ("Tokenise the pre-training corpus", [[python, "-m", "emo", "prepare", str(pretrain)]]),
+        ("Tokenise the adaptation corpus", [[python, "-m", "emo", "prepare", str(adapt)]]),
         ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*train, str(pretrain)]]),
         ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["mle"]]]),
         ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["emo"]]]),
@@ -81,11 +81,11 @@ def following(file: str) -> list[list[list[str]]]:
     evaluate = ["--model", "runs/own/export", "--name", "own", "--tasks", "all", "--data", str(RUN / "tasks")]
     report = ["--run", "own=runs/own", "--out", "runs/own/"]
     return [
-        [[python, "-m", "data_prep", "prepare", *recipe]],
+        [[python, "-m", "emo", "prepare", *recipe]],
         [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
         [
-            [python, "-m", "eval", "run", *evaluate, "--out", results],
-            [python, "-m", "eval", "report", results, *report],
+            [python, "-m", "emo", "eval", *evaluate, "--out", results],
+            [python, "-m", "emo", "report", results, *report],
         ],
     ]
 

@@ -30,10 +30,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import ExitCode, UserError, outcome
-from pipeline.cli import SCRIPTS, recipe_arguments
-from pipeline.config import load_config
-from pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
+from emo.common.errors import ExitCode, UserError, outcome
+from emo.pipeline.cli import SCRIPTS, recipe_arguments
+from emo.pipeline.config import load_config
+from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 HERE = Path(__file__).resolve().parent
 TICK = 0.2  # seconds

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.errors import UserError
-from common.files import Hashes
-from common.labels import IGNORE
-from data_prep.scores import Scores
-from data_prep.shards import TokenDataset
-from pipeline.loss import plan_tokens
-from pipeline.loss.head import BOUNDS, LONGEST, segments
-from pipeline.order import BatchOrder, MixedOrder
-from pipeline.ranks import World, gather_objects
-from pipeline.run_dir import DATA_HASHES
+from emo.common.errors import UserError
+from emo.common.files import Hashes
+from emo.common.labels import IGNORE
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline.loss import plan_tokens
+from emo.pipeline.loss.head import BOUNDS, LONGEST, segments
+from emo.pipeline.order import BatchOrder, MixedOrder
+from emo.pipeline.ranks import World, gather_objects
+from emo.pipeline.run_dir import DATA_HASHES
 
 
 def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: World) -> None:

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from common.errors import FailureError, UserError, one_line
-from common.files import write_text
-from common.provenance import code_version, library_versions
-from common.untrusted import read_json
-from data_prep.config import settings
-from pipeline.config import RunConfig
-from pipeline.engine import DamagedError, Engine, to_universal
-from pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
-from pipeline.identity import PARTS, Identity, check_same
-from pipeline.lock import RunLock
-from pipeline.ranks import PATIENCE, World, gather_objects, host_group, lost_a_peer, on_main
-from pipeline.run_dir import (
+from emo.common.errors import FailureError, UserError, one_line
+from emo.common.files import write_text
+from emo.common.provenance import code_version, library_versions
+from emo.common.untrusted import read_json
+from emo.data_prep.config import settings
+from emo.pipeline.config import RunConfig
+from emo.pipeline.engine import DamagedError, Engine, to_universal
+from emo.pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
+from emo.pipeline.identity import PARTS, Identity, check_same
+from emo.pipeline.lock import RunLock
+from emo.pipeline.ranks import PATIENCE, World, gather_objects, host_group, lost_a_peer, on_main
+from emo.pipeline.run_dir import (
     COMPLETE,
     HF,
     STATE,
@@ -47,8 +47,8 @@ from pipeline.run_dir import (
     step_directory,
     step_of,
 )
-from pipeline.stop import RESUME
-from pipeline.upload import Uploads
+from emo.pipeline.stop import RESUME
+from emo.pipeline.upload import Uploads
 
 log = logging.getLogger(__name__)
 

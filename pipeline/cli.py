@@ -1,4 +1,4 @@
-"""The commands of this room: what launch/*.sh run on every rank, and `python -m pipeline`.
+"""The commands of this room: what launch/*.sh run on every rank, and `emo`.
 
 Arguments, logging and exit codes. Whatever is heavy is imported after the arguments are known to be right.
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import ExitCode, UserError, one_line, outcome
-from common.text import printable, without_secrets
-from pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
-from pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.errors import ExitCode, UserError, one_line, outcome
+from emo.common.text import printable, without_secrets
+from emo.pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
+from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `python -m pipeline plan | preflight | score | report`: what is done before and after training.
+    """Run `emo plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program("emo-pipeline", "python -m pipeline"),
+        prog=program("emo-pipeline", "emo"),
         description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
         "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
         "log-probability of every token beside the data, for objectives that compare with it; report "
@@ -165,21 +165,21 @@ def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
 
 
 def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) -> int:
-    from pipeline.config import load_config
+    from emo.pipeline.config import load_config
 
     config = load_config(args.recipe, args.overrides)
     if config.data.kind != kind:
         script = SCRIPTS[config.data.kind]
         raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
     if args.dry_run:
-        from pipeline.planning.plan import print_plan
+        from emo.pipeline.planning.plan import print_plan
 
         if _is_main():
             print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
         return ExitCode.DONE
     with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
-        from pipeline import engine, ranks
-        from pipeline.train import train
+        from emo.pipeline import engine, ranks
+        from emo.pipeline.train import train
 
     started = time.perf_counter()
     world = engine.start_world()
@@ -235,7 +235,7 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
                 watch.blame_node()
             raise
         except Exception as error:
-            from pipeline.ranks import broken_device, explain
+            from emo.pipeline.ranks import broken_device, explain
 
             if broken_device(error):
                 watch.blame_node()
@@ -299,11 +299,11 @@ def _quieten() -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
-    from pipeline.config import load_config
+    from emo.pipeline.config import load_config
 
     config = load_config(args.recipe, args.overrides)
-    from pipeline.planning.best import check_target, print_best, write_recipe
-    from pipeline.planning.plan import parse_cluster, print_plan
+    from emo.pipeline.planning.best import check_target, print_best, write_recipe
+    from emo.pipeline.planning.plan import parse_cluster, print_plan
 
     cluster = parse_cluster(args.gpus, args.network)
     if not args.best:
@@ -318,16 +318,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _preflight(args: argparse.Namespace) -> int:
-    from pipeline.config import load_config
+    from emo.pipeline.config import load_config
 
     config = load_config(args.recipe, args.overrides)
-    from pipeline.planning.preflight import preflight
+    from emo.pipeline.planning.preflight import preflight
 
     return preflight(config)
 
 
 def _score(args: argparse.Namespace) -> int:
-    from pipeline.config import load_config
+    from emo.pipeline.config import load_config
 
     index, _, count = args.part.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
@@ -338,7 +338,7 @@ def _score(args: argparse.Namespace) -> int:
     handler.setFormatter(Printable())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     config = load_config(args.recipe, [*args.overrides, *settings])
-    from pipeline.planning.score import score
+    from emo.pipeline.planning.score import score
 
     if score(config, args.name, (int(index), int(count)), args.force):
         print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
@@ -348,9 +348,9 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from common.report.document import STDOUT, folder_of, save
-    from pipeline.report.page import document
-    from pipeline.report.runs import read_runs, regressions
+    from emo.common.report.document import STDOUT, folder_of, save
+    from emo.pipeline.report.page import document
+    from emo.pipeline.report.runs import read_runs, regressions
 
     runs = read_runs(args.runs)
     names = args.fail_on_regression

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from common.errors import UserError
-from common.recipe import Section, mark, parse_section, read_recipe
-from common.text import counted
-from data_prep.config import DataConfig
+from emo.common.errors import UserError
+from emo.common.recipe import Section, mark, parse_section, read_recipe
+from emo.common.text import counted
+from emo.data_prep.config import DataConfig
 
 FREE = "free"  # marks fields that may change when a run resumes: none of them changes what is learned
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
@@ -148,7 +148,7 @@ class ObjectiveConfig(Section):
     sum: list[PartConfig] | None = Field(None, min_length=1)
     """A weighted sum of objectives, computed in one pass, instead of name and params."""
     scores: str | None = None
-    """Scores that `python -m pipeline score` wrote beside the data, for objectives that compare with another
+    """Scores that `emo score` wrote beside the data, for objectives that compare with another
     model (psft, excess)."""
     cost: str = "pretrained"
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it

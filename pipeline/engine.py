@@ -34,14 +34,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.integrations import HfDeepSpeedConfig
 
-from common.errors import FailureError, UserError, one_line
-from pipeline.batches import DOMAIN
-from pipeline.loss.fused import BINS
-from pipeline.loss.head import BOUNDS, by_document
-from pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
-from pipeline.planning.host import check_gpus, threads
-from pipeline.ranks import PATIENCE, World, gather_objects
-from pipeline.stop import CHOSEN_PORT, RESUME, die_with_parent
+from emo.common.errors import FailureError, UserError, one_line
+from emo.pipeline.batches import DOMAIN
+from emo.pipeline.loss.fused import BINS
+from emo.pipeline.loss.head import BOUNDS, by_document
+from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
+from emo.pipeline.planning.host import check_gpus, threads
+from emo.pipeline.ranks import PATIENCE, World, gather_objects
+from emo.pipeline.stop import CHOSEN_PORT, RESUME, die_with_parent
 
 
 class DomainSums(NamedTuple):

@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from common.errors import ExitCode, FailureError, UserError, one_line
-from common.files import write_text
-from common.provenance import REPOSITORY
-from common.text import markdown, on_one_line, publishable
-from pipeline.config import RunConfig
-from pipeline.ranks import gather_objects
-from pipeline.run_dir import EXPORT_INFO
-from pipeline.stop import RESUME, die_with_parent
+from emo.common.errors import ExitCode, FailureError, UserError, one_line
+from emo.common.files import write_text
+from emo.common.provenance import REPOSITORY
+from emo.common.text import markdown, on_one_line, publishable
+from emo.pipeline.config import RunConfig
+from emo.pipeline.ranks import gather_objects
+from emo.pipeline.run_dir import EXPORT_INFO
+from emo.pipeline.stop import RESUME, die_with_parent
 
 if TYPE_CHECKING:  # the check in a process of its own needs no DeepSpeed, which takes seconds to import
-    from pipeline.engine import Engine
+    from emo.pipeline.engine import Engine
 
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
@@ -282,7 +282,7 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.export", str(directory.absolute())],
+        [sys.executable, "-m", "emo.pipeline.export", str(directory.absolute())],
         cwd=REPOSITORY,
         env=os.environ | alone,
         input=save({"probe": probe, "expected": expected}),
@@ -297,7 +297,7 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
 
 
 def main() -> int:
-    """Check an export for `check_aside`: `python -m pipeline.export DIRECTORY`, with the logits on stdin."""
+    """Check an export for `check_aside`: `python -m emo.pipeline.export DIRECTORY`, with the logits on stdin."""
     die_with_parent()
     os.nice(10)  # training comes first
     tensors = load(sys.stdin.buffer.read())

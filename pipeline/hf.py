@@ -6,7 +6,7 @@ Three interfaces, from most to least efficient:
 never built, and `num_items_in_batch` (tokens of all ranks and accumulation steps) is the divisor.
 
     from transformers import Trainer
-    from pipeline.hf import FusedLossMixin
+    from emo.pipeline.hf import FusedLossMixin
 
     class EmoTrainer(FusedLossMixin, Trainer):
         pass
@@ -22,8 +22,8 @@ losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is 
 to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
     from transformers import Trainer
-    from pipeline.hf import loss_function
-    from pipeline.loss import CostEmbedding
+    from emo.pipeline.hf import loss_function
+    from emo.pipeline.loss import CostEmbedding
 
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
     trainer = Trainer(
@@ -33,7 +33,7 @@ to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
 `EMOLoss` is a plain module for any loop.
 
-    from pipeline.hf import EMOLoss
+    from emo.pipeline.hf import EMOLoss
 
     loss = EMOLoss()(logits, labels, cost_embedding)
     loss.backward()
@@ -50,8 +50,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from common.errors import UserError
-from pipeline.loss import (
+from emo.common.errors import UserError
+from emo.pipeline.loss import (
     IGNORE,
     CostEmbedding,
     FusedCausalLM,
@@ -63,7 +63,7 @@ from pipeline.loss import (
     probe_model,
     shift_left,
 )
-from pipeline.loss.cost import is_distributed, is_partitioned
+from emo.pipeline.loss.cost import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
 Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`
@@ -208,7 +208,7 @@ def fuse_causal_lm(
     the same. Where a weight of an objective is a Ramp, give `objective.at(0)`, and call
     `model.get_output_embeddings().use(objective.at(step))` before every step. Under FSDP2 all ranks call it,
     before or after `fully_shard`. Under ZeRO-3 the weights can be used only through the engine: call
-    `pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
+    `emo.pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
 
     Args:
         model: a causal LM, or PEFT's wrapper of one.

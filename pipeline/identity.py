@@ -33,17 +33,17 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from common.errors import UserError, one_line
-from common.files import write_text
-from common.provenance import REPOSITORY
-from common.recipe import marked, read_written, shown
-from data_prep.scores import Scores
-from data_prep.shards import TokenDataset
-from pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
-from pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
-from pipeline.order import Holding
-from pipeline.planning.ds_file import decisive
-from pipeline.run_dir import CONFIG, INITIAL, checkpoints, step_of
+from emo.common.errors import UserError, one_line
+from emo.common.files import write_text
+from emo.common.provenance import REPOSITORY
+from emo.common.recipe import marked, read_written, shown
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
+from emo.pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
+from emo.pipeline.order import Holding
+from emo.pipeline.planning.ds_file import decisive
+from emo.pipeline.run_dir import CONFIG, INITIAL, checkpoints, step_of
 
 Identity = dict[str, Any]  # part -> JSON value
 

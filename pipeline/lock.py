@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import FailureError, UserError, may_pass
-from common.files import write_text
-from common.lease import Lease
-from pipeline.run_dir import HEARTBEAT, LOCK, LOCK_SECONDS
+from emo.common.errors import FailureError, UserError, may_pass
+from emo.common.files import write_text
+from emo.common.lease import Lease
+from emo.pipeline.run_dir import HEARTBEAT, LOCK, LOCK_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -27,13 +27,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common.errors import UserError, nearest, one_line
-from common.weights import load_causal_lm, load_config
-from data_prep.shards import Manifest
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
-from pipeline.engine import Engine
-from pipeline.loss import (
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.weights import load_causal_lm, load_config
+from emo.data_prep.shards import Manifest
+from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
+from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
+from emo.pipeline.engine import Engine
+from emo.pipeline.loss import (
     CostEmbedding,
     LiveCost,
     Objective,
@@ -45,11 +45,11 @@ from pipeline.loss import (
     probe_model,
     weighted_sum,
 )
-from pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
-from pipeline.loss.head import by_segments, refusal
-from pipeline.planning.attention import usable_attention, without_segments
-from pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
-from pipeline.run_dir import INITIAL
+from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
+from emo.pipeline.loss.head import by_segments, refusal
+from emo.pipeline.planning.attention import usable_attention, without_segments
+from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
+from emo.pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +146,12 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     if objective.dense:
         raise UserError(
             f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
-            "use pipeline.loss.fused from Python, or set objective.name to another"
+            "use emo.pipeline.loss.fused from Python, or set objective.name to another"
         )
     if "stored" in objective.needs and chosen.scores is None:
         raise UserError(
             f"objective {objective.name} compares with another model's log-probabilities; write them with "
-            "`python -m pipeline score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
+            "`emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
         )
     if chosen.scores is not None and "stored" not in objective.needs:
         raise UserError(

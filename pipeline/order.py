@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import UserError, nearest
-from pipeline.config import MixtureConfig, RampConfig
-from pipeline.loss.objectives import Ramp
+from emo.common.errors import UserError, nearest
+from emo.pipeline.config import MixtureConfig, RampConfig
+from emo.pipeline.loss.objectives import Ramp
 
 NEWTON = 6  # steps towards t(s) by the number of rows that are missing, before it is enclosed by halves
 KEPT = 2  # epochs of a domain that are kept at hand

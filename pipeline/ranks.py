@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from common.errors import LASTING, ExitCode, UserError, may_pass, one_line
-from pipeline.stop import RESUME, node_name
+from emo.common.errors import LASTING, ExitCode, UserError, may_pass, one_line
+from emo.pipeline.stop import RESUME, node_name
 
 T = TypeVar("T")
 
@@ -193,6 +193,6 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         return ExitCode.MISTAKE, (
             f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
             "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
-            "stage or offload; `python -m pipeline plan` says what fits"
+            "stage or offload; `emo plan` says what fits"
         )
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

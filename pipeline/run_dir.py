@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.untrusted import parse_json, read_json
+from emo.common.untrusted import parse_json, read_json
 
 CONFIG = "config.yaml"
 DATA_HASHES = "data_hashes.json"

@@ -23,8 +23,8 @@ import threading
 import time
 from pathlib import Path
 
-from common.errors import ExitCode
-from pipeline.run_dir import STOP
+from emo.common.errors import ExitCode
+from emo.pipeline.run_dir import STOP
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_DIED = signal.SIGUSR2  # sent by the kernel

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import UserError, one_line
-from data_prep.shards import TokenDataset
-from pipeline import checkpoint, engine, identity
-from pipeline.batches import Batches, Loader, check_content
-from pipeline.config import RunConfig, TrainConfig, lr_at
-from pipeline.engine import Engine, Sums
-from pipeline.export import export_model
-from pipeline.lock import RunLock
-from pipeline.model import (
+from emo.common.errors import UserError, one_line
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline import checkpoint, engine, identity
+from emo.pipeline.batches import Batches, Loader, check_content
+from emo.pipeline.config import RunConfig, TrainConfig, lr_at
+from emo.pipeline.engine import Engine, Sums
+from emo.pipeline.export import export_model
+from emo.pipeline.lock import RunLock
+from emo.pipeline.model import (
     Losses,
     build_model,
     check_model,
@@ -42,11 +42,11 @@ from pipeline.model import (
     use_objective,
     write_initial_weights,
 )
-from pipeline.planning.checks import Ready, check
-from pipeline.planning.footprint import Setup, accelerator, utilisation
-from pipeline.planning.host import compiling, on_gpu
-from pipeline.planning.plan import sizes_of
-from pipeline.ranks import (
+from emo.pipeline.planning.checks import Ready, check
+from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
+from emo.pipeline.planning.host import compiling, on_gpu
+from emo.pipeline.planning.plan import sizes_of
+from emo.pipeline.ranks import (
     World,
     agreed,
     first_reason,
@@ -55,13 +55,13 @@ from pipeline.ranks import (
     patience,
     wait_at_most,
 )
-from pipeline.report.console import Console
-from pipeline.report.launches import Launch
-from pipeline.report.metrics import Metrics
-from pipeline.report.samples import Samples
-from pipeline.report.validation import Documents, by_document
-from pipeline.run_dir import BAD_BATCHES, EXPORT
-from pipeline.stop import RESUME, StopRequest, Watch
+from emo.pipeline.report.console import Console
+from emo.pipeline.report.launches import Launch
+from emo.pipeline.report.metrics import Metrics
+from emo.pipeline.report.samples import Samples
+from emo.pipeline.report.validation import Documents, by_document
+from emo.pipeline.run_dir import BAD_BATCHES, EXPORT
+from emo.pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def _train(
     while step < steps:
         batch = loader.step(step, last=step + 1 == steps)
         if batch.damage is not None:  # all ranks end alike
-            raise UserError(f"{batch.damage}; run: python -m data_prep prepare RECIPE --force")
+            raise UserError(f"{batch.damage}; run: emo prepare RECIPE --force")
         lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
         if losses.objective.schedule is not None:

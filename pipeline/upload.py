@@ -19,8 +19,8 @@ from typing import Any
 
 import fsspec
 
-from common.errors import one_line
-from pipeline.run_dir import COMPLETE, checkpoints, is_complete
+from emo.common.errors import one_line
+from emo.pipeline.run_dir import COMPLETE, checkpoints, is_complete
 
 log = logging.getLogger(__name__)
 

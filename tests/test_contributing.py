@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from data_prep.config import load_data_config
-from eval.icl.tasks import load_task
-from pipeline.loss.objectives import get_objective
+from emo.data_prep.config import load_data_config
+from emo.eval.icl.tasks import load_task
+from emo.pipeline.loss.objectives import get_objective
 from tests.conftest import REPO
 
 TEXT = (REPO / "CONTRIBUTING.md").read_text()

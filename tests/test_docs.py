@@ -76,11 +76,11 @@ def test_a_walk_names_functions_that_exist() -> None:
         ("    make quickstart\n", "indented"),
         ("```sh\nmake\n```", "language"),
         ("```bash\n# needs: luck\nmake\n```", "luck"),
-        ("```bash\npython -m eval run --no-such 1\n```", "--no-such"),
-        ("```bash\npython -m pipeline plan RECIPE --seeds 1\n```", "--seeds"),  # eval's
+        ("```bash\nemo eval --no-such 1\n```", "--no-such"),
+        ("```bash\nemo plan RECIPE --seeds 1\n```", "--seeds"),  # eval's
         ("```bash\n./launch/continual.sh launch/recipes/none.yaml\n```", "launch/recipes/none.yaml"),
         ("```bash\n./launch/continual.sh RECIPE train.learning_rate=1\n```", "train.learning_rate"),
-        ("`python -m data_prep prepare --bst`", "--bst"),
+        ("`emo prepare --bst`", "--bst"),
         ("`train.saveevery` says how often", "train.saveevery"),
         ("`eval/nothing.py` does it", "eval/nothing.py"),
         ("```yaml\ntrain: { rate: 1 }\n```", "train.rate"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from emo.common.errors import UserError
 from tests.helpers import fuzz_targets, fuzzing
 from tests.helpers.fuzzing import TARGETS, fuzz, target
 

@@ -21,8 +21,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import common
-from common.errors import ExitCode
+import emo.common
+from emo.common.errors import ExitCode
 from tests.campaigns.audit import pins
 from tests.conftest import REPO
 from tests.test_private_apis import ATTRIBUTES, IN_SOURCES
@@ -113,10 +113,10 @@ def test_what_a_wheel_says_of_itself(built: Built) -> None:
 def test_paths_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
     code = """
 from pathlib import Path
-from common.report.document import Document
-from common.provenance import REPOSITORY, code_version, shipped
-from common.recipe import read_recipe
-from eval.icl.tasks import known_tasks, load_task
+from emo.common.report.document import Document
+from emo.common.provenance import REPOSITORY, code_version, shipped
+from emo.common.recipe import read_recipe
+from emo.eval.icl.tasks import known_tasks, load_task
 recipe = read_recipe(Path("launch/recipes/quickstart-pretrain.yaml"), [])
 assert shipped(Path(recipe["deepspeed"])).is_file() and len(known_tasks()) == 8
 assert Document('', ['x'], '', []).html()
@@ -128,7 +128,7 @@ print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSIT
 def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_path: Path) -> None:
     (tmp_path / "launch" / "recipes").mkdir(parents=True)
     (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("run_dir: mine\n")
-    code = "from pathlib import Path; from common.recipe import read_recipe; "
+    code = "from pathlib import Path; from emo.common.recipe import read_recipe; "
     code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['run_dir'])"
     assert built.run(code, tmp_path).strip() == "mine"
 
@@ -144,10 +144,10 @@ def test_every_command_is_there(script: str, built: Built) -> None:
 
 def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['emo-prep', 'world', 'tasks', '--train', '8', '--test', '8']; "
-    built.run(code + "from data_prep.__main__ import main; sys.exit(main())", tmp_path)
+    built.run(code + "from emo.data_prep.cli import main; sys.exit(main())", tmp_path)
     assert len(list((tmp_path / "tasks").iterdir())) == 8
     assert "usage: emo-eval" in built.run(
-        "import sys; sys.argv = ['emo-eval', '-h']; from eval.cli import main; main()", tmp_path
+        "import sys; sys.argv = ['emo-eval', '-h']; from emo.eval.cli import main; main()", tmp_path
     )
 
 
@@ -166,7 +166,7 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
     code += "sys.argv = ['emo-instruct', '--master_port=1', '--', 'mine.yaml', 'train.lr=1']; "
-    code += "from launch.supervise import instruct; instruct()"
+    code += "from emo.launch.supervise import instruct; instruct()"
     environment = os.environ | {"PYTHONPATH": str(built.site)}
     (tmp_path / "mine.yaml").write_text(
         "run_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
@@ -180,7 +180,7 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
 
 
 def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_path: Path) -> None:
-    code = "from launch import quickstart as q; print(q.REPOSITORY); "
+    code = "from emo.launch import quickstart as q; print(q.REPOSITORY); "
     code += "print(*{word for _, several in q.steps() for one in several for word in one if '.sh' in word})"
     place, script = built.run(code, tmp_path).splitlines()
     assert (place, script) == (str(tmp_path), str(built.site / "launch" / "continual.sh"))
@@ -189,7 +189,7 @@ def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_pat
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("emo-prep pre", {"prepare"}),
+        ("emo pre", {"prepare"}),
         ("emo-pipeline plan --be", {"--best"}),
         ("emo-eval run --ta", {"--tasks"}),
         ("emo-experiments ta", {"table"}),

@@ -119,7 +119,7 @@ IN_SOURCES = {
 
 
 def _found(path: str) -> Any:
-    import eval.icl.openicl_compat  # noqa: F401 - without it OpenICL cannot be imported
+    import emo.eval.icl.openicl_compat  # noqa: F401 - without it OpenICL cannot be imported
 
     module, _, attributes = path.partition(":")
     return reduce(getattr, attributes.split(".") if attributes else (), importlib.import_module(module))
@@ -232,7 +232,7 @@ def caches_have_layers_of_keys_and_values() -> None:
 
 def openicl_hides_a_method_by_name() -> None:
     """eval/icl/openicl_compat.py"""
-    from eval.icl.openicl_compat import ChannelInferencer, PPLInferencer
+    from emo.eval.icl.openicl_compat import ChannelInferencer, PPLInferencer
 
     assert ChannelInferencer._ChannelInferencer__get_ppl is PPLInferencer._PPLInferencer__get_ppl
     assert "_ChannelInferencer__get_ppl" in ChannelInferencer.inference.__code__.co_names

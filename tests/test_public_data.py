@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 import zstandard
 
-from eval.icl.task_data import load_data
-from eval.icl.tasks import DIRECTORY, known_tasks, load_task
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task
 from tests.helpers.public_data import SETS, Files, Rows, fetch
 
 

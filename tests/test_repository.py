@@ -15,10 +15,10 @@ from tests.conftest import REPO
 ROOMS = ["common", "data_prep", "pipeline", "eval", "experiments"]
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
 OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
-    "common.commands": {"argcomplete"},
-    "common.progress": {"rich"},
-    "common.report.document": {"jinja2", "markupsafe"},
-    "common.weights": {"transformers"},
+    "emo.common.commands": {"argcomplete"},
+    "emo.common.progress": {"rich"},
+    "emo.common.report.document": {"jinja2", "markupsafe"},
+    "emo.common.weights": {"transformers"},
 }
 
 
@@ -56,9 +56,9 @@ def test_common_stands_on_little(graph: grimp.ImportGraph) -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("pipeline.run_dir", {"torch", "deepspeed", "transformers", "numpy"}),
-        ("pipeline.loss", {"deepspeed", "transformers"}),
-        ("common.recipe", {"torch", "numpy"}),
+        ("emo.pipeline.run_dir", {"torch", "deepspeed", "transformers", "numpy"}),
+        ("emo.pipeline.loss", {"deepspeed", "transformers"}),
+        ("emo.common.recipe", {"torch", "numpy"}),
     ],
 )
 def test_light_modules_load_nothing_heavy(module: str, absent: set[str]) -> None:

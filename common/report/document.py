@@ -18,11 +18,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from common.errors import UserError
-from common.files import finite, write_text
-from common.report.figure import HEIGHT, ROW, Figure, style
-from common.text import markdown as escaped
-from common.text import printable
+from emo.common.errors import UserError
+from emo.common.files import finite, write_text
+from emo.common.report.figure import HEIGHT, ROW, Figure, style
+from emo.common.text import markdown as escaped
+from emo.common.text import printable
 
 ARROWS = {"better": "↑", "worse": "↓"}
 STDOUT = "-"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.report.numbers import formatted
-from common.untrusted import number
+from emo.common.report.numbers import formatted
+from emo.common.untrusted import number
 
 COLOURS, MARKERS = 12, 6  # of the page; the first colour, the baseline's, never comes again
 DASHES = ("", "6 3", "2 3", "8 3 2 3")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common.untrusted import number
+from emo.common.untrusted import number
 
 DASH = "\u2013"
 MINUS = "\u2212"

@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from data_prep.rows.columns import columns_read, first, missing, text_columns, wrong
-from data_prep.rows.messages import clean, conversation, keys_not_read
-from data_prep.rows.spec import (
+from emo.data_prep.rows.columns import columns_read, first, missing, text_columns, wrong
+from emo.data_prep.rows.messages import clean, conversation, keys_not_read
+from emo.data_prep.rows.spec import (
     CODE,
     REASONS,
     STRUCTURE,
@@ -25,7 +25,7 @@ from data_prep.rows.spec import (
     RowSpec,
     TokenIds,
 )
-from data_prep.templates import Chat, Conversation
+from emo.data_prep.templates import Chat, Conversation
 
 __all__ = ["CODE", "REASONS", "STRUCTURE", "UNREADABLE", "Payload", "Rejected", "Row", "RowSpec", "TokenIds"]
 

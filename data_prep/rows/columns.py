@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from data_prep.rows.spec import Rejected, RowSpec
+from emo.data_prep.rows.spec import Rejected, RowSpec
 
 TOKEN_COLUMNS = ("ids", "input_ids")
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "story")

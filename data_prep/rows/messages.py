@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from data_prep.rows.columns import (
+from emo.data_prep.rows.columns import (
     HISTORY,
     chat_column,
     first,
@@ -17,8 +17,8 @@ from data_prep.rows.columns import (
     prompt_columns,
     wrong,
 )
-from data_prep.rows.spec import Rejected, RowSpec
-from data_prep.templates import Chat, Conversation, Exchange
+from emo.data_prep.rows.spec import Rejected, RowSpec
+from emo.data_prep.templates import Chat, Conversation, Exchange
 
 ROLES = {
     "system": ("system",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from data_prep.templates import Chat, Conversation
+from emo.data_prep.templates import Chat, Conversation
 
 # Why rows are not used. STRUCTURE: a file is not what it was taken for, an error when data.strict.
 STRUCTURE = (

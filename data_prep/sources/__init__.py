@@ -12,10 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, one_line
-from data_prep import world
-from data_prep.config import DATA_FILES, DataConfig, Source
-from data_prep.inputs import (
+from emo.common.errors import UserError, one_line
+from emo.data_prep import world
+from emo.data_prep.config import DATA_FILES, DataConfig, Source
+from emo.data_prep.inputs import (
     PIECE_ROWS,
     File,
     Input,
@@ -26,10 +26,10 @@ from data_prep.inputs import (
     open_text,
     unreadable,
 )
-from data_prep.rows import RowSpec, cuts
-from data_prep.rows.columns import CHAT_COLUMNS, TEXT_COLUMNS
-from data_prep.sources.addresses import RemoteFile, remote_files
-from data_prep.sources.tables import DELIMITERS, TextTable
+from emo.data_prep.rows import RowSpec, cuts
+from emo.data_prep.rows.columns import CHAT_COLUMNS, TEXT_COLUMNS
+from emo.data_prep.sources.addresses import RemoteFile, remote_files
+from emo.data_prep.sources.tables import DELIMITERS, TextTable
 
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
-from common.errors import FailureError, UserError, one_line
+from emo.common.errors import FailureError, UserError, one_line
 
 BUFFER = 1 << 20  # bytes that are asked for at once
 WEB = ("http", "https")

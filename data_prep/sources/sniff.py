@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from common.errors import UserError
-from common.progress import amount
-from common.recipe import parse_section
-from common.text import counted, printable
-from data_prep.config import DataConfig, context_of
-from data_prep.encode import EncodeSettings, RowEncoder
-from data_prep.inputs import Input
-from data_prep.inspect import CONTEXT, stretch
-from data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
-from data_prep.rows.columns import flow, guess
-from data_prep.sources import open_inputs
-from data_prep.templates import Chat, Conversation, render
-from data_prep.templates.chat import RefusedError, read_template
-from data_prep.templates.chat import render as render_chat
-from data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
+from emo.common.errors import UserError
+from emo.common.progress import amount
+from emo.common.recipe import parse_section
+from emo.common.text import counted, printable
+from emo.data_prep.config import DataConfig, context_of
+from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.inputs import Input
+from emo.data_prep.inspect import CONTEXT, stretch
+from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
+from emo.data_prep.rows.columns import flow, guess
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.templates import Chat, Conversation, render
+from emo.data_prep.templates.chat import RefusedError, read_template
+from emo.data_prep.templates.chat import render as render_chat
+from emo.data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
 SHOWN = 1600  # characters of an example

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import IO, Any, Literal
 
-from common.errors import UserError, one_line
-from data_prep.inputs import File, open_raw, refuse_other_encodings, unpacked_stream
-from data_prep.rows import Rejected
+from emo.common.errors import UserError, one_line
+from emo.data_prep.inputs import File, open_raw, refuse_other_encodings, unpacked_stream
+from emo.data_prep.rows import Rejected
 
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that the header has
 # Times data.max_chars: characters of a line and of a field; a quote that is not closed takes all the rest.

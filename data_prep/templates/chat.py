@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.errors import UserError, one_line
-from data_prep.templates import Chat
-from data_prep.tokenizer import chat_template, special_names
-from data_prep.words import encoder, markup_encoder, special_tokens
+from emo.common.errors import UserError, one_line
+from emo.data_prep.templates import Chat
+from emo.data_prep.tokenizer import chat_template, special_names
+from emo.data_prep.words import encoder, markup_encoder, special_tokens
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The date of the day would make other data every day: templates have one of their own for want of it.

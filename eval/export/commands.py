@@ -1,4 +1,4 @@
-"""python -m eval export: results as other tools read them. `watch` does the same for every checkpoint."""
+"""emo export: results as other tools read them. `watch` does the same for every checkpoint."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.commands import first_word
-from common.errors import ExitCode, UserError, nearest
-from eval.export.figures import Source
-from eval.results import MODELS, Model, pick, read_models
-from eval.store import STORE
+from emo.common.commands import first_word
+from emo.common.errors import ExitCode, UserError, nearest
+from emo.eval.export.figures import Source
+from emo.eval.results import MODELS, Model, pick, read_models
+from emo.eval.store import STORE
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
-  python -m eval export --format lm-eval runs/eval --data TASKS --out runs/lm-eval
-  python -m eval export --format hf runs/eval --name EMO --out runs/mine/export
-  python -m eval export --format wandb runs/mine/eval --out runs/mine"""
+  emo export --format lm-eval runs/eval --data TASKS --out runs/lm-eval
+  emo export --format hf runs/eval --name EMO --out runs/mine/export
+  emo export --format wandb runs/mine/eval --out runs/mine"""
 
 Say = Callable[[str], None]
 
@@ -80,7 +80,7 @@ class Export:
         """
         failed: dict[str, Exception] = {}
         if self.format == WANDB:
-            from eval.export.tracking import send
+            from emo.eval.export.tracking import send
 
             try:
                 return dict(send(models, self.out, say))
@@ -89,13 +89,13 @@ class Export:
         for model in models:
             try:
                 if self.format == HUB:
-                    from eval.export.hub import write_hub
+                    from emo.eval.export.hub import write_hub
 
                     directory = (directories or {}).get(model.name, self.out / model.name)
                     write_hub(model, directory, say, cards.get(model.name))
                     say(f"{model.name}: model card and evaluation results in {directory}")
                 else:
-                    from eval.export.harness import write_harness
+                    from emo.eval.export.harness import write_harness
 
                     say(f"{model.name}: {write_harness(model, self.out, self.source)}")
             except Exception as error:

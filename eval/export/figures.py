@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError
-from eval import store
-from eval.results import Model
+from emo.common.errors import UserError
+from emo.eval import store
+from emo.eval.results import Model
 
 Record = dict[str, Any]
 

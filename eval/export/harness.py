@@ -17,15 +17,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.files import write_text
-from eval import store
-from eval.export.figures import Accuracy, Figures, Source, all_figures
-from eval.icl.prompts import PromptBuilder
-from eval.icl.retrieve import stored_retriever
-from eval.icl.task_data import load_data
-from eval.icl.tasks import GROUP, LABEL, load_task
-from eval.results import Model
+from emo.common.errors import UserError
+from emo.common.files import write_text
+from emo.eval import store
+from emo.eval.export.figures import Accuracy, Figures, Source, all_figures
+from emo.eval.icl.prompts import PromptBuilder
+from emo.eval.icl.retrieve import stored_retriever
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import GROUP, LABEL, load_task
+from emo.eval.results import Model
 
 SOURCE = "emo-pipeline"  # what stands for the name of a model class there: whose figures these are
 FILTER = "none"  # there: an answer is taken from the responses as they are

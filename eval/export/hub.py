@@ -16,13 +16,13 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from common.errors import UserError, one_line
-from common.files import write_text
-from common.text import publishable
-from common.untrusted import read_bytes
-from eval.export.figures import Figures, all_figures
-from eval.model import EvaluatedModel
-from eval.results import Model
+from emo.common.errors import UserError, one_line
+from emo.common.files import write_text
+from emo.common.text import publishable
+from emo.common.untrusted import read_bytes
+from emo.eval.export.figures import Figures, all_figures
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import Model
 
 CARD, ENTRIES, INDEX = "README.md", ".eval_results", "model-index"
 CARD_BYTES = 4 << 20

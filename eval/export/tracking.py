@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, one_line
-from common.files import write_text
-from common.lease import Lease, held
-from common.recipe import read_written
-from common.text import counted
-from common.untrusted import is_plain_name
-from eval import store
-from eval.export.figures import all_figures
-from eval.results import Model
-from pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
+from emo.common.errors import UserError, one_line
+from emo.common.files import write_text
+from emo.common.lease import Lease, held
+from emo.common.recipe import read_written
+from emo.common.text import counted
+from emo.common.untrusted import is_plain_name
+from emo.eval import store
+from emo.eval.export.figures import all_figures
+from emo.eval.results import Model
+from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 
 SENT = "wandb-evaluations.json"
 SENDING = "wandb-export"  # name of the lease that exports hold among themselves

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import UserError
+from emo.common.errors import UserError
 
 MIN_TEXTS = 100  # halves of 50 make five clusters; with fewer the score says nothing
 MAX_TOKENS = 256  # of a text that is featurized, as in the paper
@@ -61,10 +61,10 @@ def featurizer(name: str, dtype: str = "auto") -> Features:
         or name.startswith("sentence-transformers/")
         or (Path(name) / "modules.json").is_file()
     ):
-        from eval.icl.encoder import Encoder
+        from emo.eval.icl.encoder import Encoder
 
         return Encoder(name)
-    from eval.model import EvaluatedModel
+    from emo.eval.model import EvaluatedModel
 
     model = EvaluatedModel(name, dtype=dtype)
     return lambda texts: hidden_states(model, texts)

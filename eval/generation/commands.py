@@ -1,4 +1,4 @@
-"""python -m eval generate | quality: sampled text, and how good it is."""
+"""emo generate | quality: sampled text, and how good it is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import ExitCode, UserError
-from common.text import counted
-from eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
+from emo.common.errors import ExitCode, UserError
+from emo.common.text import counted
+from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from eval.generation.decoding import Decoding
+    from emo.eval.generation.decoding import Decoding
 
     decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
     try:
@@ -85,11 +85,11 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         prefixes = given(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.tokens is None else args.tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
-    from eval.generation.records import ABOUT, Generation, Plan
-    from eval.generation.tokens import end_ids
-    from eval.model import EvaluatedModel
-    from eval.results import claim_name
-    from eval.store import read_json, said_of
+    from emo.eval.generation.records import ABOUT, Generation, Plan
+    from emo.eval.generation.tokens import end_ids
+    from emo.eval.model import EvaluatedModel
+    from emo.eval.results import claim_name
+    from emo.eval.store import read_json, said_of
 
     plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch)
     model = EvaluatedModel(args.model, args.name, args.dtype)
@@ -112,7 +112,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from eval.generation.quality import Sampled, Wanted, measure, write
+    from emo.eval.generation.quality import Sampled, Wanted, measure, write
 
     test = [t for t in read_texts(args.test) if t] if args.test else None
     if test == []:

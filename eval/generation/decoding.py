@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.errors import UserError
+from emo.common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from eval.generation.tokens import context_of, split_ids
-from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
-from eval.icl.prefix_scorer import PrefixScorer
-from eval.icl.scores import NotFiniteError
-from eval.model import EvaluatedModel
-from eval.stats import Estimate, ratio
+from emo.common.errors import UserError
+from emo.eval.generation.tokens import context_of, split_ids
+from emo.eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
+from emo.eval.icl.prefix_scorer import PrefixScorer
+from emo.eval.icl.scores import NotFiniteError
+from emo.eval.model import EvaluatedModel
+from emo.eval.stats import Estimate, ratio
 
 LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
 TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError, nearest, one_line
-from common.untrusted import parse_json
-from data_prep.inputs import read_text
-from eval import store
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.untrusted import parse_json
+from emo.data_prep.inputs import read_text
+from emo.eval import store
 
 HEADING = re.compile(r"=.*=")  # a WikiText line that is a title
 

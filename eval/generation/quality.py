@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError, nearest
-from eval import store
-from eval.generation import closeness, likelihood
-from eval.generation.decoding import Decoding
-from eval.generation.likelihood import Likelihood
-from eval.generation.prefixes import Prefixes
-from eval.generation.records import Generation, Plan, Record, read_records
-from eval.generation.tokens import context_of, split_ids
-from eval.model import EvaluatedModel
-from eval.stats import Estimate, Interval, ratio, student
+from emo.common.errors import UserError, nearest
+from emo.eval import store
+from emo.eval.generation import closeness, likelihood
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.likelihood import Likelihood
+from emo.eval.generation.prefixes import Prefixes
+from emo.eval.generation.records import Generation, Plan, Record, read_records
+from emo.eval.generation.tokens import context_of, split_ids
+from emo.eval.model import EvaluatedModel
+from emo.eval.stats import Estimate, Interval, ratio, student
 
 ROUGE = ("rouge1", "rougeL")
 PROTOCOLS = ("paper", "released")

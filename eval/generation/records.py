@@ -17,16 +17,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.errors import UserError, one_line
-from common.untrusted import parse_json, read_json
-from data_prep.inputs import read_text
-from eval import store
-from eval.generation.decoding import Decoding
-from eval.generation.prefixes import Prefixes
-from eval.generation.sampling import BATCH, Request, Sampler
-from eval.generation.tokens import context_of, end_ids, identity_of, prompt_ids, split_ids, text_after
-from eval.model import EvaluatedModel
-from eval.results import MODELS, SAMPLES
+from emo.common.errors import UserError, one_line
+from emo.common.untrusted import parse_json, read_json
+from emo.data_prep.inputs import read_text
+from emo.eval import store
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.prefixes import Prefixes
+from emo.eval.generation.sampling import BATCH, Request, Sampler
+from emo.eval.generation.tokens import context_of, end_ids, identity_of, prompt_ids, split_ids, text_after
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import MODELS, SAMPLES
 
 CHUNK = 256  # texts; what a killed process loses at most
 SHOWN = 16  # texts kept for the report
@@ -179,7 +179,7 @@ class Generation:
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return (about, records) of a directory that `Generation` wrote."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
-        raise UserError(f"{directory} has no {RECORDS}; make it with: python -m eval generate")
+        raise UserError(f"{directory} has no {RECORDS}; make it with: emo generate")
     try:
         about = read_json(directory / ABOUT)
         records = [parse_json(line) for line in read_text(directory / RECORDS).split("\n") if line]

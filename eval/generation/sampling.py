@@ -34,8 +34,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from common.errors import UserError
-from eval.generation.decoding import Decoding
+from emo.common.errors import UserError
+from emo.eval.generation.decoding import Decoding
 
 BATCH = 64
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from common.errors import UserError, one_line
-from common.untrusted import read_json
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError, one_line
+from emo.common.untrusted import read_json
+from emo.eval.model import EvaluatedModel
 
 
 def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import UserError, one_line
-from common.files import sha256, write_atomically
-from common.untrusted import arrays
-from eval import store
-from eval.model import hub_snapshot
-from eval.quiet import quiet_libraries
+from emo.common.errors import UserError, one_line
+from emo.common.files import sha256, write_atomically
+from emo.common.untrusted import arrays
+from emo.eval import store
+from emo.eval.model import hub_snapshot
+from emo.eval.quiet import quiet_libraries
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from eval.icl.openicl_compat import BaseRetriever, PPLInferencer, PPLInferencerOutputHandler, PromptTemplate
-from eval.icl.prefix_scorer import Advance, PrefixScorer
-from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from eval.icl.scores import SCORES, winner
-from eval.icl.settings import BUDGET
-from eval.model import context_length
+from emo.eval.icl.openicl_compat import (
+    BaseRetriever,
+    PPLInferencer,
+    PPLInferencerOutputHandler,
+    PromptTemplate,
+)
+from emo.eval.icl.prefix_scorer import Advance, PrefixScorer
+from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
+from emo.eval.icl.scores import SCORES, winner
+from emo.eval.icl.settings import BUDGET
+from emo.eval.model import context_length
 
 
 class PrefixPPLInferencer(PPLInferencer):
@@ -100,7 +105,7 @@ class PrefixPPLInferencer(PPLInferencer):
     ) -> list[Any]:
         """Predictions of all test rows of the retriever, written to JSON as PPLInferencer does."""
         if normalizing_str is not None:
-            raise ValueError("normalizing_str: use the `calibrated` score of eval.icl.records instead")
+            raise ValueError("normalizing_str: use the `calibrated` score of emo.eval.icl.records instead")
         labels = self.labels or retriever.get_labels(
             ice_template=ice_template, prompt_template=prompt_template
         )

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from common.errors import UserError
-from common.lease import held
-from eval import store
-from eval.icl.encoder import Encoder
-from eval.icl.scores import NotFiniteError
-from eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
-from eval.icl.task_data import TaskData, load_data
-from eval.icl.tasks import GROUP, LABEL, ROW, Task
-from eval.model import EvaluatedModel
-from eval.quiet import quiet_libraries
-from eval.results import MODELS, claim_name, only_answer
+from emo.common.errors import UserError
+from emo.common.lease import held
+from emo.eval import store
+from emo.eval.icl.encoder import Encoder
+from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
+from emo.eval.icl.task_data import TaskData, load_data
+from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
+from emo.eval.model import EvaluatedModel
+from emo.eval.quiet import quiet_libraries
+from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
-    from eval.icl.records import Record, Recorder
+    from emo.eval.icl.records import Record, Recorder
 
 CHUNK = 256  # rows; what a killed job loses at most
 
@@ -59,8 +59,8 @@ class Job:
         """Return the maker of records, its model loaded. Raises UserError for a limit that it cannot keep."""
         self.say(f"{self.model.name}: loading {self.model.given}")
         quiet_libraries()
-        from eval.icl.prefix_scorer import PrefixScorer
-        from eval.icl.records import Recorder
+        from emo.eval.icl.prefix_scorer import PrefixScorer
+        from emo.eval.icl.records import Recorder
 
         context, limit = self.model.context_length(), self.settings.max_tokens
         if context is not None and limit is not None and limit > context:
@@ -87,7 +87,7 @@ class Job:
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_whole(len(indices), CHUNK):
-            from eval.icl.task_metrics import summarise, worst
+            from emo.eval.icl.task_metrics import summarise, worst
 
             records = self._records(task, data, indices, entry)
             dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
@@ -179,7 +179,7 @@ class Job:
 
     def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
-        from eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve
+        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve
 
         reader, name = data.reader(task), self.settings.retriever
         if task.spec.shots.by == "group":
@@ -199,7 +199,7 @@ class Job:
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        from eval.icl.task_metrics import row_texts
+        from emo.eval.icl.task_metrics import row_texts
 
         pool = Counter(row_texts(task, data.rows["train"]))
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
@@ -231,7 +231,7 @@ class Job:
         """Return records of some test rows, by an OpenICL inferencer over an OpenICL retriever."""
         from datasets import DatasetDict
 
-        from eval.icl.task_metrics import row_text
+        from emo.eval.icl.task_metrics import row_text
 
         part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
         records = self.recorder.records(task, part, [indices[r] for r in rows], advance)

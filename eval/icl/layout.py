@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.icl.settings import BUDGET
+from emo.eval.icl.settings import BUDGET
 
 DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
 PADDING = 0.08  # share of a batch

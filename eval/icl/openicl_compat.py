@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError
+from emo.common.errors import UserError
 
 
 class _Later(types.ModuleType):

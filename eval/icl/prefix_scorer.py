@@ -23,12 +23,21 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from common.errors import UserError
-from eval.icl import probe
-from eval.icl.head import Head
-from eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, ItemScore, Limits, TreeBatch, groups, shared_context
-from eval.icl.scores import NotFiniteError
-from eval.icl.settings import BUDGET
+from emo.common.errors import UserError
+from emo.eval.icl import probe
+from emo.eval.icl.head import Head
+from emo.eval.icl.layout import (
+    DENSE_CPU,
+    DENSE_GPU,
+    Item,
+    ItemScore,
+    Limits,
+    TreeBatch,
+    groups,
+    shared_context,
+)
+from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import BUDGET
 
 log = logging.getLogger(__name__)
 

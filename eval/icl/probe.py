@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval.icl.head import own_nll
-from eval.icl.layout import MIN_CONTEXT, Item, ItemScore
-from eval.icl.scores import NotFiniteError
+from emo.eval.icl.head import own_nll
+from emo.eval.icl.layout import MIN_CONTEXT, Item, ItemScore
+from emo.eval.icl.scores import NotFiniteError
 
 # Rounding that is forgiven, per token and per nat of a sum.
 ROUNDING = {torch.float32: 3e-5, torch.float64: 3e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

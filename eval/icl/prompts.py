@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError
-from eval.icl.layout import Item, common_prefix
-from eval.icl.openicl_compat import BaseRetriever, PromptTemplate, Template
+from emo.common.errors import UserError
+from emo.eval.icl.layout import Item, common_prefix
+from emo.eval.icl.openicl_compat import BaseRetriever, PromptTemplate, Template
 
 
 @dataclass

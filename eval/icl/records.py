@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from datasets import DatasetDict
 
-from common.errors import UserError
-from eval.icl.inferencer import score_samples
-from eval.icl.layout import Item, common_prefix
-from eval.icl.openicl_compat import PPLInferencer, quiet
-from eval.icl.prefix_scorer import Advance, PrefixScorer
-from eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from eval.icl.retrieve import StoredRetriever, stored_retriever
-from eval.icl.scores import winner
-from eval.icl.settings import Settings
-from eval.icl.tasks import Task
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError
+from emo.eval.icl.inferencer import score_samples
+from emo.eval.icl.layout import Item, common_prefix
+from emo.eval.icl.openicl_compat import PPLInferencer, quiet
+from emo.eval.icl.prefix_scorer import Advance, PrefixScorer
+from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
+from emo.eval.icl.retrieve import StoredRetriever, stored_retriever
+from emo.eval.icl.scores import winner
+from emo.eval.icl.settings import Settings
+from emo.eval.icl.tasks import Task
+from emo.eval.model import EvaluatedModel
 
 Record = dict[str, Any]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from datasets import DatasetDict
 
-from common.errors import UserError
-from eval.icl.encoder import Encoder, checked_encoder
-from eval.icl.openicl_compat import (
+from emo.common.errors import UserError
+from emo.eval.icl.encoder import Encoder, checked_encoder
+from emo.eval.icl.openicl_compat import (
     BaseRetriever,
     BM25Retriever,
     DatasetReader,
@@ -26,10 +26,10 @@ from eval.icl.openicl_compat import (
     VotekRetriever,
     quiet,
 )
-from eval.icl.settings import CANDIDATES, SEED
-from eval.icl.task_data import TaskData, reader
-from eval.icl.tasks import Task
-from eval.model import EvaluatedModel
+from emo.eval.icl.settings import CANDIDATES, SEED
+from emo.eval.icl.task_data import TaskData, reader
+from emo.eval.icl.tasks import Task
+from emo.eval.model import EvaluatedModel
 
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end

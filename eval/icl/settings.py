@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import UserError
-from eval.icl.scores import EXTRA_SCORES, SCORES
+from emo.common.errors import UserError
+from emo.eval.icl.scores import EXTRA_SCORES, SCORES
 
 INFERENCERS = ("prefix", "ppl")
 RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")  # OpenICL's own

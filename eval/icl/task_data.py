@@ -13,17 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, nearest, one_line
-from common.untrusted import parse_json
-from data_prep.inputs import read_text
-from eval import store
-from eval.icl.task_file import GROUP, LABEL, ROW, Column
-from eval.icl.tasks import Task
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.untrusted import parse_json
+from emo.data_prep.inputs import read_text
+from emo.eval import store
+from emo.eval.icl.task_file import GROUP, LABEL, ROW, Column
+from emo.eval.icl.tasks import Task
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-    from eval.icl.openicl_compat import DatasetReader
+    from emo.eval.icl.openicl_compat import DatasetReader
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TaskData:
 
 def reader(task: Task, rows: DatasetDict) -> DatasetReader:
     """OpenICL's reader over canonical rows of a task."""
-    from eval.icl.openicl_compat import DatasetReader
+    from emo.eval.icl.openicl_compat import DatasetReader
 
     return DatasetReader(rows, input_columns=task.inputs, output_column=LABEL)
 

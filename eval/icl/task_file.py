@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from common.recipe import Section
+from emo.common.recipe import Section
 
 ICE = "</E>"  # where OpenICL puts the demonstrations
 LABEL, GROUP, ROW = "label", "group", "row"  # columns of the canonical rows, beside the inputs

@@ -8,11 +8,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from eval import stats
-from eval.icl.openicl_compat import AccEvaluator
-from eval.icl.scores import winner
-from eval.icl.task_data import TaskData
-from eval.icl.tasks import LABEL, Task
+from emo.eval import stats
+from emo.eval.icl.openicl_compat import AccEvaluator
+from emo.eval.icl.scores import winner
+from emo.eval.icl.task_data import TaskData
+from emo.eval.icl.tasks import LABEL, Task
 
 WORST = 5  # mistakes that are kept with their text
 

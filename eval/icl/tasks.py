@@ -12,14 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, nearest
-from common.provenance import shipped
-from common.recipe import load_section
-from eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Column, Prompt, TaskSpec, token_of
-from eval.results import MODEL, SAMPLES
+from emo.common.errors import UserError, nearest
+from emo.common.provenance import shipped
+from emo.common.recipe import load_section
+from emo.eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Column, Prompt, TaskSpec, token_of
+from emo.eval.results import MODEL, SAMPLES
 
 if TYPE_CHECKING:
-    from eval.icl.openicl_compat import PromptTemplate
+    from emo.eval.icl.openicl_compat import PromptTemplate
 
 __all__ = ["GROUP", "LABEL", "PAPER_ORDER", "ROW", "Task", "known_tasks", "load_task", "select_tasks"]
 
@@ -86,7 +86,7 @@ class Task:
         return SLOT.sub(lambda match: str(row[match.group(1)]), text)
 
     def _template(self, before: str, text: str, ice: bool) -> PromptTemplate:
-        from eval.icl.openicl_compat import Template
+        from emo.eval.icl.openicl_compat import Template
 
         tokens = {name: token_of(name) for name in self.inputs}
 

@@ -21,14 +21,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError, one_line
-from data_prep.templates import VERSIONS, Conversation, Exchange, render
-from data_prep.tokenizer import chat_template as tokenizer_template
-from eval import store
-from eval.generation.prefixes import content
-from eval.generation.tokens import context_of
-from eval.judging.engines import Transformers, Vllm
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError, one_line
+from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
+from emo.data_prep.tokenizer import chat_template as tokenizer_template
+from emo.eval import store
+from emo.eval.generation.prefixes import content
+from emo.eval.generation.tokens import context_of
+from emo.eval.judging.engines import Transformers, Vllm
+from emo.eval.model import EvaluatedModel
 
 Row = dict[str, Any]
 NAMED = 3  # ids that an error names
@@ -231,7 +231,7 @@ def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list
     """Token ids of a question, up to where the answer begins: those that training showed the model."""
     if template == OWN:
         return chat_ids(model, [{"role": "user", "content": question.text}])
-    # BOS and the prompt alone, as data_prep.encode writes them.
+    # BOS and the prompt alone, as emo.data_prep.encode writes them.
     (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)
     return plain_ids(model, turn.text)
 
@@ -333,7 +333,7 @@ class Answering:
         return rows
 
     def _answer(self, rows: range, bar: Any) -> list[Row]:
-        from eval.generation.sampling import Request
+        from emo.eval.generation.sampling import Request
 
         context = self.context or 1 << 30
         room = {row: min(self.plan.tokens, context - len(self.prompts[row])) for row in rows}

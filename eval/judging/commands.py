@@ -1,4 +1,4 @@
-"""python -m eval answer | judge: a model's answers to instructions, and a judge's verdicts on two models'."""
+"""emo answer | judge: a model's answers to instructions, and a judge's verdicts on two models'."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import ExitCode, UserError
-from common.text import counted
-from eval.generation.decoding import Decoding
-from eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
-from eval.judging.engines import ENGINES, engine
-from eval.judging.judges import JUDGES, judge
-from eval.judging.judging import FORMATS, read_replies, write_prompts
-from eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
+from emo.common.errors import ExitCode, UserError
+from emo.common.text import counted
+from emo.eval.generation.decoding import Decoding
+from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
+from emo.eval.judging.engines import ENGINES, engine
+from emo.eval.judging.judges import JUDGES, judge
+from emo.eval.judging.judging import FORMATS, read_replies, write_prompts
+from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
 ANSWER_EXAMPLE = """example:
-  python -m eval answer --model runs/emo/export --questions alpaca_eval --data DIR
+  emo answer --model runs/emo/export --questions alpaca_eval --data DIR
   -> runs/eval/models/emo/answers/alpaca_eval-greedy/model_outputs.json"""
 JUDGE_EXAMPLE = """examples:
-  python -m eval judge --judge auto-j --a MLE/model_outputs.json --b EMO/model_outputs.json
-  python -m eval judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --export ask.jsonl --format openai
-  python -m eval judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --replies batch_output.jsonl
-  python -m eval judge --judge alpaca_eval --from annotations.json
-  python -m eval judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json
-A is the baseline; the win rate is B's. The report: python -m eval report OUT"""
+  emo judge --judge auto-j --a MLE/model_outputs.json --b EMO/model_outputs.json
+  emo judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --export ask.jsonl --format openai
+  emo judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --replies batch_output.jsonl
+  emo judge --judge alpaca_eval --from annotations.json
+  emo judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json
+A is the baseline; the win rate is B's. The report: emo report OUT"""
 
 Say = Callable[[str], None]
 
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
-    from eval.model import EvaluatedModel
-    from eval.results import claim_name
-    from eval.store import read_json, said_of
+    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
+    from emo.eval.model import EvaluatedModel
+    from emo.eval.results import claim_name
+    from emo.eval.store import read_json, said_of
 
     if args.temperature is None:
         if args.top_p != 1:
@@ -133,7 +133,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
 def _judge(args: argparse.Namespace, say: Say) -> int:
     chosen = judge(args.judge)
     if args.existing:
-        from eval.judging.pairs import read_existing
+        from emo.eval.judging.pairs import read_existing
 
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
@@ -150,8 +150,8 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             say(f"{args.replies}: {failed} requests failed; their replies count as unreadable")
         by = args.ask_for or chosen.remote or chosen.model or chosen.name
         return _report([of_replies(chosen, by, pairs, replies, {"from": [args.replies.name]})], args, say)
-    from eval.judging.judging import Judging
-    from eval.model import EvaluatedModel
+    from emo.eval.judging.judging import Judging
+    from emo.eval.model import EvaluatedModel
 
     path = args.model or chosen.model
     if path is None:
@@ -184,9 +184,9 @@ def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from eval.judging.results import JUDGEMENTS, default_title, lines, write
-    from eval.model import clean_name
-    from eval.store import read_json, said_of
+    from emo.eval.judging.results import JUDGEMENTS, default_title, lines, write
+    from emo.eval.model import clean_name
+    from emo.eval.store import read_json, said_of
 
     titles = [default_title(judgement) for judgement in judgements]
     if args.name:
@@ -204,5 +204,5 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)
-    say(f"{args.out / 'judgements'}; the report: python -m eval report {args.out}")
+    say(f"{args.out / 'judgements'}; the report: emo report {args.out}")
     return ExitCode.DONE

@@ -9,15 +9,15 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import UserError
-from common.weights import shown
-from eval import store
-from eval.generation.decoding import Decoding
-from eval.generation.tokens import end_ids, identity_of, text_after
+from emo.common.errors import UserError
+from emo.common.weights import shown
+from emo.eval import store
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.tokens import end_ids, identity_of, text_after
 
 if TYPE_CHECKING:
-    from eval.generation.sampling import Request
-    from eval.model import EvaluatedModel
+    from emo.eval.generation.sampling import Request
+    from emo.eval.model import EvaluatedModel
 
 ENGINES = ("transformers", "vllm")
 Progress = Callable[[int], Any]
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
 
 
 class Transformers:
-    """The weights in this process; texts as `python -m eval generate` samples them, or by beam search."""
+    """The weights in this process; texts as `emo generate` samples them, or by beam search."""
 
     name = "transformers"
 
@@ -59,7 +59,7 @@ class Transformers:
         """A text of at most `tokens` tokens per request, in their order."""
         if isinstance(self.decoding, Beams):
             return [self._searched(request, tokens, progress) for request in requests]
-        from eval.generation.sampling import Sampler
+        from emo.eval.generation.sampling import Sampler
 
         sampler = Sampler(self.model.model, self.decoding, end_ids(self.model), self.batch)
         texts = sampler.run(requests, tokens, progress)

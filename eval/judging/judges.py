@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import yaml
 
-from common.errors import UserError, nearest
-from eval.generation.decoding import Decoding
-from eval.judging.engines import Beams
+from emo.common.errors import UserError, nearest
+from emo.eval.generation.decoding import Decoding
+from emo.eval.judging.engines import Beams
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 

@@ -17,11 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from common.files import write_text
-from eval import store
-from eval.generation.tokens import context_of
-from eval.judging.answers import (
+from emo.common.errors import UserError
+from emo.common.files import write_text
+from emo.eval import store
+from emo.eval.generation.tokens import context_of
+from emo.eval.judging.answers import (
     Row,
     chat_ids,
     chat_template,
@@ -31,12 +31,12 @@ from eval.judging.answers import (
     repeated,
     whole_characters,
 )  # fmt: skip
-from eval.judging.engines import Beams, Transformers, Vllm
-from eval.judging.judges import Judge, messages
-from eval.judging.pairs import IDENTICAL, NO_ROOM, Pair, Pairs
+from emo.eval.judging.engines import Beams, Transformers, Vllm
+from emo.eval.judging.judges import Judge, messages
+from emo.eval.judging.pairs import IDENTICAL, NO_ROOM, Pair, Pairs
 
 if TYPE_CHECKING:
-    from eval.model import EvaluatedModel
+    from emo.eval.model import EvaluatedModel
 
 CHUNK = 32  # pairs; what a killed process loses at most
 VERSION = 1  # of everything that decides what a reply is
@@ -110,7 +110,7 @@ class Judging:
         }
 
     def _ask(self, rows: range, bar: Any) -> list[Row]:
-        from eval.generation.sampling import Request
+        from emo.eval.generation.sampling import Request
 
         reply_rows: dict[int, Row] = {}
         requests = []

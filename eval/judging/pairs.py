@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from eval import store
-from eval.judging.answers import (
+from emo.common.errors import UserError
+from emo.eval import store
+from emo.eval.judging.answers import (
     Question,
     Row,
     answer_of,
@@ -27,7 +27,7 @@ from eval.judging.answers import (
     repeated,
     text_of,
 )  # fmt: skip
-from eval.judging.judges import Judge, Side, outcome, score, side
+from emo.eval.judging.judges import Judge, Side, outcome, score, side
 
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
 AUTO_J_LABELS: dict[Any, Side] = {0: "a", 1: "b", 2: "tie"}

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError
-from eval import store
-from eval.judging.answers import Row, evenly
-from eval.judging.pairs import IDENTICAL, NO_ROOM, Judged
-from eval.model import clean_name
-from eval.stats import Interval, bounded_mean, confusion
+from emo.common.errors import UserError
+from emo.eval import store
+from emo.eval.judging.answers import Row, evenly
+from emo.eval.judging.pairs import IDENTICAL, NO_ROOM, Judged
+from emo.eval.model import clean_name
+from emo.eval.stats import Interval, bounded_mean, confusion
 
 LABELS = ("a", "b", "tie")
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError
-from common.provenance import code_version, library_versions
-from common.recipe import read_written
-from common.untrusted import read_json
-from data_prep.config import VALIDATION
-from eval import stats
-from eval.compare import Comparison, compare_pair, in_order
-from eval.judging.results import Judgement, read_judgements
-from eval.report.judged import Pairing, pairings
-from eval.results import MODELS, Model, only_answer, pick, read_models
-from eval.store import STORED_BYTES
-from pipeline.run_dir import CONFIG, METRICS, read_metrics
+from emo.common.errors import UserError
+from emo.common.provenance import code_version, library_versions
+from emo.common.recipe import read_written
+from emo.common.untrusted import read_json
+from emo.data_prep.config import VALIDATION
+from emo.eval import stats
+from emo.eval.compare import Comparison, compare_pair, in_order
+from emo.eval.judging.results import Judgement, read_judgements
+from emo.eval.report.judged import Pairing, pairings
+from emo.eval.results import MODELS, Model, only_answer, pick, read_models
+from emo.eval.store import STORED_BYTES
+from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 NEW = "new"  # what an export of a model trained from scratch calls its origin

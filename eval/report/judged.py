@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.errors import UserError
-from common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
-from common.report.figure import Dot, Dots, Figure
-from common.report.numbers import DASH, between, formatted, p_value, percent, points
-from eval.judging.results import Judgement, paired, remarks
+from emo.common.errors import UserError
+from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
+from emo.common.report.figure import Dot, Dots, Figure
+from emo.common.report.numbers import DASH, between, formatted, p_value, percent, points
+from emo.eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}

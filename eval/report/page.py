@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
-from common.report.figure import Curve, Curves, Dot, Dots, Figure, pairs
-from common.report.numbers import (
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
+from emo.common.report.figure import Curve, Curves, Dot, Dots, Figure, pairs
+from emo.common.report.numbers import (
     DASH,
     Effect,
     between,
@@ -18,10 +18,10 @@ from common.report.numbers import (
     percent,
     points,
 )
-from common.text import counted
-from eval.report import judged
-from eval.report.gather import OBJECTIVES, Report, as_json
-from eval.results import Model
+from emo.common.text import counted
+from emo.eval.report import judged
+from emo.eval.report.gather import OBJECTIVES, Report, as_json
+from emo.eval.results import Model
 
 FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted

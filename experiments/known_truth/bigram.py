@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.known_truth.expected import Costs, expected_gradient
-from pipeline.loss import Objective
+from emo.experiments.known_truth.expected import Costs, expected_gradient
+from emo.pipeline.loss import Objective
 
 ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
 HIDDEN = 50

@@ -1,6 +1,6 @@
 """A corpus that an oracle wrote: training, development and test texts as the very tokens that were drawn.
 
-    python -m experiments.known_truth.corpus --oracle DIR --out DIR
+    python -m emo.experiments.known_truth.corpus --oracle DIR --out DIR
         [--train N] [--dev N] [--test N] [--tokens N]
 
 Each text is what the oracle begins with and then `--tokens` draws from its whole distribution, fewer where it
@@ -15,21 +15,21 @@ import json
 import sys
 from pathlib import Path
 
-from common.errors import ExitCode, outcome
-from common.files import write_text
-from eval.generation.decoding import Decoding
-from eval.generation.prefixes import given
-from eval.generation.records import Generation, Plan
-from eval.generation.tokens import prompt_ids
-from eval.model import EvaluatedModel
-from experiments.code import code_digest
+from emo.common.errors import ExitCode, outcome
+from emo.common.files import write_text
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.prefixes import given
+from emo.eval.generation.records import Generation, Plan
+from emo.eval.generation.tokens import prompt_ids
+from emo.eval.model import EvaluatedModel
+from emo.experiments.code import code_digest
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Sample and write. Exit codes: 0 done, 2 a mistake in the input."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.corpus", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.corpus", description=__doc__)
     parser.add_argument("--oracle", required=True, help="model directory or hub id")
     parser.add_argument("--out", required=True, type=Path)
     for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
@@ -53,7 +53,7 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
     """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
     begin = prompt_ids(oracle, "")
-    chunks = out / f"sampled-{code_digest('experiments.known_truth.corpus')}"
+    chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"
     return [[*begin, *record["ids"]] for record in Generation(oracle, plan, chunks).run(publish=False)]
 
 

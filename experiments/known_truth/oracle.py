@@ -1,6 +1,6 @@
 """A learner beside its oracle: exact next-token distributions of both at every context of held-out text.
 
-    python -m experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl --out FILE.json
+    python -m emo.experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl --out FILE.json
         [--baseline DIR] [--dev FILE.jsonl] [--samples N --tokens N]
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ExitCode, UserError, outcome
-from common.files import write_text
-from data_prep.inputs import open_text
-from eval.generation import distributions, likelihood
-from eval.generation.tokens import prompt_ids
-from eval.model import EvaluatedModel
-from experiments.known_truth.corpus import sample
-from experiments.statistics import WIDEST, best_temperature
+from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.files import write_text
+from emo.data_prep.inputs import open_text
+from emo.eval.generation import distributions, likelihood
+from emo.eval.generation.tokens import prompt_ids
+from emo.eval.model import EvaluatedModel
+from emo.experiments.known_truth.corpus import sample
+from emo.experiments.statistics import WIDEST, best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 DECILES = 10
@@ -38,7 +38,7 @@ SAMPLES_SEED = 4  # not one of the corpus's
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and write. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.oracle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.oracle", description=__doc__)
     for name in ("--oracle", "--model", "--texts", "--out"):
         parser.add_argument(name, required=True, type=Path)
     parser.add_argument("--baseline", type=Path)

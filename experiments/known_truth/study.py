@@ -1,6 +1,6 @@
 """Objectives where the truth is known: their fixed points (A0), and learners fitted to samples (A).
 
-    python -m experiments.known_truth.study FILE.yaml [key=value ...]
+    python -m emo.experiments.known_truth.study FILE.yaml [key=value ...]
 
 FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell is
 one kind of truth and one size of sample: `truths` of them are drawn at random, each with one sample. Cells
@@ -22,17 +22,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from common.errors import ExitCode, outcome
-from common.files import sha256, write_text
-from common.provenance import code_version
-from common.recipe import Section, load_section
-from eval.generation import distributions
-from experiments.code import code_digest, plugin_file
-from experiments.design import RESULTS
-from experiments.known_truth import bigram
-from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
-from experiments.statistics import at_an_end, best_temperature, estimate, verdict
-from pipeline.loss import get_objective
+from emo.common.errors import ExitCode, outcome
+from emo.common.files import sha256, write_text
+from emo.common.provenance import code_version
+from emo.common.recipe import Section, load_section
+from emo.eval.generation import distributions
+from emo.experiments.code import code_digest, plugin_file
+from emo.experiments.design import RESULTS
+from emo.experiments.known_truth import bigram
+from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
+from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
+from emo.pipeline.loss import get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
 
@@ -197,7 +197,7 @@ def run(study: Study) -> dict[str, Any]:
     keys = {"contestants", "baseline", "truth", "truths", "steps", "rates"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
-        "code": code_digest("experiments.known_truth.study"),
+        "code": code_digest("emo.experiments.known_truth.study"),
         "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
         "torch": torch.__version__,
     }
@@ -250,7 +250,7 @@ def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a study. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.known_truth.study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args(argv)

@@ -1,20 +1,20 @@
 """Token-level objectives inside a fused output head: a library that knows nothing of runs.
 
-from pipeline.loss import CostEmbedding, fused_linear_loss, get_objective
+from emo.pipeline.loss import CostEmbedding, fused_linear_loss, get_objective
 
 cost = CostEmbedding.from_weight(head.weight)
 sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost)
 (sums.loss / sums.tokens).backward()
 """
 
-from common.labels import IGNORE
-from pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
-from pipeline.loss.cost_files import load_cost, number_cost
-from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import LossSums, fused_linear_loss
-from pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
-from pipeline.loss.logits import logits_loss
-from pipeline.loss.objectives import (
+from emo.common.labels import IGNORE
+from emo.pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
+from emo.pipeline.loss.cost_files import load_cost, number_cost
+from emo.pipeline.loss.dense import Teacher
+from emo.pipeline.loss.fused import LossSums, fused_linear_loss
+from emo.pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
+from emo.pipeline.loss.logits import logits_loss
+from emo.pipeline.loss.objectives import (
     OBJECTIVES,
     Coefficients,
     Objective,
@@ -24,7 +24,7 @@ from pipeline.loss.objectives import (
     traits,
     weighted_sum,
 )
-from pipeline.loss.probe import probe_model
+from emo.pipeline.loss.probe import probe_model
 
 __all__ = [
     "IGNORE",

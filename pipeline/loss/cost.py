@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from common.labels import IGNORE
+from emo.common.errors import UserError
+from emo.common.labels import IGNORE
 
 ALIGNMENT = 64  # numbers; 128 bytes in half precision, a line of the cache
 BLOCK = 1024  # rows of the large factor at a time: the product stays in the cache

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError, one_line
-from common.untrusted import read_json
-from common.weights import load_config, shard_names
-from pipeline.loss.cost import CostEmbedding, NumberCost
+from emo.common.errors import UserError, one_line
+from emo.common.untrusted import read_json
+from emo.common.weights import load_config, shard_names
+from emo.pipeline.loss.cost import CostEmbedding, NumberCost
 
 OLD_HEAD_NAMES = ("embed_out.weight",)  # names in checkpoints of a head that transformers renames
 SPACES = " \u2581\u0120"  # how tokenizers write the space before a word

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.loss.cost import CostEmbedding, in_float32
-from pipeline.loss.rows import Chunk, Terms, Tokens, statistics_dtype
+from emo.pipeline.loss.cost import CostEmbedding, in_float32
+from emo.pipeline.loss.rows import Chunk, Terms, Tokens, statistics_dtype
 
 
 class Teacher(NamedTuple):

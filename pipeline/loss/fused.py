@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError
-from pipeline.loss.cost import (
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import (
     BLOCK,
     CostEmbedding,
     CostRows,
@@ -45,9 +45,9 @@ from pipeline.loss.cost import (
     widens,
     with_rows,
 )
-from pipeline.loss.dense import Teacher, process_dense_chunk
-from pipeline.loss.objectives import Objective
-from pipeline.loss.rows import Chunk, RowPass, Terms, Tokens, TorchRows, solve, statistics_dtype
+from emo.pipeline.loss.dense import Teacher, process_dense_chunk
+from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.loss.rows import Chunk, RowPass, Terms, Tokens, TorchRows, solve, statistics_dtype
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -563,7 +563,7 @@ def process_chunk(
         rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
         group: RowPass
         if triton:
-            from pipeline.loss.kernels_triton import TritonRows
+            from emo.pipeline.loss.kernels_triton import TritonRows
 
             group = TritonRows(block, part, rows, terms)
         else:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
-from common.labels import IGNORE
-from pipeline.loss.cost import CostEmbedding, Labels, LiveCost, label_count
-from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import LossSums, Spec, apply_fused, make_spec
-from pipeline.loss.objectives import Objective
+from emo.common.errors import UserError
+from emo.common.labels import IGNORE
+from emo.pipeline.loss.cost import CostEmbedding, Labels, LiveCost, label_count
+from emo.pipeline.loss.dense import Teacher
+from emo.pipeline.loss.fused import LossSums, Spec, apply_fused, make_spec
+from emo.pipeline.loss.objectives import Objective
 
 VARLEN = "varlen"  # the attention of varlen.py
 BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # transformers' names for the results of `segments`

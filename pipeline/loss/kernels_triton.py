@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.loss.cost import Costs, touchable
-from pipeline.loss.rows import Chunk, RowUpdate, Statistics, Terms
+from emo.pipeline.loss.cost import Costs, touchable
+from emo.pipeline.loss.rows import Chunk, RowUpdate, Statistics, Terms
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8

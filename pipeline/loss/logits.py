@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding, LiveCost
-from pipeline.loss.fused import LossSums, Spec, Totals, check_inputs, make_spec, process_chunk, walk_over
-from pipeline.loss.objectives import Objective
-from pipeline.loss.rows import Chunk, statistics_dtype
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding, LiveCost
+from emo.pipeline.loss.fused import LossSums, Spec, Totals, check_inputs, make_spec, process_chunk, walk_over
+from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.loss.rows import Chunk, statistics_dtype
 
 
 def logits_loss(

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.errors import UserError, nearest, one_line
+from emo.common.errors import UserError, nearest, one_line
 
 EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.errors import UserError, one_line
-from pipeline.loss.head import by_segments, refusal
-from pipeline.loss.objectives import get_objective
+from emo.common.errors import UserError, one_line
+from emo.pipeline.loss.head import by_segments, refusal
+from emo.pipeline.loss.objectives import get_objective
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Probe:
             raise UserError(
                 f"{self.name} does something to its logits that the fused head does not know (their losses "
                 f"differ by {max(errors):.2g} of the logits' range), so the fused loss is wrong; choose "
-                "another model family, or train from logits with pipeline.hf.loss_function",
+                "another model family, or train from logits with emo.pipeline.hf.loss_function",
                 code="head-differs",
             )
 

@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.loss.cost import Costs
-from pipeline.loss.objectives import Objective, Scalars
+from emo.pipeline.loss.cost import Costs
+from emo.pipeline.loss.objectives import Objective, Scalars
 
 
 @dataclass(frozen=True)

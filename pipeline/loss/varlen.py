@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pipeline.loss.head import VARLEN
+from emo.pipeline.loss.head import VARLEN
 
 LARGEST_HEAD = 256  # the kernel's limit on values of a head, in steps of
 HEAD_STEP = 8

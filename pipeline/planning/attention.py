@@ -7,11 +7,11 @@ import logging
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from common.errors import UserError, one_line
-from pipeline.config import ModelConfig
-from pipeline.loss.head import VARLEN, by_segments
-from pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
-from pipeline.planning.host import on_gpu
+from emo.common.errors import UserError, one_line
+from emo.pipeline.config import ModelConfig
+from emo.pipeline.loss.head import VARLEN, by_segments
+from emo.pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
+from emo.pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)
 

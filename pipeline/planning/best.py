@@ -19,17 +19,17 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import FailureError, UserError
-from common.files import part_file
-from common.provenance import shipped
-from common.recipe import apply_override
-from pipeline.config import Batch, RunConfig, load_config, solve_batch
-from pipeline.loss.objectives import Objective
-from pipeline.planning import footprint
-from pipeline.planning.checks import check
-from pipeline.planning.ds_file import deepspeed_config
-from pipeline.planning.footprint import GIB, NODE, Memory, Setup, Sizes, Time
-from pipeline.planning.plan import TRUST, Cluster, setup_of, sizes_of
+from emo.common.errors import FailureError, UserError
+from emo.common.files import part_file
+from emo.common.provenance import shipped
+from emo.common.recipe import apply_override
+from emo.pipeline.config import Batch, RunConfig, load_config, solve_batch
+from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.ds_file import deepspeed_config
+from emo.pipeline.planning.footprint import GIB, NODE, Memory, Setup, Sizes, Time
+from emo.pipeline.planning.plan import TRUST, Cluster, setup_of, sizes_of
 
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 SHOWN = 3

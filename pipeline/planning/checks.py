@@ -17,29 +17,29 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from common.errors import UserError, one_line
-from common.recipe import shown
-from data_prep.config import TRAIN
-from data_prep.scores import Scores
-from data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
-from data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from pipeline import identity
-from pipeline.config import Batch, RunConfig, solve_batch, total_steps
-from pipeline.export import exported_tensors, unwrap, write_rest
-from pipeline.identity import Identity
-from pipeline.loss.cost_files import FILES, load_cost
-from pipeline.loss.objectives import Objective
-from pipeline.model import (
+from emo.common.errors import UserError, one_line
+from emo.common.recipe import shown
+from emo.data_prep.config import TRAIN
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
+from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
+from emo.pipeline import identity
+from emo.pipeline.config import Batch, RunConfig, solve_batch, total_steps
+from emo.pipeline.export import exported_tensors, unwrap, write_rest
+from emo.pipeline.identity import Identity
+from emo.pipeline.loss.cost_files import FILES, load_cost
+from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.model import (
     add_lora,
     check_fits,
     model_config,
     objective_parts,
     training_objective,
 )
-from pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
-from pipeline.planning.attention import usable_attention
-from pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
-from pipeline.report.samples import prompt_ids
+from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
+from emo.pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
+from emo.pipeline.report.samples import prompt_ids
 
 log = logging.getLogger(__name__)
 

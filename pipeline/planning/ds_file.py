@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils import cpp_extension
 from transformers.pytorch_utils import Conv1D
 
-from common.errors import UserError, nearest, one_line
-from common.provenance import REPOSITORY, shipped
-from common.untrusted import JSON_BYTES, read_bytes
-from pipeline.config import Batch, RunConfig
-from pipeline.planning.host import check_compiler, on_gpu, ranks_here
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.provenance import REPOSITORY, shipped
+from emo.common.untrusted import JSON_BYTES, read_bytes
+from emo.pipeline.config import Batch, RunConfig
+from emo.pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {

@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.loss.fused import CHUNK_MB
+from emo.pipeline.loss.fused import CHUNK_MB
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
 TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 51, 49 are within 0.10

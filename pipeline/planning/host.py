@@ -17,9 +17,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from common.errors import FailureError, UserError
-from common.lease import Lease, joined, users, waited
-from pipeline.stop import HARDWARE, node_name
+from emo.common.errors import FailureError, UserError
+from emo.common.lease import Lease, joined, users, waited
+from emo.pipeline.stop import HARDWARE, node_name
 
 log = logging.getLogger(__name__)
 

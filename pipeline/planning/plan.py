@@ -17,19 +17,19 @@ from rich.table import Table
 from torch import nn
 from transformers import PretrainedConfig
 
-from common.errors import UserError
-from common.text import counted
-from data_prep.config import DataConfig
-from pipeline.config import Batch, RunConfig
-from pipeline.export import unwrap
-from pipeline.loss.objectives import Objective
-from pipeline.model import model_config
-from pipeline.order import REPEATED, BatchOrder, MixedOrder
-from pipeline.planning import footprint
-from pipeline.planning.checks import Ready, check, meta_model
-from pipeline.planning.ds_file import zero_stage
-from pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
-from pipeline.planning.host import on_gpu
+from emo.common.errors import UserError
+from emo.common.text import counted
+from emo.data_prep.config import DataConfig
+from emo.pipeline.config import Batch, RunConfig
+from emo.pipeline.export import unwrap
+from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.model import model_config
+from emo.pipeline.order import REPEATED, BatchOrder, MixedOrder
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import Ready, check, meta_model
+from emo.pipeline.planning.ds_file import zero_stage
+from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
+from emo.pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)
 

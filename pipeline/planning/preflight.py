@@ -1,8 +1,8 @@
 """Is every host fit to train? Checked where training would run, by every rank, before hours are spent.
 
-python -m pipeline preflight RECIPE                                        this host
+emo preflight RECIPE                                        this host
 deepspeed --hostfile HOSTS --module pipeline preflight RECIPE              all hosts
-torchrun --nnodes N --nproc-per-node M ... -m pipeline preflight RECIPE    likewise without ssh
+torchrun --nnodes N --nproc-per-node M ... -m emo preflight RECIPE    likewise without ssh
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import UserError
-from common.provenance import library_versions
-from pipeline import engine
-from pipeline.config import RunConfig
-from pipeline.planning.checks import check
-from pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
-from pipeline.planning.host import compiler, ranks_here, threads
-from pipeline.planning.plan import model_sizes
-from pipeline.ranks import World, end_world, gather_objects
+from emo.common.errors import UserError
+from emo.common.provenance import library_versions
+from emo.pipeline import engine
+from emo.pipeline.config import RunConfig
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
+from emo.pipeline.planning.host import compiler, ranks_here, threads
+from emo.pipeline.planning.plan import model_sizes
+from emo.pipeline.ranks import World, end_world, gather_objects
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"

@@ -1,4 +1,4 @@
-"""`python -m pipeline score`: a model's log-probability of every prepared token, once, beside the shards.
+"""`emo score`: a model's log-probability of every prepared token, once, beside the shards.
 
 Training then reads them at the price of reading tokens: no second model stays in memory (`psft`, `excess`).
 """
@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from common.errors import UserError
-from common.files import sha256
-from common.labels import IGNORE
-from data_prep import scores
-from data_prep.shards import TokenDataset, open_prepared
-from pipeline.config import RunConfig
-from pipeline.loss import fuse_model, get_objective, probe_model
-from pipeline.loss.fused import token_nll
-from pipeline.model import check_fits, load_pretrained, model_config
-from pipeline.planning.attention import usable_attention
-from pipeline.planning.host import check_gpus, on_gpu
+from emo.common.errors import UserError
+from emo.common.files import sha256
+from emo.common.labels import IGNORE
+from emo.data_prep import scores
+from emo.data_prep.shards import TokenDataset, open_prepared
+from emo.pipeline.config import RunConfig
+from emo.pipeline.loss import fuse_model, get_objective, probe_model
+from emo.pipeline.loss.fused import token_nll
+from emo.pipeline.model import check_fits, load_pretrained, model_config
+from emo.pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.host import check_gpus, on_gpu
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple, TextIO, cast
 
 from tqdm import tqdm
 
-from common.text import printable, without_secrets
-from pipeline.run_dir import LOG
-from pipeline.stop import CONSOLE
+from emo.common.text import printable, without_secrets
+from emo.pipeline.run_dir import LOG
+from emo.pipeline.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet", "silent"]  # silent: ranks other than 0, errors alone
 DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # seconds between two drawings, and between two plain lines of progress

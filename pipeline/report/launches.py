@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from common.errors import one_line
-from common.provenance import code_version, library_versions
-from common.text import counted
-from pipeline.config import RunConfig
-from pipeline.planning import footprint
-from pipeline.planning.checks import Ready
-from pipeline.planning.ds_file import zero_stage
-from pipeline.planning.footprint import GIB, accelerator
-from pipeline.planning.host import on_gpu
-from pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
-from pipeline.report.console import GREEN, YELLOW, Console
-from pipeline.run_dir import EXPORT, LAUNCHES
-from pipeline.stop import RESUME
+from emo.common.errors import one_line
+from emo.common.provenance import code_version, library_versions
+from emo.common.text import counted
+from emo.pipeline.config import RunConfig
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import Ready
+from emo.pipeline.planning.ds_file import zero_stage
+from emo.pipeline.planning.footprint import GIB, accelerator
+from emo.pipeline.planning.host import on_gpu
+from emo.pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
+from emo.pipeline.report.console import GREEN, YELLOW, Console
+from emo.pipeline.run_dir import EXPORT, LAUNCHES
+from emo.pipeline.stop import RESUME
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, one_line
-from common.files import finite, write_once, write_text
-from data_prep.config import VALIDATION, split_of
-from pipeline.config import RunConfig
-from pipeline.engine import DomainSums, Sums
-from pipeline.loss.fused import summary
-from pipeline.planning.footprint import GIB
-from pipeline.planning.host import on_gpu
-from pipeline.report import validation
-from pipeline.report.console import BOLD, Console, Pace, Progress, upcoming
-from pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
+from emo.common.errors import UserError, one_line
+from emo.common.files import finite, write_once, write_text
+from emo.data_prep.config import VALIDATION, split_of
+from emo.pipeline.config import RunConfig
+from emo.pipeline.engine import DomainSums, Sums
+from emo.pipeline.loss.fused import summary
+from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.host import on_gpu
+from emo.pipeline.report import validation
+from emo.pipeline.report.console import BOLD, Console, Pace, Progress, upcoming
+from emo.pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
 
 @dataclass

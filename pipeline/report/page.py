@@ -11,17 +11,17 @@ from urllib.parse import quote
 
 import yaml
 
-from common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
-from common.report.figure import Curve, Curves, Dot, Dots, Figure, Points, pairs
-from common.report.numbers import DASH, Effect, between, changes, formatted, listed
-from pipeline.report.console import duration
-from pipeline.report.runs import KILLED, Gain, Run, as_json, gains
-from pipeline.report.validation import Change
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
+from emo.common.report.figure import Curve, Curves, Dot, Dots, Figure, Points, pairs
+from emo.common.report.numbers import DASH, Effect, between, changes, formatted, listed
+from emo.pipeline.report.console import duration
+from emo.pipeline.report.runs import KILLED, Gain, Run, as_json, gains
+from emo.pipeline.report.validation import Change
 
 COLOURED = 8  # runs that curves show in colour; more are grey
 SAME = 1e-4  # relative difference of two values that a figure cannot tell apart
 UNIT = "nats per token"
-EVALUATION = ("report.html", "results.json")  # what `python -m eval report` and `watch` leave
+EVALUATION = ("report.html", "results.json")  # what `emo report` and `watch` leave
 # What is drawn over training, in order: key in metrics.jsonl, title, key of its value on held-out data.
 QUANTITIES = (
     ("nll", "Loss in nats per token (NLL)", "validation_nll"),

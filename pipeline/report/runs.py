@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UserError, nearest
-from common.recipe import read_written
-from common.report.numbers import DASH
-from common.text import counted
-from common.untrusted import is_plain_name, number
-from pipeline.report.validation import FEWEST, Change, change, read
-from pipeline.run_dir import (
+from emo.common.errors import UserError, nearest
+from emo.common.recipe import read_written
+from emo.common.report.numbers import DASH
+from emo.common.text import counted
+from emo.common.untrusted import is_plain_name, number
+from emo.pipeline.report.validation import FEWEST, Change, change, read
+from emo.pipeline.run_dir import (
     BAD_BATCHES,
     CONFIG,
     EXPORT,

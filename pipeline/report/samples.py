@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError
-from common.files import write_text
-from data_prep.tokenizer import load_tokenizer
-from pipeline.config import RunConfig
-from pipeline.engine import Engine
-from pipeline.export import unwrap
-from pipeline.run_dir import SAMPLES, read_records
+from emo.common.errors import UserError
+from emo.common.files import write_text
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline.config import RunConfig
+from emo.pipeline.engine import Engine
+from emo.pipeline.export import unwrap
+from emo.pipeline.run_dir import SAMPLES, read_records
 
 
 class Samples:

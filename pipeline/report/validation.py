@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from common.files import write_atomically
-from pipeline.run_dir import VALIDATION, step_directory, step_of
+from emo.common.files import write_atomically
+from emo.pipeline.run_dir import VALIDATION, step_directory, step_of
 
 LEVEL = 0.95
 KIND = np.dtype([("nll", "<f8"), ("tokens", "<u8")])

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.recipe import parse_section
-from data_prep.config import DataConfig
-from data_prep.prepare import prepare
-from data_prep.shards import TokenDataset
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.common.recipe import parse_section
+from emo.data_prep.config import DataConfig
+from emo.data_prep.prepare import prepare
+from emo.data_prep.shards import TokenDataset
+from emo.data_prep.verify import verify
 from tests.bench import common
 
 # Formats that the names and first lines do not show.

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tokens
-from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import get_objective
+from emo.pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tokens
+from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import get_objective
 from tests.bench import common
 from tests.bench._objectives_naive import NAIVE
 

@@ -27,16 +27,16 @@ import numpy as np
 import torch
 import yaml
 
-from common.recipe import parse_section
-from data_prep.config import DataConfig
-from data_prep.inputs import open_text
-from data_prep.pack import first_fit_decreasing
-from data_prep.prepare import prepare
-from data_prep.templates import Conversation, Exchange
-from data_prep.tokenizer import save_tokenizer
-from data_prep.words import encoder
-from pipeline.config import MixtureConfig
-from pipeline.order import Holding, MixedOrder
+from emo.common.recipe import parse_section
+from emo.data_prep.config import DataConfig
+from emo.data_prep.inputs import open_text
+from emo.data_prep.pack import first_fit_decreasing
+from emo.data_prep.prepare import prepare
+from emo.data_prep.templates import Conversation, Exchange
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.words import encoder
+from emo.pipeline.config import MixtureConfig
+from emo.pipeline.order import Holding, MixedOrder
 from tests.bench import _data_peers as peers
 from tests.bench import _data_real, common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
@@ -163,7 +163,7 @@ def scale(bench: Bench) -> None:
             recipe = bench.work / "scale.yaml"
             config = bench.config(folder, out).model_dump(mode="json")
             recipe.write_text(yaml.safe_dump({"data": config}))
-            command = [sys.executable, "-m", "data_prep", "prepare", str(recipe), "--workers", str(workers)]
+            command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--workers", str(workers)]
             begin = time.perf_counter()
             subprocess.run(command, cwd=common.REPO, check=True, capture_output=True)
             times[workers].append(time.perf_counter() - begin)
@@ -321,8 +321,8 @@ def pack(bench: Bench) -> None:
 
 def instruction_lengths(bench: Bench) -> np.ndarray:
     """Tokens of Alpaca-GPT4 rows in the Alpaca format."""
-    from data_prep.encode import EncodeSettings, RowEncoder
-    from data_prep.tokenizer import tokenizer_facts
+    from emo.data_prep.encode import EncodeSettings, RowEncoder
+    from emo.data_prep.tokenizer import tokenizer_facts
 
     rows = alpaca_rows(3000)
     if bench.real:

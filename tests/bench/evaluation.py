@@ -26,15 +26,15 @@ import torch
 from datasets import DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_prep.tokenizer import load_tokenizer
-from eval.cli import quiet_libraries
-from eval.icl.encoder import Encoder
-from eval.icl.inferencer import PrefixPPLInferencer
-from eval.icl.openicl_compat import PPLInferencer, quiet
-from eval.icl.prefix_scorer import PrefixScorer, Work
-from eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, top_k
-from eval.icl.task_data import load_data, reader
-from eval.icl.tasks import Task, load_task
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.eval.cli import quiet_libraries
+from emo.eval.icl.encoder import Encoder
+from emo.eval.icl.inferencer import PrefixPPLInferencer
+from emo.eval.icl.openicl_compat import PPLInferencer, quiet
+from emo.eval.icl.prefix_scorer import PrefixScorer, Work
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, top_k
+from emo.eval.icl.task_data import load_data, reader
+from emo.eval.icl.tasks import Task, load_task
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"

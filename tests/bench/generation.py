@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from eval.generation import likelihood
-from eval.generation.sampling import Request, Sampler
-from eval.icl.prefix_scorer import PrefixScorer
+from emo.eval.generation import likelihood
+from emo.eval.generation.sampling import Request, Sampler
+from emo.eval.icl.prefix_scorer import PrefixScorer
 from tests.bench import common
 
 SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))

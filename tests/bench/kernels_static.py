@@ -27,11 +27,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeline.loss import kernels_triton
-from pipeline.loss.cost import CostCache, Costs, padded_rows
-from pipeline.loss.fused import CHUNK_MB, process_chunk
-from pipeline.loss.objectives import get_objective
-from pipeline.loss.rows import Chunk, Terms, statistics_dtype
+from emo.pipeline.loss import kernels_triton
+from emo.pipeline.loss.cost import CostCache, Costs, padded_rows
+from emo.pipeline.loss.fused import CHUNK_MB, process_chunk
+from emo.pipeline.loss.objectives import get_objective
+from emo.pipeline.loss.rows import Chunk, Terms, statistics_dtype
 from tests.bench import common
 from tests.bench._objectives_setting import text_tokens
 

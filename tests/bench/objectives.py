@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.head import fuse_head
-from pipeline.loss.objectives import OBJECTIVES, get_objective
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.head import fuse_head
+from emo.pipeline.loss.objectives import OBJECTIVES, get_objective
 from tests.bench import common
 from tests.bench._objectives_naive import NAIVE
 from tests.bench._objectives_setting import (

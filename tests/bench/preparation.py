@@ -21,9 +21,9 @@ JOBS = 4
 CHILD = """
 import sys, time
 from pathlib import Path
-from data_prep.config import load_data_config
-from data_prep.prepare import prepare
-from data_prep.planning import Planning, set_up
+from emo.data_prep.config import load_data_config
+from emo.data_prep.prepare import prepare
+from emo.data_prep.planning import Planning, set_up
 what, recipe, job, jobs = sys.argv[1:]
 config = load_data_config(Path(recipe), [])
 quiet = lambda line: None

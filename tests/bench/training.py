@@ -5,7 +5,7 @@
 Every contestant is a run of its own on 2 ranks, started in turn. Counted are the steps after the first ten:
 CPU seconds of both ranks, and tokens per second by the clock.
 
-ours       pipeline.train as the launcher runs it, with logging, guards and agreement on stops
+ours       emo.pipeline.train as the launcher runs it, with logging, guards and agreement on stops
 bare       the same DeepSpeed engine, fused MLE head and batches made beforehand; nothing but
            forward, backward and step
 Trainer    Hugging Face's Trainer with the same DeepSpeed configuration, its own loss
@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.world import corpus, read_rows
-from pipeline.ranks import end_world
+from emo.data_prep.world import corpus, read_rows
+from emo.pipeline.ranks import end_world
 from tests.bench import common
 
 WARM = 10  # steps that do not count
@@ -98,8 +98,8 @@ class Clock:
 
 def worker(who: str, steps: int, directory: Path) -> None:
     """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
-    from pipeline import engine
-    from pipeline.config import load_config
+    from emo.pipeline import engine
+    from emo.pipeline.config import load_config
 
     options = [f"run_dir={directory}/run", *data_of(who)]
     if "four" in who:
@@ -118,11 +118,11 @@ def worker(who: str, steps: int, directory: Path) -> None:
 def _ours(config: Any, world: Any, clock: Clock) -> None:
     from deepspeed import DeepSpeedEngine
 
-    from pipeline import train
-    from pipeline.batches import Loader
-    from pipeline.engine import Engine
-    from pipeline.report.console import Console
-    from pipeline.stop import Watch
+    from emo.pipeline import train
+    from emo.pipeline.batches import Loader
+    from emo.pipeline.engine import Engine
+    from emo.pipeline.report.console import Console
+    from emo.pipeline.stop import Watch
 
     step, evaluate = Engine.train_step, train.evaluate
 
@@ -145,19 +145,19 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
 def _bare(config: Any, world: Any, clock: Clock) -> None:
     import torch
 
-    from data_prep.shards import TokenDataset
-    from pipeline import engine, identity
-    from pipeline.batches import rank_rows
-    from pipeline.config import lr_at, solve_batch
-    from pipeline.model import (
+    from emo.data_prep.shards import TokenDataset
+    from emo.pipeline import engine, identity
+    from emo.pipeline.batches import rank_rows
+    from emo.pipeline.config import lr_at, solve_batch
+    from emo.pipeline.model import (
         build_model,
         load_losses,
         model_config,
         training_objective,
         write_initial_weights,
     )
-    from pipeline.order import BatchOrder
-    from pipeline.planning.ds_file import deepspeed_config
+    from emo.pipeline.order import BatchOrder
+    from emo.pipeline.planning.ds_file import deepspeed_config
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
@@ -192,10 +192,10 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
     from torch.utils.data import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from data_prep.shards import TokenDataset
-    from pipeline.config import solve_batch
-    from pipeline.model import model_config
-    from pipeline.planning.ds_file import deepspeed_config
+    from emo.data_prep.shards import TokenDataset
+    from emo.pipeline.config import solve_batch
+    from emo.pipeline.model import model_config
+    from emo.pipeline.planning.ds_file import deepspeed_config
 
     tokens = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if given.quick:
         given.rounds, given.steps = 1, WARM + 4
-    prepare = [sys.executable, "-m", "data_prep", "prepare", str(RECIPE)]
+    prepare = [sys.executable, "-m", "emo", "prepare", str(RECIPE)]
     for data in dict.fromkeys(tuple(data_of(who)) for who in CONTESTANTS):
         subprocess.run([*prepare, *data], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
     found: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}

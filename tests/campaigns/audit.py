@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from common.errors import ExitCode, one_line
+from emo.common.errors import ExitCode, one_line
 from tests.conftest import REPO
 
 LOCK = REPO / "requirements.lock"

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.run_dir import read_metrics
+from emo.pipeline.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign
 from tests.campaigns.kubernetes import kubernetes
 from tests.campaigns.slurm import call, scheduled, slurm

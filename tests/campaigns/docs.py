@@ -59,9 +59,9 @@ _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
     "torchrun": _PARSE.format("torch.distributed.run"),
-    "pipeline": "import sys; from pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
-    "eval": "import sys; from eval.cli import parser; parser().parse_args(sys.argv[1:])",
-    "data_prep": "import sys; from common.commands import parse_arguments; import data_prep.__main__ as m; "
+    "pipeline": "import sys; from emo.pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
+    "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
+    "data_prep": "import sys; from emo.common.commands import parse_arguments; import emo.data_prep.cli as m; "
     "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
 
@@ -122,7 +122,7 @@ class Scratch:
             file.parent.mkdir(parents=True, exist_ok=True)
             articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
             file.write_bytes(zstandard.compress("".join(articles).encode()))
-        self.run(f"{sys.executable} -m data_prep world data/nlu --train 40 --test 12")
+        self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
 
     def run(self, command: str, how: str = "run") -> Done:
         """A shell command; code 124 when it takes too long."""
@@ -194,8 +194,8 @@ class Scratch:
             return read
         inner = {
             "train": lambda: ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
-            "prepare": lambda: ["python", "-m", "data_prep", "prepare", *rest],
-            "evaluate": lambda: ["python", "-m", "eval", "watch", rest[0], "--once", "--data", *rest[1:]],
+            "prepare": lambda: ["python", "-m", "emo", "prepare", *rest],
+            "evaluate": lambda: ["python", "-m", "emo", "watch", rest[0], "--once", "--data", *rest[1:]],
         }
         return self.check(shlex.join(inner[Path(file).stem]()))
 

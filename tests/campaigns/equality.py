@@ -254,10 +254,10 @@ def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> 
 
 def predictions(root: Path, name: str) -> dict[str, str]:
     """Evaluate an export on the embedded tasks and return the digest of each task's predictions in order."""
-    run(BIN / "python", "-m", "data_prep", "world", root / "tasks")
+    run(BIN / "python", "-m", "emo", "world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
     options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--out", root / "results"]
-    run(BIN / "python", "-m", "eval", "run", *model, *options)
+    run(BIN / "python", "-m", "emo", "eval", *model, *options)
     digests = {}
     for identity in (root / "results").glob("store/*/identity.json"):
         task = json.loads(identity.read_text(encoding="utf-8"))["value"]["task"]["name"]
@@ -282,7 +282,7 @@ def results(only: list[str]) -> dict[str, str]:
         for name, data in recipes().items():
             write_recipe(root / f"{name}.yaml", root, name, data)
             if not only or name in only or "train_tokenizer" in data:
-                run(BIN / "python", "-m", "data_prep", "prepare", root / f"{name}.yaml")
+                run(BIN / "python", "-m", "emo", "prepare", root / f"{name}.yaml")
                 digests |= prepared(root, name)
         if not only:
             digests |= trained(root, "domains", "continual", 2)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.run_dir import checkpoints, step_of
+from emo.pipeline.run_dir import checkpoints, step_of
 from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.errors import UserError
-from common.labels import IGNORE
-from pipeline.loss import fuse_model, get_objective
-from pipeline.loss.head import VARLEN
+from emo.common.errors import UserError
+from emo.common.labels import IGNORE
+from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.loss.head import VARLEN
 from tests.bench import common
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_kernel import functions
@@ -62,12 +62,12 @@ def _check_host(name: str, config: Any) -> None:
     """Raises MissingError without that attention; where the trainer cannot be asked it is tried."""
     if importlib.util.find_spec("pydantic") is None:
         if name == VARLEN:
-            import pipeline.loss.varlen  # noqa: F401 - registers it
+            import emo.pipeline.loss.varlen  # noqa: F401 - registers it
         elif name == "flash_attention_2":
             needs("flash_attn")
         return
-    from pipeline.config import ModelConfig
-    from pipeline.planning.attention import usable_attention
+    from emo.pipeline.config import ModelConfig
+    from emo.pipeline.planning.attention import usable_attention
 
     dtype = "bfloat16" if GPU else "float32"
     try:
@@ -120,7 +120,7 @@ def _compare(show: Figures, name: str, model: Any) -> None:
 def _memory(show: Figures, name: str) -> None:
     """Peak of a forward and backward pass of ROWS long rows, packed, above that of single documents.
 
-    The target is what `pipeline.planning.footprint` counts: of SDPA a mask of booleans, and what every layer
+    The target is what `emo.pipeline.planning.footprint` counts: of SDPA a mask of booleans, and what every layer
     makes of it in bfloat16 and keeps for its backward pass; of attention by segments nothing, or one mask at
     most. Nobody counts eager attention, which keeps all of its scores.
     """

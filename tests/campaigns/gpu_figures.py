@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import one_line
-from common.files import write_text
+from emo.common.errors import one_line
+from emo.common.files import write_text
 
 OWN = ("common", "data_prep", "pipeline", "eval", "tests")  # packages that are never just "not installed"
 CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off

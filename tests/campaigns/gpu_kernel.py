@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
+from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
 from tests.bench import common
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.helpers.loss_reference import relative_error
@@ -77,7 +77,7 @@ def _kernel() -> tuple[Any, str]:
     so that the rest of it can be compared.
     """
     try:
-        module = importlib.import_module("pipeline.loss.varlen")
+        module = importlib.import_module("emo.pipeline.loss.varlen")
     except ImportError as error:
         raise MissingError(error) from None
     kernel = module.varlen_attn

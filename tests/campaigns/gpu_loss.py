@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import get_objective
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import get_objective
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns.gpu_figures import Figures, MissingError

@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pipeline.run_dir import PROFILE
+from emo.pipeline.run_dir import PROFILE
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_setting import GPU, WARM, measure, needs, recipe
 

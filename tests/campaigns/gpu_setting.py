@@ -127,7 +127,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
     path.write_text(yaml.safe_dump(content))
     prepared = out / f"data-{block}.prepared"
     if not prepared.exists():
-        run(["-m", "data_prep", "prepare", str(path)], show.limit(60))
+        run(["-m", "emo", "prepare", str(path)], show.limit(60))
         prepared.touch()
     return path
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from common.errors import ExitCode
-from pipeline.run_dir import EXPORT, read_metrics
+from emo.common.errors import ExitCode
+from emo.pipeline.run_dir import EXPORT, read_metrics
 from tests.campaigns.gpu_figures import Figures, MissingError
 from tests.campaigns.gpu_setting import (
     GPU,

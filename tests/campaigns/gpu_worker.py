@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
-from pipeline import engine, train
-from pipeline.checkpoint import Saver
-from pipeline.cli import leave
-from pipeline.config import RunConfig, load_config
-from pipeline.engine import Engine
-from pipeline.loss import FusedHead
-from pipeline.planning import footprint
-from pipeline.planning.checks import check
-from pipeline.planning.plan import setup_of, sizes_of
-from pipeline.ranks import end_world
-from pipeline.report.console import Console
-from pipeline.stop import Watch
+from emo.pipeline import engine, train
+from emo.pipeline.checkpoint import Saver
+from emo.pipeline.cli import leave
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.engine import Engine
+from emo.pipeline.loss import FusedHead
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.ranks import end_world
+from emo.pipeline.report.console import Console
+from emo.pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
 
 WAITS = "called a synchronizing"  # of the warning that torch gives when the host has to wait

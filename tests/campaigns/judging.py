@@ -24,8 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from eval.cli import main as main_of_eval
-from eval.judging import answers, judging
+from emo.eval.cli import main as main_of_eval
+from emo.eval.judging import answers, judging
 from tests.campaigns.campaign import Campaign
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
@@ -36,7 +36,7 @@ VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "nam
 
 
 def _run(*arguments: object) -> None:
-    """`python -m eval ARGUMENTS` with small chunks."""
+    """`emo ARGUMENTS` with small chunks."""
     answers.CHUNK, judging.CHUNK = 8, 4
     sys.argv = ["eval", *map(str, arguments)]
     with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from launch import quickstart
+from emo.launch import quickstart
 from tests.campaigns.campaign import Campaign
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, write_jsonl

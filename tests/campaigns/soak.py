@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
+from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
 from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.errors import UserError
-from data_prep.config import load_data_config
-from pipeline.config import load_config
-from pipeline.planning.checks import check
+from emo.common.errors import UserError
+from emo.data_prep.config import load_data_config
+from emo.pipeline.config import load_config
+from emo.pipeline.planning.checks import check
 from tests.helpers.corpus import alpaca_rows, run, texts, write_jsonl
 
 Attempt = Callable[[Path, list[str]], None]

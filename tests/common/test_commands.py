@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from common import __version__
+from emo.common import __version__
 from tests.conftest import REPO
 
 ROOMS = {
     "data_prep": "data_prep.__main__",
-    "pipeline": "pipeline.cli",
+    "pipeline": "emo.pipeline.cli",
     "experiments": "experiments.__main__",
-    "quickstart": "launch.quickstart",
-    "eval": "eval.cli",
+    "quickstart": "emo.launch.quickstart",
+    "eval": "emo.eval.cli",
 }
 
 
@@ -62,7 +62,9 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["data_prep", "pipeline", "eval", "experiments", "experiments.evidence"])
+@pytest.mark.parametrize(
+    "module", ["data_prep", "pipeline", "eval", "experiments", "emo.experiments.evidence"]
+)
 def test_without_the_packages_a_line_says_so(tmp_path: Path, module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", module, "--version"],  # -S: no site-packages

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-import data_prep.__main__
-import eval.cli
-import pipeline.cli
-from common.errors import AGAIN, DiskFullError, FailureError, UserError, may_pass, outcome
+import emo.data_prep.cli
+import emo.eval.cli
+import emo.pipeline.cli
+from emo.common.errors import AGAIN, DiskFullError, FailureError, UserError, may_pass, outcome
 
 ENDINGS = [
     (UserError("no such key"), 2, "error: no such key"),
@@ -61,12 +61,12 @@ def test_every_command_ends_with_the_same_code(
         return 0
 
     monkeypatch.setitem(data_prep.__main__.COMMANDS, "inspect", work)
-    monkeypatch.setattr(pipeline.cli, "_report", work)
-    monkeypatch.setattr(eval.cli, "_compare", work)
+    monkeypatch.setattr(emo.pipeline.cli, "_report", work)
+    monkeypatch.setattr(emo.eval.cli, "_compare", work)
     assert data_prep.__main__.main(["inspect", "x"]) == code
-    assert pipeline.cli.main(["report", "x"]) == code
+    assert emo.pipeline.cli.main(["report", "x"]) == code
     monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b"])
-    assert eval.cli.main() == code
+    assert emo.eval.cli.main() == code
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,7 @@ def test_failures_of_the_code_keep_their_trace() -> None:
 @pytest.mark.parametrize("buffer", [[], ["-u"]])
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int, buffer: list[str]) -> None:
-    program = (
-        f"import sys; from common.errors import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
-    )
+    program = f"import sys; from emo.common.errors import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
     process = subprocess.Popen(
         [sys.executable, *buffer, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
     )

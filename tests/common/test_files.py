@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DiskFullError, UserError
-from common.files import TICK, Hashes, claim, foreign, remove_made, sha256, write_once, write_text
+from emo.common.errors import DiskFullError, UserError
+from emo.common.files import TICK, Hashes, claim, foreign, remove_made, sha256, write_once, write_text
 
 MADE = ("train/*.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
 
@@ -65,7 +65,7 @@ def test_hashes_are_remembered_until_a_file_is_touched(
     assert before == sha256(file)
     first.save()
     with monkeypatch.context() as patch:
-        patch.setattr("common.files.sha256", refusing(errno.EIO))
+        patch.setattr("emo.common.files.sha256", refusing(errno.EIO))
         assert Hashes(memory).sha256(file) == before
     times = file.stat()
     with file.open("r+b") as stream:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from common.files import PART, part_file, remove_abandoned
-from common.lease import Lease, held, joined, users, waited
+from emo.common.files import PART, part_file, remove_abandoned
+from emo.common.lease import Lease, held, joined, users, waited
 
 FORK = multiprocessing.get_context("fork")
 

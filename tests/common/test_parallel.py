@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.errors import UserError
-from common.parallel import Workers
+from emo.common.errors import UserError
+from emo.common.parallel import Workers
 from tests.conftest import REPO
 
 
@@ -91,7 +91,7 @@ def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) 
     code = (
         f"import sys; sys.path[0] = {str(REPO)!r}\n"  # as an installed command has another
         "import os\n"
-        "from common.parallel import Workers\n"
+        "from emo.common.parallel import Workers\n"
         "from tests.common.test_parallel import adding\n"
         "with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])\n"
         "assert 'PYTHONSAFEPATH' not in os.environ\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common import progress as module
-from common.progress import amount, duration, progress, progress_line
+from emo.common import progress as module
+from emo.common.progress import amount, duration, progress, progress_line
 from tests.conftest import REPO
 
 
@@ -40,7 +40,7 @@ def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPa
 
 def test_on_a_terminal_a_bar_comes_and_goes(tmp_path: Path) -> None:
     code = (
-        "import time; from common.progress import progress\n"
+        "import time; from emo.common.progress import progress\n"
         "with progress('reading', 2000, print) as at:\n"
         "    for done in range(0, 2000, 200): at(done); time.sleep(0.05)"
     )

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from common.commands import parse_arguments
-from common.errors import UserError
-from common.recipe import KEYS, OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
-from data_prep.__main__ import main as data_prep
-from pipeline.__main__ import main as pipeline
-from pipeline.config import RunConfig, load_config
+from emo.common.commands import parse_arguments
+from emo.common.errors import UserError
+from emo.common.recipe import KEYS, OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
+from emo.data_prep.cli import main as data_prep
+from emo.pipeline.cli import main as pipeline
+from emo.pipeline.config import RunConfig, load_config
 
 GOOD = (
     "run_dir: runs/x\n"

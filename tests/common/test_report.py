@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
-from common.report import figure
-from common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
-from common.report.figure import Axis, Curve, Curves, Dot, Dots, Figure
-from common.report.numbers import DASH, MINUS, Effect, changes, formatted
-from common.text import printable
+from emo.common.errors import UserError
+from emo.common.report import figure
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
+from emo.common.report.figure import Axis, Curve, Curves, Dot, Dots, Figure
+from emo.common.report.numbers import DASH, MINUS, Effect, changes, formatted
+from emo.common.text import printable
 from tests.helpers.html import Page
 
 HOSTILE = '</td><script>alert("1")</script>|`*_[x](http://x)_*` $a$ \x1b[31m\u202e &amp;\n# x'

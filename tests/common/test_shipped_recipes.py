@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from common.recipe import read_recipe
-from data_prep.config import load_data_config
-from data_prep.sources import open_inputs
-from data_prep.tokenizer import load_tokenizer
-from pipeline.config import load_config
-from pipeline.planning.plan import print_plan
+from emo.common.recipe import read_recipe
+from emo.data_prep.config import load_data_config
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline.config import load_config
+from emo.pipeline.planning.plan import print_plan
 from tests.conftest import REPO
 
 RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
@@ -61,7 +61,7 @@ def test_the_commands_in_a_header_can_be_run(
         assert recipe == REPO / next(word for word in words if word.endswith(".yaml"))
         overrides = [word for word in words if "=" in word]
         if words[0] == "python":
-            assert words[1:4] == ["-m", "data_prep", "prepare"]
+            assert words[1:4] == ["-m", "emo", "prepare"]
             config = load_data_config(recipe, overrides)
             if needs_files(recipe):
                 held_out = config.validation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import FailureError, UserError, one_line
-from common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
+from emo.common.errors import FailureError, UserError, one_line
+from emo.common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
 
 TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
 ACTING = [

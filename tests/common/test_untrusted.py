@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from common.untrusted import arrays, is_plain_name, read_bytes, read_json
-from common.weights import check_directory, load_causal_lm, load_config
+from emo.common.errors import UserError
+from emo.common.untrusted import arrays, is_plain_name, read_bytes, read_json
+from emo.common.weights import check_directory, load_causal_lm, load_config
 
 LLAMA = {"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
 

@@ -17,9 +17,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from common.errors import FailureError, UserError
-from data_prep.sources.addresses import remote_files
-from data_prep.verify import verify
+from emo.common.errors import FailureError, UserError
+from emo.data_prep.sources.addresses import remote_files
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, train_set, write_jsonl
 
 ROWS = [{"text": text} for text in texts(400, seed=5)]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM as Models
 from transformers import GPT2Config, LlamaConfig
 
-from data_prep.shards import TokenDataset
+from emo.data_prep.shards import TokenDataset
 from tests.helpers.corpus import alpaca_rows, data_config, run, segments, texts, train_set, write_jsonl
 
 DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from common.errors import UserError
-from data_prep.templates import Chat
-from data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
-from data_prep.tokenizer import load_tokenizer, save_tokenizer
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.data_prep.templates import Chat
+from emo.data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     data_config,
     file_bytes,

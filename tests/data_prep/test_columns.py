@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from data_prep.rows import Rejected, RowSpec, parse
-from data_prep.rows.columns import guess
-from data_prep.templates import Chat, Conversation, Exchange
-from data_prep.tokenizer import save_tokenizer
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.rows.columns import guess
+from emo.data_prep.templates import Chat, Conversation, Exchange
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.contamination import Finder, Grams, collect, load, report, save
+from emo.data_prep.contamination import Finder, Grams, collect, load, report, save
 from tests.helpers.corpus import data_config, run, sentence, texts, train_set, write_jsonl
 
 

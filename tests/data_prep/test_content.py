@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from data_prep.inputs import open_text
-from data_prep.tokenizer import load_tokenizer, save_tokenizer
+from emo.common.errors import UserError
+from emo.data_prep.inputs import open_text
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -116,7 +116,7 @@ def test_special_tokens_of_any_tokenizer_are_never_found_in_text(tmp_path: Path)
     """defects A10: with ignore_merges a continuing "</s>" was the end of the sequence; in Unigram any was."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from data_prep.words import encoder
+    from emo.data_prep.words import encoder
 
     tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
     tree["model"]["ignore_merges"] = True

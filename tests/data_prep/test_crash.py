@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.files import DiskFullError
-from data_prep.config import DataConfig
-from data_prep.shards import TokenDataset
-from data_prep.verify import verify
+from emo.common.files import DiskFullError
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards import TokenDataset
+from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.said import lines
@@ -25,7 +25,7 @@ TRIALS = 6
 
 
 class Job:
-    """`python -m data_prep prepare` in its own process."""
+    """`emo prepare` in its own process."""
 
     def __init__(self, root: Path, out: Path, *arguments: str) -> None:
         recipe = root / f"{out.name}.yaml"
@@ -33,7 +33,7 @@ class Job:
             f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, block: 64, shards: 6, "
             "validation_fraction: 0.2, sources: [{files: a.jsonl}]}"
         )
-        command = [sys.executable, "-m", "data_prep", "prepare", str(recipe), *arguments]
+        command = [sys.executable, "-m", "emo", "prepare", str(recipe), *arguments]
         self.process = subprocess.Popen(
             command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -194,7 +194,7 @@ def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> 
 PEAK = """
 import sys
 from pathlib import Path
-from data_prep.__main__ import main
+from emo.data_prep.cli import main
 code = main(sys.argv[1:])
 line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(int(line.split()[1]) // 1024)

@@ -16,10 +16,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.errors import UserError
-from data_prep.config import DataConfig
-from data_prep.shards import Manifest, TokenDataset, manifest_text, open_prepared
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards import Manifest, TokenDataset, manifest_text, open_prepared
+from emo.data_prep.verify import verify
 from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
 

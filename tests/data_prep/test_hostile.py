@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from common.errors import UserError
-from data_prep import inputs
-from data_prep.__main__ import main
-from data_prep.inputs import read_text
-from data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, read_manifest
-from data_prep.tokenizer import save_tokenizer
+from emo.common.errors import UserError
+from emo.data_prep import inputs
+from emo.data_prep.cli import main
+from emo.data_prep.inputs import read_text
+from emo.data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, read_manifest
+from emo.data_prep.tokenizer import save_tokenizer
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from common.files import Hashes, sha256
-from data_prep.__main__ import main
-from data_prep.config import DataConfig, check_prepared
-from data_prep.prepare import Workers
-from data_prep.shards import TokenDataset, manifest_digest, open_prepared, read_manifest
-from data_prep.tokenizer import save_tokenizer, train_sentencepiece
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.common.files import Hashes, sha256
+from emo.data_prep.cli import main
+from emo.data_prep.config import DataConfig, check_prepared
+from emo.data_prep.prepare import Workers
+from emo.data_prep.shards import TokenDataset, manifest_digest, open_prepared, read_manifest
+from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import (
     data_config,
@@ -236,7 +236,7 @@ def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
         read.append(path.name)
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    monkeypatch.setattr("common.files.sha256", counted)
+    monkeypatch.setattr("emo.common.files.sha256", counted)
     ranks = [Hashes(memory) for _ in range(2)]
     assert not [fault for rank, hashes in enumerate(ranks) for fault in data.faults(hashes, rank, 2)]
     assert sorted(read) == [info.file for info in data.manifest.shards]
@@ -389,13 +389,13 @@ def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPa
     class Meanwhile(Workers):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            monkeypatch.setattr("data_prep.prepare.Workers", Workers)
+            monkeypatch.setattr("emo.data_prep.prepare.Workers", Workers)
             with pytest.raises(UserError) as caught:
                 run(config, force=True)
             assert caught.value.code == "in-use"
             tried.append("force")
 
-    monkeypatch.setattr("data_prep.prepare.Workers", Meanwhile)
+    monkeypatch.setattr("emo.data_prep.prepare.Workers", Meanwhile)
     run(config)
     assert tried == ["force"] and verify(config.dir)[1] == []
 
@@ -416,8 +416,8 @@ KILL_AT_EVERY_STEP = """
 import os, sys
 from itertools import count
 from pathlib import Path
-from data_prep.__main__ import main
-import data_prep.prepare
+from emo.data_prep.cli import main
+import emo.data_prep.prepare
 left = 0
 def hook(name):
     old = getattr(Path, name)

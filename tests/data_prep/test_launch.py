@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_prep.shards import TokenDataset
-from data_prep.verify import verify
+from emo.data_prep.shards import TokenDataset
+from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer, write_jsonl
 

@@ -35,7 +35,7 @@ def commands(folder: Path, workers: int, **variables: str) -> dict[str, bytes]:
         ["inspect", "данные"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "data_prep", *command], cwd=folder, env=environment, capture_output=True
+            [sys.executable, "-m", "emo", *command], cwd=folder, env=environment, capture_output=True
         )
         assert done.returncode == 0, done.stderr.decode(errors="replace")
     found = file_bytes(folder / "данные")

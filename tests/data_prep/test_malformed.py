@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from common.errors import UserError
-from data_prep.plan import Plan
-from data_prep.rows import Rejected, RowSpec, parse
+from emo.common.errors import UserError
+from emo.data_prep.plan import Plan
+from emo.data_prep.rows import Rejected, RowSpec, parse
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts
 
 GOOD = [{"text": text} for text in texts(9)]
@@ -206,7 +206,7 @@ def test_names_are_looked_up_before_the_scan(
 ) -> None:
     """What may be misspelt is found wrong before hours of reading."""
     (tmp_path / "a.jsonl").write_bytes(lines(*GOOD))
-    monkeypatch.setattr("data_prep.planning.scan_unit", lambda *_: pytest.fail("scanned first"))
+    monkeypatch.setattr("emo.data_prep.planning.scan_unit", lambda *_: pytest.fail("scanned first"))
     fails(tmp_path, "not exist|neither|has no <task>|cannot be loaded", **wrong)
 
 

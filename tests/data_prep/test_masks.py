@@ -15,12 +15,12 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.encode import EncodeSettings, RowEncoder
-from data_prep.inputs import open_text
-from data_prep.shards import TokenDataset
-from data_prep.templates import Conversation, Exchange, render
-from data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from data_prep.words import encoder
+from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.inputs import open_text
+from emo.data_prep.shards import TokenDataset
+from emo.data_prep.templates import Conversation, Exchange, render
+from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
+from emo.data_prep.words import encoder
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_prep.contamination import Finder, collect
-from data_prep.grams import split
-from data_prep.near import signatures
-from data_prep.plan import Plan
-from data_prep.templates import Chat, Conversation, Exchange
+from emo.data_prep.contamination import Finder, collect
+from emo.data_prep.grams import split
+from emo.data_prep.near import signatures
+from emo.data_prep.plan import Plan
+from emo.data_prep.templates import Chat, Conversation, Exchange
 from tests.helpers.corpus import data_config, run, sentence, texts, write_jsonl
 from tests.helpers.scripts import TEXTS
 

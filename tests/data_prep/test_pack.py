@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.pack import BlockPacker, first_fit_decreasing, packed_rows
+from emo.data_prep.pack import BlockPacker, first_fit_decreasing, packed_rows
 
 
 def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from common.errors import UserError
-from data_prep.__main__ import main
-from data_prep.config import DataConfig
-from data_prep.plan import Plan
-from data_prep.rows import Rejected, parse, plain_text
-from data_prep.sources import open_inputs
+from emo.common.errors import UserError
+from emo.data_prep.cli import main
+from emo.data_prep.config import DataConfig
+from emo.data_prep.plan import Plan
+from emo.data_prep.rows import Rejected, parse, plain_text
+from emo.data_prep.sources import open_inputs
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -194,7 +194,7 @@ def test_wikitext_pieces_do_not_change_documents(tmp_path: Path, monkeypatch: py
     (tmp_path / "a.txt").write_text("".join(wikitext()))
     found = []
     for piece in (200, 999, 1 << 20):
-        monkeypatch.setattr("data_prep.inputs.PIECE", piece)
+        monkeypatch.setattr("emo.data_prep.inputs.PIECE", piece)
         config = data_config(
             tmp_path, dir=str(tmp_path / str(piece)), sources=[{"files": "a.txt", "format": "wikitext"}]
         )

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_prep.encode import PartStream
-from data_prep.sources import open_inputs
-from data_prep.verify import load_plan
+from emo.data_prep.encode import PartStream
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.verify import load_plan
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, write_jsonl
 
 ROWS = [{"text": text} for text in texts(6000)]
@@ -42,7 +42,7 @@ def test_what_is_read_and_tokenised_is_told_in_bytes(
         sizes.append(total)
         yield told.append
 
-    monkeypatch.setattr("data_prep.planning.progress", telling)
+    monkeypatch.setattr("emo.data_prep.planning.progress", telling)
     run(config)
     assert sizes == told[-1:]
     assert told == sorted(told) and told[-1] == size + (tmp_path / "b.jsonl").stat().st_size

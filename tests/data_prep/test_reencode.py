@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from common.errors import UserError
-from data_prep import write
-from data_prep.encode import RowEncoder
-from data_prep.prepare import prepare
-from data_prep.reencode import PlainEncoder, ShardCheck, _same_within
-from data_prep.tokenizer import read_tokenizer, save_tokenizer
-from data_prep.verify import verify
-from data_prep.words import KnownWords, encoder
+from emo.common.errors import UserError
+from emo.data_prep import write
+from emo.data_prep.encode import RowEncoder
+from emo.data_prep.prepare import prepare
+from emo.data_prep.reencode import PlainEncoder, ShardCheck, _same_within
+from emo.data_prep.tokenizer import read_tokenizer, save_tokenizer
+from emo.data_prep.verify import verify
+from emo.data_prep.words import KnownWords, encoder
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 CHATML = (
@@ -139,12 +139,12 @@ def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyP
         pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
         return np.array(pieces, self.dtype).tobytes()
 
-    monkeypatch.setattr("data_prep.planning.words_agree", lambda *_: True)
+    monkeypatch.setattr("emo.data_prep.planning.words_agree", lambda *_: True)
     monkeypatch.setattr(KnownWords, "__missing__", spelled)
     with pytest.raises(UserError) as error:
         run(config)
     assert error.value.code == "not-as-tokenized"
-    monkeypatch.setattr("data_prep.reencode.ShardCheck.compare", lambda *_: None)
+    monkeypatch.setattr("emo.data_prep.reencode.ShardCheck.compare", lambda *_: None)
     run(config)
     assert verify(config.dir)[1]
 

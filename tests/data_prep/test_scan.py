@@ -18,17 +18,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.lease import Lease
-from common.recipe import parse_section
-from data_prep import near, plan, planning, scan
-from data_prep.config import DataConfig, Source
-from data_prep.inputs import Input, TextInput
-from data_prep.plan import Plan
-from data_prep.prepare import prepare
-from data_prep.rows import REASONS, RowSpec, raw_rows
-from data_prep.scan import Unit, divide
-from data_prep.selection import write_selected
-from data_prep.verify import verify
+from emo.common.lease import Lease
+from emo.common.recipe import parse_section
+from emo.data_prep import near, plan, planning, scan
+from emo.data_prep.config import DataConfig, Source
+from emo.data_prep.inputs import Input, TextInput
+from emo.data_prep.plan import Plan
+from emo.data_prep.prepare import prepare
+from emo.data_prep.rows import REASONS, RowSpec, raw_rows
+from emo.data_prep.scan import Unit, divide
+from emo.data_prep.selection import write_selected
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, write_jsonl
 from tests.helpers.scanned import parts_of, select_in_memory
 
@@ -233,7 +233,7 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_one(
             other.release()  # it died, and its part was never written
 
     lines: list[str] = []
-    monkeypatch.setattr("data_prep.prepare.set_up", taken)
+    monkeypatch.setattr("emo.data_prep.prepare.set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
     (waiting,) = (line for line in lines if "waiting for" in line)
     assert "1 of " in waiting and f"process {os.getpid()} on " in waiting

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from common.files import Hashes
-from data_prep import scores
-from data_prep.scores import Scores
-from data_prep.shards import TokenDataset
+from emo.common.errors import UserError
+from emo.common.files import Hashes
+from emo.data_prep import scores
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset
 from tests.helpers.corpus import data_config, run, texts, train_set, write_jsonl
 
 MODEL = {"path": "somewhere", "weights": "0" * 64}

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.config import DataConfig
-from data_prep.inputs import open_text
-from data_prep.limit import _trimmed, in_turn
-from data_prep.near import band_shape
+from emo.data_prep.config import DataConfig
+from emo.data_prep.inputs import open_text
+from emo.data_prep.limit import _trimmed, in_turn
+from emo.data_prep.near import band_shape
 from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
 

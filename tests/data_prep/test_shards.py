@@ -14,12 +14,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep import inspect as look
-from data_prep.arrow import lists_of, numbers_of
-from data_prep.config import DataConfig
-from data_prep.shards import content_fingerprint, manifest_text, read_manifest
-from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import verify
+from emo.data_prep import inspect as look
+from emo.data_prep.arrow import lists_of, numbers_of
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards import content_fingerprint, manifest_text, read_manifest
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,

@@ -18,11 +18,11 @@ import pytest
 import zstandard
 from rich.console import Console
 
-from common.errors import UserError
-from data_prep.__main__ import main
-from data_prep.config import load_data_config
-from data_prep.sources.sniff import sniff
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.data_prep.cli import main
+from emo.data_prep.config import load_data_config
+from emo.data_prep.sources.sniff import sniff
+from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
 from tests.helpers.corpus import alpaca_rows, run, sentence, texts, tiny_tokenizer, train_set, write_jsonl
@@ -115,7 +115,7 @@ def test_the_lines_work_when_they_are_pasted(
     run(config)
     assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
     sink = io.StringIO()
-    from data_prep.inspect import inspect
+    from emo.data_prep.inspect import inspect
 
     inspect(config.dir / "train", 1, 0, Console(file=sink))
     assert "supervised" in sink.getvalue()
@@ -128,7 +128,7 @@ def test_by_the_commands_alone(
     rows = [{"ask": row["instruction"], "reply": row["output"]} for row in alpaca_rows(60)]
     write_jsonl(tmp_path / "mine.jsonl", rows)
     done = subprocess.run(
-        [sys.executable, "-m", "data_prep", "sniff", "mine.jsonl", "--tokenizer", str(tiny_tokenizer())],
+        [sys.executable, "-m", "emo", "sniff", "mine.jsonl", "--tokenizer", str(tiny_tokenizer())],
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPO), "NO_COLOR": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True,

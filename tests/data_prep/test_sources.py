@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.errors import UserError
-from data_prep import inputs
-from data_prep.rows import parse
-from data_prep.sources import open_inputs
+from emo.common.errors import UserError
+from emo.data_prep import inputs
+from emo.data_prep.rows import parse
+from emo.data_prep.sources import open_inputs
 from tests.helpers.corpus import data_config, run, texts, train_set, write_jsonl
 
 

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from common.errors import UserError
-from data_prep.inputs import TableInput, TextInput
-from data_prep.rows import Rejected, parse
-from data_prep.sources import open_inputs
-from data_prep.verify import verify
+from emo.common.errors import UserError
+from emo.data_prep.inputs import TableInput, TextInput
+from emo.data_prep.rows import Rejected, parse
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.verify import verify
 from tests.helpers.corpus import alpaca_rows, data_config, file_bytes, run, texts, train_set, write_jsonl
 
 GOOD = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))

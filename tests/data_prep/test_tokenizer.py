@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from common.errors import UserError
-from data_prep import planning
-from data_prep.inputs import open_text
-from data_prep.tokenizer import (
+from emo.common.errors import UserError
+from emo.data_prep import planning
+from emo.data_prep.inputs import open_text
+from emo.data_prep.tokenizer import (
     load_tokenizer,
     save_tokenizer,
     tokenizer_facts,
     tokenizer_fingerprint,
     train_sentencepiece,
 )
-from data_prep.verify import verify
-from data_prep.words import encoder
+from emo.data_prep.verify import verify
+from emo.data_prep.words import encoder
 from tests.helpers.corpus import data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]

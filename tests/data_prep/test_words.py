@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from common.errors import UserError
-from data_prep import words
-from data_prep.plan import Plan
-from data_prep.tokenizer import save_tokenizer
-from data_prep.words import TextEncoder, encoder, word_rule
+from emo.common.errors import UserError
+from emo.data_prep import words
+from emo.data_prep.plan import Plan
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.words import TextEncoder, encoder, word_rule
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.

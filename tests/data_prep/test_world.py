@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_prep.world import LABELS, TASKS, corpus, read_rows, task_rows, write_tasks
+from emo.data_prep.world import LABELS, TASKS, corpus, read_rows, task_rows, write_tasks
 
 
 def first_split(task: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from eval.compare import compare_pair, regression, table
-from eval.results import read_models
-from eval.store import replace, seal
+from emo.common.errors import UserError
+from emo.eval.compare import compare_pair, regression, table
+from emo.eval.results import read_models
+from emo.eval.store import replace, seal
 from tests.helpers.evaluating import command
 from tests.helpers.results import fabricated, write_model, write_result
 from tests.helpers.said import lines

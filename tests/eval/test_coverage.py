@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import stats
-from eval.generation import quality
-from eval.generation.likelihood import Likelihood
-from eval.judging.pairs import Judged
-from eval.judging.results import paired, summary
+from emo.eval import stats
+from emo.eval.generation import quality
+from emo.eval.generation.likelihood import Likelihood
+from emo.eval.judging.pairs import Judged
+from emo.eval.judging.results import paired, summary
 
 DRAWS = 300
 Generator = np.random.Generator

@@ -1,4 +1,4 @@
-"""python -m eval export: which models, where to, and what is refused."""
+"""emo export: which models, where to, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from huggingface_hub import parse_eval_result_entries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import store
-from eval.export import figures, harness, hub
-from eval.results import pick, read_models
+from emo.eval import store
+from emo.eval.export import figures, harness, hub
+from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command
 from tests.helpers.results import RIGHT, fabricated, finish, finished, write_model, write_result
 

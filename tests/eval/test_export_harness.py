@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.export import harness
-from eval.export.figures import Source
-from eval.results import pick, read_models
+from emo.eval.export import harness
+from emo.eval.export.figures import Source
+from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model, write_tasks
 from tests.helpers.results import GROUPS, RIGHT, finish, tree, write_model, write_result
 
@@ -38,7 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
     arguments = ["--tasks", ",".join(TASKS), "--data", root / "data"]
-    evaluate = ["run", "--model", model, "--name", "m", "--out", root / "out", "--limit", 6, *arguments]
+    evaluate = ["eval", "--model", model, "--name", "m", "--out", root / "out", "--limit", 6, *arguments]
     assert command(*evaluate)[0] == 0
     export = ["export", root / "out", "--format", "lm-eval", "--out", root / "there", "--data", root / "data"]
     assert command(*export)[0] == 0

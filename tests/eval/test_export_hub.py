@@ -12,11 +12,11 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import store
-from eval.export import hub
-from eval.export.figures import all_figures
-from eval.model import EvaluatedModel
-from eval.results import pick, read_models
+from emo.eval import store
+from emo.eval.export import hub
+from emo.eval.export.figures import all_figures
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, tiny_model
 from tests.helpers.results import finish, finished, tree
 

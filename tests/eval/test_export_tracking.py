@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.lease import Lease, held
-from eval import store
-from eval.export import tracking
-from pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
+from emo.common.lease import Lease, held
+from emo.eval import store
+from emo.eval.export import tracking
+from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 from tests.helpers.evaluating import command
 from tests.helpers.results import RIGHT, finish, finished, write_model, write_result
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval import store
+from emo.eval import store
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.results import fabricated
 
@@ -74,7 +74,7 @@ def test_compare_gives_no_verdict_where_a_result_is_damaged(damaged: str, tmp_pa
 
 
 def test_run_gives_no_verdict_where_a_task_is_missing(world: Path, tmp_path: Path) -> None:
-    arguments = ["run", "--model", world / "model", "--data", world / "data", "--out", tmp_path]
+    arguments = ["eval", "--model", world / "model", "--data", world / "data", "--out", tmp_path]
     gated = [*arguments, "--name", "new", "--fail-on-regression", "base", "--tasks"]
     assert command(*arguments, "--name", "base", "--tasks", "sst2")[0] == 0
     assert [command(*gated, "sst2,trec")[0] for _ in range(2)] == [2, 2]
@@ -86,7 +86,7 @@ def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> Non
     fabricated(tmp_path, "base", {"sst2": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD})
     compare = ["compare", "base", "new", "--results", tmp_path]
-    run = ["run", "--model", world / "model", "--data", world / "data", "--out", tmp_path, "--tasks", "sst2"]
+    run = ["eval", "--model", world / "model", "--data", world / "data", "--out", tmp_path, "--tasks", "sst2"]
     assert command(*compare, "--fail-on-regression", "--max-drop", "nan")[0] == 2
     assert command(*compare, "--max-drop", 1)[0] == 2  # alone it would decide nothing
     assert command(*run, "--max-drop", 1)[0] == 2
@@ -96,9 +96,9 @@ def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> Non
 
 def test_a_reader_that_leaves_ends_the_command_quietly(world: Path, tmp_path: Path) -> None:
     """As in `eval run | head -1`: 141, as after SIGPIPE, and not a word."""
-    arguments = ["run", "--model", world / "model", "--data", world / "data", "--tasks", "sst2"]
+    arguments = ["eval", "--model", world / "model", "--data", world / "data", "--tasks", "sst2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "eval", *map(str, arguments), "--out", str(tmp_path)],
+        [sys.executable, "-m", "emo", *map(str, arguments), "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from eval.generation import distributions as d
-from eval.generation.likelihood import cross_entropies
+from emo.eval.generation import distributions as d
+from emo.eval.generation.likelihood import cross_entropies
 
 
 def naive(p: np.ndarray, q: np.ndarray) -> dict[str, float]:

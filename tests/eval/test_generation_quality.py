@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import UserError
-from eval.generation import closeness, likelihood, prefixes, quality, records
-from eval.generation.decoding import Decoding
-from eval.generation.records import Generation, Plan, read_records
-from eval.generation.tokens import split_ids
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError
+from emo.eval.generation import closeness, likelihood, prefixes, quality, records
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.records import Generation, Plan, read_records
+from emo.eval.generation.tokens import split_ids
+from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model
 from tests.helpers.said import lines
 

@@ -25,10 +25,10 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from common.errors import UserError
-from eval.generation import sampling
-from eval.generation.decoding import Decoding
-from eval.generation.sampling import Request, Sampler
+from emo.common.errors import UserError
+from emo.eval.generation import sampling
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.sampling import Request, Sampler
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

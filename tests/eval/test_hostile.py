@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
-from common.report.document import Document
-from eval.compare import table
-from eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
+from emo.common.errors import UserError
+from emo.common.report.document import Document
+from emo.eval.compare import table
+from emo.eval.icl.encoder import MINILM, Encoder, checked_encoder, encoder_path
 from tests.helpers.results import fabricated
 
 

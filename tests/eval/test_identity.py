@@ -18,15 +18,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import eval.model
-from common.errors import UserError
-from data_prep.tokenizer import load_tokenizer, save_tokenizer
-from eval.icl.encoder import Encoder, encoder_path
-from eval.icl.job import Job, run_all
-from eval.icl.settings import Settings
-from eval.icl.tasks import load_task, select_tasks
-from eval.model import EvaluatedModel
-from eval.results import pick, read_models
+import emo.eval.model
+from emo.common.errors import UserError
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
+from emo.eval.icl.encoder import Encoder, encoder_path
+from emo.eval.icl.job import Job, run_all
+from emo.eval.icl.settings import Settings
+from emo.eval.icl.tasks import load_task, select_tasks
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -136,14 +136,14 @@ def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
     """The key was derived from the old content; the model is loaded long after, from the new."""
     other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
     edit_json(other / "generation_config.json", eos_token_id=5)
-    load = eval.model.load_causal_lm
+    load = emo.eval.model.load_causal_lm
 
     def swapped(path: Path, **options: Any) -> Any:
         shutil.copy(other / file, path / "new")
         (path / "new").rename(path / file)
         return load(path, **options)
 
-    monkeypatch.setattr(eval.model, "load_causal_lm", swapped)
+    monkeypatch.setattr(emo.eval.model, "load_causal_lm", swapped)
     out = tmp_path / "out"
     with pytest.raises(UserError) as error:
         Job(EvaluatedModel(str(copy)), Settings(data=str(root / "data")), out).run(load_task("sst2"))
@@ -283,11 +283,11 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Pa
 
 
 def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: Path) -> None:
-    arguments = ["run", "--model", str(root / "model"), "--data", str(root / "data"), "--tasks", "sst2"]
+    arguments = ["eval", "--model", str(root / "model"), "--data", str(root / "data"), "--tasks", "sst2"]
     assert command(*arguments, "--out", tmp_path)[0] == 0
     heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
     program = (
-        "import sys; from eval.cli import main; code = main(); "
+        "import sys; from emo.eval.cli import main; code = main(); "
         f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr); sys.exit(code)"
     )
     arguments = [sys.executable, "-c", program, *arguments, "--out", str(tmp_path)]
@@ -297,7 +297,7 @@ def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: P
 
 
 def test_results_and_texts_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
-    run = ["run", "--model", root / "model", "--data", root / "data", "--tasks", "sst2", "--limit"]
+    run = ["eval", "--model", root / "model", "--data", root / "data", "--tasks", "sst2", "--limit"]
     generate = ["generate", "--model", root / "model", "--samples", 1, "--tokens"]
     for arguments in (run, generate):
         lines = [command(*arguments, number, "--out", tmp_path)[1] for number in (3, 3, 4)]

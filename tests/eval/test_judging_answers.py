@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import UserError
-from data_prep.encode import EncodeSettings, RowEncoder
-from data_prep.templates import Chat, Conversation, Exchange
-from data_prep.templates.chat import ChatEncoder, read_template
-from data_prep.tokenizer import save_tokenizer
-from eval.generation.decoding import Decoding
-from eval.generation.sampling import Request
-from eval.judging import answers, engines
-from eval.judging.answers import Answering, Plan, Question, read_questions
-from eval.judging.engines import Transformers, Vllm, engine
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError
+from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.templates import Chat, Conversation, Exchange
+from emo.data_prep.templates.chat import ChatEncoder, read_template
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.sampling import Request
+from emo.eval.judging import answers, engines
+from emo.eval.judging.answers import Answering, Plan, Question, read_questions
+from emo.eval.judging.engines import Transformers, Vllm, engine
+from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
 from tests.helpers.killing import undisturbed_and_killed
 from tests.helpers.said import lines
@@ -246,7 +246,7 @@ def test_the_sets_are_found_by_name(shared_data: Path, name: str, count: int) ->
 
 def test_beams_are_transformers_own(world: Path) -> None:
     """Beam search with a repetition penalty is asked of transformers with PandaLM's settings."""
-    from eval.judging.judges import JUDGES
+    from emo.eval.judging.judges import JUDGES
 
     model = EvaluatedModel(str(world / "tuned"))
     prompt = answers.plain_ids(model, "the cat sat")

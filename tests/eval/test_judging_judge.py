@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from eval.judging import judging
-from eval.judging.engines import engine
-from eval.judging.judges import JUDGES
-from eval.judging.judging import Judging, shown
-from eval.judging.pairs import of_answers
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError
+from emo.eval.judging import judging
+from emo.eval.judging.engines import engine
+from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.judging import Judging, shown
+from emo.eval.judging.pairs import of_answers
+from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_judge, tiny_model
 from tests.helpers.killing import undisturbed_and_killed
 from tests.helpers.said import lines

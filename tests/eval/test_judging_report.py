@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from eval.judging import results
-from eval.judging.answers import Question
-from eval.judging.pairs import Judged, Pair, row_of
-from eval.report.gather import gather
-from eval.report.page import document
+from emo.eval.judging import results
+from emo.eval.judging.answers import Question
+from emo.eval.judging.pairs import Judged, Pair, row_of
+from emo.eval.report.gather import gather
+from emo.eval.report.page import document
 from tests.helpers.html import Page
 
 

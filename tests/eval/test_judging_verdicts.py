@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.judging import judges
-from eval.judging.judges import JUDGES, outcome, score, side
+from emo.eval.judging import judges
+from emo.eval.judging.judges import JUDGES, outcome, score, side
 
 # sha256 of the prompts in the judges' repositories (places: `prompts`), taken when they were copied.
 WORD_FOR_WORD = {

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from common.errors import UserError
-from eval.judging import results
-from eval.judging.pairs import Judged, labelled, read_existing
-from eval.judging.results import length_controlled, paired, summary
+from emo.common.errors import UserError
+from emo.eval.judging import results
+from emo.eval.judging.pairs import Judged, labelled, read_existing
+from emo.eval.judging.results import length_controlled, paired, summary
 
 # Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
 # make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.

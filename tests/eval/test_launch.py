@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from common.errors import ExitCode
-from eval.cli import parser
+from emo.common.errors import ExitCode
+from emo.eval.cli import parser
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 
@@ -95,7 +95,7 @@ def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
     if "command" in container:
         command = shlex.split(command[0].splitlines()[-1].removeprefix("exec launch/entrypoint.sh "))
     verb, *arguments = command
-    assert verb == "watch"  # the image's, which is `python -m eval watch`
+    assert verb == "watch"  # the image's, which is `emo watch`
     literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
     for literal in literals["configMapGenerator"][0]["literals"]:
         setting, _, value = literal.partition("=")

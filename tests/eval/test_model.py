@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.errors import UserError
-from eval.model import EvaluatedModel, clean_name, default_name
+from emo.common.errors import UserError
+from emo.eval.model import EvaluatedModel, clean_name, default_name
 from tests.helpers.evaluating import command, tiny_model, tiny_tokenizer, write_tasks
 from tests.helpers.said import lines
 
@@ -75,7 +75,7 @@ def test_run_and_generate_publish_nothing_of_a_spoilt_model(
     """Also where every weight is finite, and the scores are not."""
     change(copy, edit)
     common = ["--model", copy, "--out", tmp_path / "out"]
-    run = command("run", *common, "--data", root / "data", "--tasks", "sst2", "--retriever", "random")
+    run = command("eval", *common, "--data", root / "data", "--tasks", "sst2", "--retriever", "random")
     for code, _, err in (run, command("generate", *common, "--samples", 1)):
         assert code == 2 and len(lines(err)) == 1
     names = ("result.json", "chunks", "sst2.json", "samples.json")
@@ -151,9 +151,9 @@ def test_names_from_directories_are_usable() -> None:
         ["generate", "--tokens", 0],
         ["generate", "--samples", 0],
         ["generate", "--samples", 1, "--tokens", 2000],
-        ["run", "--max-tokens", 2000],
-        ["run", "--shots", 99],
-        ["run", "--max-drop", "nan"],
+        ["eval", "--max-tokens", 2000],
+        ["eval", "--shots", 99],
+        ["eval", "--max-drop", "nan"],
         ["watch", "--poll", 0],
     ],
 )
@@ -166,7 +166,7 @@ def test_impossible_numbers_are_one_line(arguments: list[Any], root: Path, tmp_p
 
 
 def test_a_result_says_under_which_conditions(root: Path, tmp_path: Path) -> None:
-    arguments = ["run", "--model", root / "whole", "--tasks", "sst2", "--retriever", "random"]
+    arguments = ["eval", "--model", root / "whole", "--tasks", "sst2", "--retriever", "random"]
 
     def conditions(out: str, *options: Any, data: Path = root / "data") -> dict[str, Any]:
         command(*arguments, "--data", data, "--out", tmp_path / out, *options)

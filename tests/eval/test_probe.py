@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from common.errors import UserError
-from eval.icl import probe
-from eval.icl.layout import Item
-from eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
-from eval.icl.scores import NotFiniteError, winner
+from emo.common.errors import UserError
+from emo.eval.icl import probe
+from emo.eval.icl.layout import Item
+from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
+from emo.eval.icl.scores import NotFiniteError, winner
 from tests.eval.test_score import check, random_items
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {

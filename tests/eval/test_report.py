@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.report import numbers
-from eval.report.gather import gather
-from eval.report.page import document
-from eval.results import read_models
+from emo.common.report import numbers
+from emo.eval.report.gather import gather
+from emo.eval.report.page import document
+from emo.eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.html import Page
 from tests.helpers.results import results_json, write_model, write_result
@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         facts = {"step": step, "tokens": step * 4096, "objective": objective, "run": str(run)}
         (path / "export.json").write_text(json.dumps(facts))
         arguments = ["--model", path, "--name", name, "--out", root / "out"]
-        assert command("run", *arguments, "--tasks", TASKS, "--data", root / "data")[0] == 0
+        assert command("eval", *arguments, "--tasks", TASKS, "--data", root / "data")[0] == 0
         prepared = root / "prepared" / objective / "train"
         for folder in (run, prepared):
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def test_run_fails_on_a_regression(world: Path) -> None:
     rest = ["--data", world / "data", "--tasks", TASKS, "--out", world / "out", "--max-drop", 0.0]
     for name, baseline, expected in ((worst, best, 3), (best, worst, 0), (best, "nobody", 2)):
         arguments = ["--model", world / "models" / name, "--name", name, *rest]
-        code, out, _ = command("run", *arguments, "--fail-on-regression", baseline)
+        code, out, _ = command("eval", *arguments, "--fail-on-regression", baseline)
         assert code == expected and ("regression: " in out) == (code == 3)
 
 

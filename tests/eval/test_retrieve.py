@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
-from common.errors import UserError
-from eval.icl.encoder import Encoder
-from eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
-from eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, top_k
-from eval.icl.settings import RETRIEVERS
-from eval.icl.task_data import load_data
-from eval.icl.tasks import load_task
-from eval.model import EvaluatedModel
+from emo.common.errors import UserError
+from emo.eval.icl.encoder import Encoder
+from emo.eval.icl.openicl_compat import BaseRetriever, DatasetReader, TopkRetriever, quiet
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, top_k
+from emo.eval.icl.settings import RETRIEVERS
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import load_task
+from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import tiny_model, write_tasks
 
 

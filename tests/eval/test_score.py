@@ -13,16 +13,16 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from eval.icl import layout
-from eval.icl.inferencer import PrefixPPLInferencer, score_samples
-from eval.icl.layout import Item, common_prefix
-from eval.icl.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
-from eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
-from eval.icl.prompts import PromptBuilder
-from eval.icl.records import calibrated, channel
-from eval.icl.retrieve import GroupRetriever, StoredRetriever
-from eval.icl.task_data import load_data
-from eval.icl.tasks import Task, load_task
+from emo.eval.icl import layout
+from emo.eval.icl.inferencer import PrefixPPLInferencer, score_samples
+from emo.eval.icl.layout import Item, common_prefix
+from emo.eval.icl.openicl_compat import AccEvaluator, DatasetReader, PPLInferencer, PromptTemplate, quiet
+from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
+from emo.eval.icl.prompts import PromptBuilder
+from emo.eval.icl.records import calibrated, channel
+from emo.eval.icl.retrieve import GroupRetriever, StoredRetriever
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import Task, load_task
 from tests.eval.test_tasks import EIGHT
 from tests.helpers.evaluating import load, naive_nll, tiny_model, write_tasks
 

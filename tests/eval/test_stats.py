@@ -10,7 +10,7 @@ import pytest
 from scipy import stats as scipy_stats
 from sklearn.metrics import confusion_matrix, f1_score
 
-from eval import stats
+from emo.eval import stats
 
 
 def outcomes(n: int, p: float, seed: int = 0) -> np.ndarray:

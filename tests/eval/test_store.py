@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import UserError
-from common.files import DiskFullError
-from eval import store
-from eval.icl import job
-from eval.icl.job import Job, run_all
-from eval.icl.settings import Settings
-from eval.icl.tasks import select_tasks
-from eval.model import EvaluatedModel
-from eval.store import Entry
+from emo.common.errors import UserError
+from emo.common.files import DiskFullError
+from emo.eval import store
+from emo.eval.icl import job
+from emo.eval.icl.job import Job, run_all
+from emo.eval.icl.settings import Settings
+from emo.eval.icl.tasks import select_tasks
+from emo.eval.model import EvaluatedModel
+from emo.eval.store import Entry
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.said import lines
 
@@ -240,7 +240,7 @@ def test_exit_codes_tell_what_may_pass(
 
     monkeypatch.setattr(job, "run_all", fail)
     options = ["--model", world / "model", "--data", world / "data", "--tasks", "sst2", "--out", tmp_path]
-    status, _, err = command("run", *options)
+    status, _, err = command("eval", *options)
     assert status == code and len(lines(err)) == 1
 
 

@@ -12,10 +12,10 @@ import datasets
 import pytest
 import zstandard
 
-from common.errors import UserError
-from eval.icl.openicl_compat import PromptTemplate, Template
-from eval.icl.task_data import load_data
-from eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
+from emo.common.errors import UserError
+from emo.eval.icl.openicl_compat import PromptTemplate, Template
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
 from tests.conftest import REPO
 from tests.helpers.evaluating import command
 
@@ -237,9 +237,9 @@ def test_a_task_named_by_path_and_by_name_is_named_twice(tmp_path: Path) -> None
 def test_heavy_libraries_are_imported_when_something_is_computed() -> None:
     """Reports and comparisons, and mistakes in arguments, wait for neither torch nor datasets."""
     code = (
-        "import sys, eval.cli, eval.compare, eval.report.gather\n"
+        "import sys, emo.eval.cli, emo.eval.compare, emo.eval.report.gather\n"
         "heavy = {'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules)\n"
-        "import eval.icl.job\n"
+        "import emo.eval.icl.job\n"
         "seldom = {'evaluate', 'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)\n"
         "print(*heavy, *seldom)"
     )
@@ -250,8 +250,8 @@ def test_heavy_libraries_are_imported_when_something_is_computed() -> None:
 def test_without_openicl_one_line_says_how_to_install_it() -> None:
     """No installation of this project's package can bring it: its pins contradict the rest."""
     code = (
-        "import sys\nsys.modules['openicl'] = None\nfrom common.errors import UserError\n"
-        "try:\n    import eval.icl.openicl_compat\nexcept UserError as error:\n    print(error)\n"
+        "import sys\nsys.modules['openicl'] = None\nfrom emo.common.errors import UserError\n"
+        "try:\n    import emo.eval.icl.openicl_compat\nexcept UserError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.endswith("pip install --no-deps openicl\n") and done.stdout.count("\n") == 1, (
@@ -275,8 +275,8 @@ def test_the_documented_example_is_a_task(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_one_line_and_code_2(tmp_path: Path) -> None:
-    actual = command("run", "--model", "x", "--tasks", "sst22", "--data", "x")
+    actual = command("eval", "--model", "x", "--tasks", "sst22", "--data", "x")
     assert actual == (2, "", "error: unknown task 'sst22'; did you mean sst2?\n")
-    arguments = ["run", "--model", tmp_path, "--tasks", "sst2", "--data", "x"]
+    arguments = ["eval", "--model", tmp_path, "--tasks", "sst2", "--data", "x"]
     code, out, err = command(*arguments)
     assert code == 2 and not out and err.count("\n") == 1

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 
-from common.errors import FailureError
-from common.lease import Lease, held
-from eval import targets as targets_module
-from eval import watch as watch_module
-from eval.export.commands import Export
-from eval.icl.job import Job, run_all
-from eval.icl.settings import Settings
-from eval.icl.tasks import select_tasks
-from eval.targets import targets
-from eval.watch import Watch
-from pipeline import checkpoint
-from pipeline.run_dir import HF, LOCK, LOCK_SECONDS, describe, list_files, partial_directory
+from emo.common.errors import FailureError
+from emo.common.lease import Lease, held
+from emo.eval import targets as targets_module
+from emo.eval import watch as watch_module
+from emo.eval.export.commands import Export
+from emo.eval.icl.job import Job, run_all
+from emo.eval.icl.settings import Settings
+from emo.eval.icl.tasks import select_tasks
+from emo.eval.targets import targets
+from emo.eval.watch import Watch
+from emo.pipeline import checkpoint
+from emo.pipeline.run_dir import HF, LOCK, LOCK_SECONDS, describe, list_files, partial_directory
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 
 CRASHES = int(os.environ.get("EVAL_CRASHES", "10"))
@@ -145,7 +145,7 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
 
 
 def _model(world: Path, step: int) -> Any:
-    from eval.model import EvaluatedModel
+    from emo.eval.model import EvaluatedModel
 
     return EvaluatedModel(str(world / "models" / str(step)))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.known_truth import bigram
-from experiments.known_truth.expected import ConstantCosts, CosineCosts
-from pipeline.loss import get_objective
+from emo.experiments.known_truth import bigram
+from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts
+from emo.pipeline.loss import get_objective
 
 SEEDS = [0, 1, 2, 3]
 

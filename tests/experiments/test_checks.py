@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from experiments.checks import check
-from experiments.design import read_experiment
-from experiments.sweep import Sweep
+from emo.common.errors import UserError
+from emo.experiments.checks import check
+from emo.experiments.design import read_experiment
+from emo.experiments.sweep import Sweep
 from tests.helpers.sweeping import sweep
 
 RECIPE = """

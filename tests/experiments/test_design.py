@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.__main__ import main
-from experiments.design import chosen, expand, read_experiment, trials
+from emo.experiments.cli import main
+from emo.experiments.design import chosen, expand, read_experiment, trials
 
 AXES = {
     "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
@@ -91,7 +91,7 @@ TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a":
 def test_mistakes_are_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(write(tmp_path, **changes)), "--dry-run"]) == 2
+    assert main(["sweep", str(write(tmp_path, **changes)), "--dry-run"]) == 2
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
@@ -157,7 +157,7 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
-    assert main(["run", str(path), "--dry-run", "--jobs", "2"]) == 0
+    assert main(["sweep", str(path), "--dry-run", "--jobs", "2"]) == 0
     output = capsys.readouterr().out
     assert "12 combinations; to do now 4 of 4 runs" in output
     assert "about 4 minutes with 2 at a time" in output
@@ -169,11 +169,11 @@ def test_jobs_share_the_runs(tmp_path: Path) -> None:
     path = write(tmp_path, out=str(tmp_path / "out"), ranks=2)
     slurm, kubernetes = tmp_path / "a.sbatch", tmp_path / "a.yaml"
     options = ["--slurm", str(slurm), "--kubernetes", str(kubernetes), "--workers", "3"]
-    assert main(["run", str(path), *options]) == 0
+    assert main(["sweep", str(path), *options]) == 0
     script, job = slurm.read_text(), yaml.safe_load(kubernetes.read_text())
     assert "#SBATCH --array=1-3\n" in script and "#SBATCH --gpus=2\n" in script
     assert script.endswith(f" -m experiments run {path}\n")
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == 3
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["python", "-m", "experiments", "run", str(path)]
+    assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2

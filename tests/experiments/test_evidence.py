@@ -12,9 +12,9 @@ import psutil
 import pytest
 import yaml
 
-from common.recipe import load_section
-from experiments import report
-from experiments.evidence import Evidence, main
+from emo.common.recipe import load_section
+from emo.experiments import report
+from emo.experiments.evidence import Evidence, main
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.html import Page
@@ -98,7 +98,7 @@ def test_the_shipped_files_are_whole() -> None:
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:
-    code = "from experiments.evidence import run_command; run_command(['sleep', '300'])"
+    code = "from emo.experiments.evidence import run_command; run_command(['sleep', '300'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
         launching.wait_for(lambda: psutil.Process(process.pid).children(), "the part")
         (part,) = psutil.Process(process.pid).children()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, expected_gradient, settle
-from pipeline.loss import Objective, get_objective
-from pipeline.loss.objectives import Rows, gradient, scalars_of
+from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, expected_gradient, settle
+from emo.pipeline.loss import Objective, get_objective
+from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 
 V = 30
 

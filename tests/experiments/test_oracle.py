@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import UserError
-from eval.model import EvaluatedModel
-from experiments.known_truth import corpus, oracle
+from emo.common.errors import UserError
+from emo.eval.model import EvaluatedModel
+from emo.experiments.known_truth import corpus, oracle
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 
 TOKENS = 12

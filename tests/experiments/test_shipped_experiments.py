@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from common.recipe import Section, load_section
-from eval.cli import parser
-from eval.icl.tasks import PAPER_ORDER, load_task
-from experiments.__main__ import main
-from experiments.design import Experiment, expand, read_experiment
-from experiments.evidence import Evidence
-from experiments.known_truth.study import Study
-from experiments.sweep import Sweep
-from pipeline.config import load_config
-from pipeline.planning.checks import check
+from emo.common.recipe import Section, load_section
+from emo.eval.cli import parser
+from emo.eval.icl.tasks import PAPER_ORDER, load_task
+from emo.experiments.cli import main
+from emo.experiments.design import Experiment, expand, read_experiment
+from emo.experiments.evidence import Evidence
+from emo.experiments.known_truth.study import Study
+from emo.experiments.sweep import Sweep
+from emo.pipeline.config import load_config
+from emo.pipeline.planning.checks import check
 from tests.conftest import REPO
 
 FOLDER = REPO / "experiments"
@@ -57,11 +57,11 @@ def test_the_command_in_a_header_can_be_run(
 ) -> None:
     head = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     lines = [line[1:].strip() for line in head if line.startswith("#")]
-    (command,) = [shlex.split(line) for line in lines if line.startswith("python -m experiments ")]
-    assert command[:4] == ["python", "-m", "experiments", "run"]
+    (command,) = [shlex.split(line) for line in lines if line.startswith("emo ")]
+    assert command[:4] == ["python", "-m", "emo", "sweep"]
     assert REPO / command[4] == path
     arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[4:]]
-    assert main(["run", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
+    assert main(["sweep", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
     assert "to do" in capsys.readouterr().out
     for script in tmp_path.glob("*.sbatch"):
         assert f"#SBATCH --gpus={experiment(path).ranks}\n" in script.read_text()
@@ -74,12 +74,12 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
     first, last = sweep.runs[0], sweep.runs[-1]  # the first is of the baseline, which some compare with
     written = []
     for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
-        if stage.command[1:3] != ["-m", "eval"]:
+        if stage.command[1:3] != ["-m", "emo"]:
             continue
         arguments = parser().parse_args(stage.command[3:])
-        if arguments.command == "run" and arguments.tasks != "all":
+        if arguments.command == "eval" and arguments.tasks != "all":
             assert [load_task(name).name for name in arguments.tasks.split(",")] == list(PAPER_ORDER)
-        if arguments.command in ("run", "generate", "answer"):
+        if arguments.command in ("eval", "generate", "answer"):
             written.append(f"{arguments.out}/models/{arguments.name}/")
         if arguments.command == "judge":
             written.append(f"{arguments.out}/judgements/{arguments.name}.json:")

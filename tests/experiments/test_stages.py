@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-import experiments.code
-from common.errors import UserError
-from experiments.code import code_digest, sources
-from experiments.stages import Stage, command_origin
-from experiments.sweep import Sweep
+import emo.experiments.code
+from emo.common.errors import UserError
+from emo.experiments.code import code_digest, sources
+from emo.experiments.stages import Stage, command_origin
+from emo.experiments.sweep import Sweep
 from tests.helpers import sweeping as helper
 
 Edit = Callable[[Path], object]
@@ -152,11 +152,11 @@ def test_notes_of_another_version_are_refused(finished: Path) -> None:
 
 def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, out = tmp_path / "module.py", tmp_path / "out"
-    monkeypatch.setattr(experiments.code, "sources", lambda _: {"module": module})
+    monkeypatch.setattr(emo.experiments.code, "sources", lambda _: {"module": module})
 
     def measure() -> Stage:
         code_digest.cache_clear()
-        command = ["python", "-m", "experiments.weights"]
+        command = ["python", "-m", "emo.experiments.weights"]
         return Stage("measure", command, tmp_path / "note.json", command_origin(command, out))
 
     module.write_text("number = 1\n")
@@ -169,8 +169,11 @@ def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch:
 
 def test_code_is_what_a_module_imports() -> None:
     """Directly, through others, and within functions; a package's own file counts, other users do not."""
-    modules = sources("experiments.known_truth.study").keys()
-    assert modules >= {"experiments", *(f"experiments.known_truth.{name}" for name in ("bigram", "expected"))}
-    assert modules >= {"pipeline.loss.objectives", "eval.generation.distributions"}
-    assert modules.isdisjoint({"experiments.sweep", "experiments.known_truth.oracle"})
-    assert "experiments.table" in sources("experiments")  # imported within a function of __main__
+    modules = sources("emo.experiments.known_truth.study").keys()
+    assert modules >= {
+        "experiments",
+        *(f"emo.experiments.known_truth.{name}" for name in ("bigram", "expected")),
+    }
+    assert modules >= {"emo.pipeline.loss.objectives", "emo.eval.generation.distributions"}
+    assert modules.isdisjoint({"emo.experiments.sweep", "emo.experiments.known_truth.oracle"})
+    assert "emo.experiments.table" in sources("experiments")  # imported within a function of __main__

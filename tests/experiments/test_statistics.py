@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.design import Experiment
-from experiments.known_truth.study import Contestant, Study
-from experiments.known_truth.study import answer as answer_of_study
-from experiments.statistics import at_an_end, difference, estimate, holm, verdict
-from experiments.table import answer as answer_of_sweep
+from emo.experiments.design import Experiment
+from emo.experiments.known_truth.study import Contestant, Study
+from emo.experiments.known_truth.study import answer as answer_of_study
+from emo.experiments.statistics import at_an_end, difference, estimate, holm, verdict
+from emo.experiments.table import answer as answer_of_sweep
 
 EXPERIMENTS = 1000  # simulated ones
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.recipe import load_section
-from experiments.known_truth import study
+from emo.common.recipe import load_section
+from emo.experiments.known_truth import study
 from tests.conftest import REPO
 
 FILE = str(REPO / "experiments/known-truth.yaml")

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.errors import ExitCode, UserError
-from experiments import report
-from experiments.__main__ import main
-from experiments.design import Run
-from experiments.stages import Stage
-from experiments.sweep import Sweep
-from experiments.table import gather
-from pipeline.config import load_config
+from emo.common.errors import ExitCode, UserError
+from emo.experiments import report
+from emo.experiments.cli import main
+from emo.experiments.design import Run
+from emo.experiments.stages import Stage
+from emo.experiments.sweep import Sweep
+from emo.experiments.table import gather
+from emo.pipeline.config import load_config
 from tests.helpers.killing import FORK
 from tests.helpers.sweeping import notes, opened, pretend, sweep
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.sweep.POLL", 0.1)
+    monkeypatch.setattr("emo.experiments.sweep.POLL", 0.1)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def _run(path: Path) -> None:
         return [replace(stage, command=[str(script), str(stage.directory)]) for stage in stages]
 
     Sweep._training = short  # type: ignore[method-assign]
-    sys.exit(main(["run", str(path), "--jobs", "2"]))
+    sys.exit(main(["sweep", str(path), "--jobs", "2"]))
 
 
 def test_a_killed_sweep_repeats_nothing(
@@ -76,7 +76,7 @@ def test_a_killed_sweep_repeats_nothing(
 ) -> None:
     """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
-    assert main(["run", str(path), "--dry-run"]) == 0  # libraries are loaded once, for all forks
+    assert main(["sweep", str(path), "--dry-run"]) == 0  # libraries are loaded once, for all forks
     draw, before, kills = random.Random(0), dict[str, int](), 0
     while True:
         process = FORK.Process(target=_run, args=(path,))
@@ -94,7 +94,7 @@ def test_a_killed_sweep_repeats_nothing(
     results, table = json.loads((out / "results.json").read_text()), (out / "table.md").read_text()
     assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
     assert all(row["measures"]["validation_nll"]["n"] == 2 for row in results["rows"])
-    assert main(["run", str(path), "--jobs", "2"]) == 0
+    assert main(["sweep", str(path), "--jobs", "2"]) == 0
     assert "to do now 0 of 4 runs" in capsys.readouterr().out
     assert (out / "table.md").read_text() == table
 
@@ -172,7 +172,7 @@ def test_a_failure_is_told_once_whoever_met_it(
 ) -> None:
     """Two workers; each would try the same command."""
     path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
-    assert main(["run", str(path), "--jobs", "2"]) == expected
+    assert main(["sweep", str(path), "--jobs", "2"]) == expected
     output = capsys.readouterr()
     assert output.out.count("before: corpus\n") == 2  # the plan's line, and one attempt
     assert output.err.count("error") == 1
@@ -187,7 +187,7 @@ def test_a_sweep_that_is_asked_to_stop_says_so(tmp_path: Path, recipe: Path) -> 
         "time.sleep(600)\n"
     )
     path = sweep(tmp_path, recipe, before={"corpus": f"python {script}"})
-    assert main(["run", str(path), "--jobs", "2"]) == ExitCode.STOPPED
+    assert main(["sweep", str(path), "--jobs", "2"]) == ExitCode.STOPPED
     assert not (tmp_path / "out/notes").exists()
 
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from experiments.weights import PROBABILITIES, draw, objectives, pull
+from emo.experiments.weights import PROBABILITIES, draw, objectives, pull
 from tests.conftest import REPO
 
 ROW = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from experiments.workers import Workers
+from emo.experiments.workers import Workers
 from tests.conftest import REPO
 from tests.helpers.launching import wait_for
 
 # Two workers, each at a shell that has started another program and waits for it.
 SWEEP = """
 import itertools, os, sys
-from experiments.workers import StoppedError, Workers
+from emo.experiments.workers import StoppedError, Workers
 workers, number = Workers(), itertools.count()
 
 def work():
@@ -77,7 +77,7 @@ def test_the_others_finish_their_command(tmp_path: Path) -> None:
 
 
 def leashed(*command: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "experiments.workers", str(os.getpid()), *command]
+    words = [sys.executable, "-m", "emo.experiments.workers", str(os.getpid()), *command]
     return subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

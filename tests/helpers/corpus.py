@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from common.recipe import parse_section
-from data_prep.config import DEFAULT_DOMAIN, DataConfig
-from data_prep.pack import PackedRows
-from data_prep.prepare import prepare
-from data_prep.shards import (
+from emo.common.recipe import parse_section
+from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
+from emo.data_prep.pack import PackedRows
+from emo.data_prep.prepare import prepare
+from emo.data_prep.shards import (
     FORMAT,
     MANIFEST,
     DomainCounts,
@@ -30,8 +30,8 @@ from data_prep.shards import (
     manifest_text,
     shard_name,
 )
-from data_prep.tokenizer import save_tokenizer, train_sentencepiece
-from data_prep.write import ShardWriter, totals
+from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from emo.data_prep.write import ShardWriter, totals
 
 WORDS = (
     *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),

@@ -21,10 +21,10 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from common.errors import UserError
-from common.recipe import Section, parse_section
-from data_prep.config import DataConfig
-from pipeline.config import RunConfig
+from emo.common.errors import UserError
+from emo.common.recipe import Section, parse_section
+from emo.data_prep.config import DataConfig
+from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from pipeline.hf import FusedLossMixin, fuse_causal_lm
+from emo.pipeline.hf import FusedLossMixin, fuse_causal_lm
 from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from data_prep.tokenizer import load_tokenizer, train_sentencepiece
-from data_prep.world import corpus, read_rows, task_rows
-from eval.cli import main
+from emo.data_prep.tokenizer import load_tokenizer, train_sentencepiece
+from emo.data_prep.world import corpus, read_rows, task_rows
+from emo.eval.cli import main
 
 
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
@@ -77,7 +77,7 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `python -m eval ARGUMENTS`, in this process: imports take long."""
+    """Exit code, stdout and stderr of `emo ARGUMENTS`, in this process: imports take long."""
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["eval", *map(str, arguments)]
     try:

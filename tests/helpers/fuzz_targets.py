@@ -16,13 +16,13 @@ from typing import Any
 
 import zstandard
 
-from data_prep.rows import Rejected, RowSpec, parse
-from data_prep.sources import open_inputs
-from data_prep.templates import Conversation, render
-from data_prep.tokenizer import save_tokenizer
-from eval.judging import judging, pairs, results
-from eval.judging.answers import read_answers, read_questions
-from eval.judging.judges import JUDGES
+from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.sources import open_inputs
+from emo.data_prep.templates import Conversation, render
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.judging import judging, pairs, results
+from emo.eval.judging.answers import read_answers, read_questions
+from emo.eval.judging.judges import JUDGES
 from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, texts, tiny_tokenizer
 from tests.helpers.fuzzing import target
@@ -59,14 +59,14 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
 )
 def recipe(here: Path) -> None:
-    from pipeline.config import dump_config, load_config
+    from emo.pipeline.config import dump_config, load_config
 
     dump_config(load_config(here / "b.yaml", ["train.batch=32", "objective.params.ratio_cap=2"]))
 
 
 @target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()), "a.yaml")
 def experiment(here: Path) -> None:
-    from experiments.design import chosen, expand, read_experiment, trials
+    from emo.experiments.design import chosen, expand, read_experiment, trials
 
     design = read_experiment(here / "a.yaml", [])
     runs = expand(design)
@@ -75,7 +75,7 @@ def experiment(here: Path) -> None:
 
 @target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()), "a.yaml")
 def task_file(here: Path) -> None:
-    from eval.icl.tasks import select_tasks
+    from emo.eval.icl.tasks import select_tasks
 
     for task in select_tasks(str(here / "a.yaml")):
         _ = task.template, task.demonstration_template, task.identity()
@@ -87,8 +87,8 @@ LONG_KEY = json.dumps({"zero_optimization": {"stage": 3, f"stage3_{LONG * 6}": 1
 
 @target("DeepSpeed file", files(a__json=DS_CONFIG), "a.json", crashes=(("a.json", LONG_KEY.encode()),))
 def deepspeed_file(here: Path) -> None:
-    from pipeline.config import Batch, load_config
-    from pipeline.planning.ds_file import deepspeed_config
+    from emo.pipeline.config import Batch, load_config
+    from emo.pipeline.planning.ds_file import deepspeed_config
 
     config = load_config(RECIPE, [f"deepspeed={here / 'a.json'}"])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -247,9 +247,9 @@ def make_model(here: Path) -> None:
     ),
 )
 def model_directory(here: Path) -> None:
-    from eval.model import EvaluatedModel
-    from eval.targets import DamagedError, NotWholeError, Target
-    from pipeline.loss.cost_files import load_cost
+    from emo.eval.model import EvaluatedModel
+    from emo.eval.targets import DamagedError, NotWholeError, Target
+    from emo.pipeline.loss.cost_files import load_cost
 
     with contextlib.suppress(DamagedError, NotWholeError):
         Target("model", here, foreign=True).require_whole(here, settled=True)
@@ -267,7 +267,7 @@ def make_costs(here: Path) -> None:
 
 @target("cost file", make_costs, "a.safetensors", "b.pt")
 def cost_file(here: Path) -> None:
-    from pipeline.loss.cost_files import load_cost
+    from emo.pipeline.loss.cost_files import load_cost
 
     for name in ("a.safetensors", "b.pt"):
         load_cost(str(here / name), 8)
@@ -284,7 +284,7 @@ PREFIXES = {
 
 @target("prefixes", files(**PREFIXES), "a.jsonl", "b.txt", "c.jsonl.zst")
 def prefixes(here: Path) -> None:
-    from eval.generation.prefixes import from_file
+    from emo.eval.generation.prefixes import from_file
 
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
         _ = from_file(here / name).digest, from_file(here / name, 2, 3)
@@ -304,8 +304,8 @@ def make_task_rows(here: Path) -> None:
 
 @target("rows of tasks", make_task_rows, "sst2/train.jsonl", "sst2/test.jsonl", "mmlu/test.jsonl")
 def task_rows(here: Path) -> None:
-    from eval.icl.task_data import load_data
-    from eval.icl.tasks import load_task
+    from emo.eval.icl.task_data import load_data
+    from emo.eval.icl.tasks import load_task
 
     for name in ("sst2", "mmlu"):
         load_data(load_task(name), str(here))

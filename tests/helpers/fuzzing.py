@@ -17,8 +17,8 @@ import yaml
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError
-from common.text import printable
+from emo.common.errors import UserError
+from emo.common.text import printable
 
 SECONDS = 10.0  # of the processor, for a file of some kilobytes
 Read = Callable[[Path], object]

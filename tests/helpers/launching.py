@@ -22,7 +22,7 @@ from typing import IO, Any
 import psutil
 import yaml
 
-from pipeline.run_dir import read_metrics
+from emo.pipeline.run_dir import read_metrics
 from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
@@ -97,7 +97,7 @@ def tiny_recipe(
     }
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    prepared = run_forked([str(BIN / "python"), "-m", "data_prep", "prepare", str(path)], [{}])
+    prepared = run_forked([str(BIN / "python"), "-m", "emo", "prepare", str(path)], [{}])
     assert prepared.returncode == 0, prepared.stdout
     return path
 
@@ -218,7 +218,7 @@ def run_forked(
 def _imported() -> Any:
     """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.train", "pipeline.cli", __name__])
+    context.set_forkserver_preload(["emo.pipeline.train", "emo.pipeline.cli", __name__])
     before = os.environ.copy()
     os.environ.update(ENVIRONMENT)
     forkserver.ensure_running()

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config import Batch, RunConfig, load_config, lr_at
-from pipeline.engine import Engine, start_world, to_universal
-from pipeline.loss import fuse_model, get_objective
-from pipeline.planning.ds_file import deepspeed_config
-from pipeline.ranks import World, end_world, on_main
+from emo.pipeline.config import Batch, RunConfig, load_config, lr_at
+from emo.pipeline.engine import Engine, start_world, to_universal
+from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.planning.ds_file import deepspeed_config
+from emo.pipeline.ranks import World, end_world, on_main
 from tests.conftest import REPO
 from tests.helpers.families import tiny_llama
 

@@ -9,10 +9,10 @@ from typing import Any
 import deepspeed
 import torch
 
-from common.errors import UserError
-from pipeline.engine import start_world
-from pipeline.loss import fuse_model, get_objective, probe_model
-from pipeline.loss.varlen import VARLEN
+from emo.common.errors import UserError
+from emo.pipeline.engine import start_world
+from emo.pipeline.loss import fuse_model, get_objective, probe_model
+from emo.pipeline.loss.varlen import VARLEN
 from tests.helpers.families import family
 from tests.helpers.zero_worker import OPTIMIZER
 

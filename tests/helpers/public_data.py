@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from common.errors import ExitCode, UserError, one_line
-from common.files import write_atomically
-from eval.icl.task_data import hub_rows
-from eval.icl.tasks import known_tasks, load_task
+from emo.common.errors import ExitCode, UserError, one_line
+from emo.common.files import write_atomically
+from emo.eval.icl.task_data import hub_rows
+from emo.eval.icl.tasks import known_tasks, load_task
 
 
 class Rows(NamedTuple):

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.planning import footprint
-from pipeline.planning.footprint import ACCELERATORS, Accelerator, Setup, Sizes
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.footprint import ACCELERATORS, Accelerator, Setup, Sizes
 
 MPT = {  # hidden, layers
     "1B": (2048, 24),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import stats, store
-from eval.results import MODEL, MODELS, Model, pick, read_models
+from emo.eval import stats, store
+from emo.eval.results import MODEL, MODELS, Model, pick, read_models
 
 LABELS = ["a", "b"]
 COMPARED = {

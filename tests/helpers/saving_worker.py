@@ -16,12 +16,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from eval.targets import targets
-from pipeline import checkpoint, export
-from pipeline.cli import leave, run_recipe
-from pipeline.engine import Engine, Snapshots
-from pipeline.run_dir import checkpoints, read_metrics, step_of
-from pipeline.stop import Watch
+from emo.eval.targets import targets
+from emo.pipeline import checkpoint, export
+from emo.pipeline.cli import leave, run_recipe
+from emo.pipeline.engine import Engine, Snapshots
+from emo.pipeline.run_dir import checkpoints, read_metrics, step_of
+from emo.pipeline.stop import Watch
 from tests.helpers.launching import wait_for
 
 LAST = 4  # the last step of the run

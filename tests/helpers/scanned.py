@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.config import DataConfig
-from data_prep.inputs import Extent
-from data_prep.near import band_keys, band_shape
-from data_prep.rows import CODE
-from data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Unit, weighed
+from emo.data_prep.config import DataConfig
+from emo.data_prep.inputs import Extent
+from emo.data_prep.near import band_keys, band_shape
+from emo.data_prep.rows import CODE
+from emo.data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Unit, weighed
 
 
 def parts_of(

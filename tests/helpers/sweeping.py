@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from experiments.design import read_experiment
-from experiments.stages import read_note
-from experiments.sweep import Sweep, Task
+from emo.experiments.design import read_experiment
+from emo.experiments.stages import read_note
+from emo.experiments.sweep import Sweep, Task
 from tests.helpers.launching import popen
 
 MEASURE = (
@@ -69,7 +69,7 @@ def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Ta
 
 
 def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    return popen([sys.executable, "-m", "experiments", "run", str(path), *arguments])
+    return popen([sys.executable, "-m", "emo", "sweep", str(path), *arguments])
 
 
 def notes(out: Path) -> dict[str, int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.engine import start_world
+from emo.pipeline.engine import start_world
 
 WIDTH, LAYERS, PASSES = 512, 4, 2
 PARAMETERS = WIDTH * WIDTH * LAYERS

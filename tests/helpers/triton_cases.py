@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding, touchable
-from pipeline.loss.fused import fused_linear_loss
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding, touchable
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 from tests.loss.test_tensors import padded_everywhere
@@ -25,7 +25,7 @@ V, H = 150, 12
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks per row, the last one partial."""
-    from pipeline.loss import kernels_triton as triton_kernels
+    from emo.pipeline.loss import kernels_triton as triton_kernels
 
     monkeypatch.setattr(triton_kernels, "BLOCK", 64)
 
@@ -105,7 +105,7 @@ def test_what_stands_between_padded_rows_never_counts(
         widths.add(touchable(*rows))
         return touchable(*rows)
 
-    monkeypatch.setattr("pipeline.loss.kernels_triton.touchable", touched)
+    monkeypatch.setattr("emo.pipeline.loss.kernels_triton.touchable", touched)
     results = []
     for apart in (False, True):
         widths.clear()

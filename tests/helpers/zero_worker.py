@@ -18,12 +18,12 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
-from pipeline.engine import start_world
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import LossSums, fused_linear_loss
-from pipeline.loss.head import fuse_head
-from pipeline.loss.objectives import OBJECTIVES, get_objective
+from emo.pipeline.engine import start_world
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.dense import Teacher
+from emo.pipeline.loss.fused import LossSums, fused_linear_loss
+from emo.pipeline.loss.head import fuse_head
+from emo.pipeline.loss.objectives import OBJECTIVES, get_objective
 from tests.helpers.families import tiny_llama
 from tests.helpers.loss_reference import stored_for
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.errors import UserError
-from pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding, twins
-from pipeline.loss.cost_files import load_cost, number_cost
-from pipeline.loss.fused import fused_linear_loss
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding, twins
+from emo.pipeline.loss.cost_files import load_cost, number_cost
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
 from tests.loss.test_objectives import make
 
@@ -90,7 +90,7 @@ def test_cache_prefers_frequent_targets() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_rows_are_computed_once(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows overlap where a group of tokens reaches beyond one; what is there is not computed again."""
-    monkeypatch.setattr("pipeline.loss.cost.WINDOW_MB", 0.2)
+    monkeypatch.setattr("emo.pipeline.loss.cost.WINDOW_MB", 0.2)
     torch.manual_seed(0)
     h, w = torch.randn(300, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype)
     labels, cost = batch(3), CostEmbedding.from_weight(torch.randn(V, H).to(dtype))
@@ -289,7 +289,7 @@ def test_small_costs_keep_their_digits_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("pipeline.loss.cost._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_instructions", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(weight_dtype)

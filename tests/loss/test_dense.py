@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.dense import Teacher
-from pipeline.loss.fused import fused_linear_loss
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.dense import Teacher
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error
 from tests.loss.test_objectives import make
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from common.errors import UserError
-from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from pipeline.loss.head import (
+from emo.common.errors import UserError
+from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
+from emo.pipeline.loss.head import (
     BOUNDS,
     LONGEST,
     SEGMENTS,
@@ -22,7 +22,7 @@ from pipeline.loss.head import (
     keep_apart,
     segments,
 )
-from pipeline.loss.varlen import attend_in_turn
+from emo.pipeline.loss.varlen import attend_in_turn
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.packing import documents, packed_rows
 from tests.helpers.waits import waits
@@ -155,7 +155,7 @@ def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(
 ) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
     monkeypatch.setattr(
-        "pipeline.loss.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
+        "emo.pipeline.loss.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
     )
     model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("varlen")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import LossSums, fused_linear_loss, token_nll
-from pipeline.loss.head import FusedHead, fuse_head
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import LossSums, fused_linear_loss, token_nll
+from emo.pipeline.loss.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import reference, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, composes, make
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import OBJECTIVES, Objective, Rows, get_objective, gradient, scalars_of
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import OBJECTIVES, Objective, Rows, get_objective, gradient, scalars_of
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, stored_for
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import UserError
-from pipeline.loss import fuse_model, get_objective, head_options, probe_model
+from emo.common.errors import UserError
+from emo.pipeline.loss import fuse_model, get_objective, head_options, probe_model
 from tests.helpers.families import FAMILIES, VOCAB, family
 from tests.helpers.loss_reference import relative_error
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import reference, stored_for
 from tests.loss.test_objectives import ONE_TARGET, SIGNED, composes, make
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import UserError
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import Objective, Ramp, get_objective, weighted_sum
+from emo.common.errors import UserError
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import Objective, Ramp, get_objective, weighted_sum
 from tests.conftest import REPO
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_fused import inputs
@@ -23,7 +23,7 @@ def focal(m, p, *, gamma=2.0):
     return (1 - p) ** gamma
 
 def whole(m, p, D, H, *, a=0.5):
-    from pipeline.loss import Coefficients
+    from emo.pipeline.loss import Coefficients
     w = p.detach()
     return Coefficients(a * m + w * D - 0.1 * H, A=a - w * D + 0.1 * H, B=w, C=0.1 + 0 * H)
 """
@@ -72,11 +72,11 @@ def test_coefficients_from_a_file(tmp_path: Path) -> None:
         ("def g(m): return m", "objective-import"),
         ("import nowhere_at_all", "objective-import"),
         (
-            "from pipeline.loss import Coefficients\ndef f(m, p): return Coefficients(p * m, A=p)",
+            "from emo.pipeline.loss import Coefficients\ndef f(m, p): return Coefficients(p * m, A=p)",
             "objective-gradient",
         ),
         (
-            "from pipeline.loss import Coefficients\ndef f(m): return Coefficients(m, A=m / m, C=m / m)",
+            "from emo.pipeline.loss import Coefficients\ndef f(m): return Coefficients(m, A=m / m, C=m / m)",
             "objective-signature",
         ),
         ("def f(p): return p / p.mean()", "objective-batch"),
@@ -85,14 +85,17 @@ def test_coefficients_from_a_file(tmp_path: Path) -> None:
         ("def f(p): return p, p", "objective-shape"),
         ("def f(p, *, mode='a'): return p", "option-range"),
         ("raise SystemExit(3)", "objective-import"),
-        ("from pipeline.loss import Coefficients\ndef f(m): return Coefficients(None, m)", "objective-shape"),
         (
-            "import torch\nfrom pipeline.loss import Coefficients\n"
+            "from emo.pipeline.loss import Coefficients\ndef f(m): return Coefficients(None, m)",
+            "objective-shape",
+        ),
+        (
+            "import torch\nfrom emo.pipeline.loss import Coefficients\n"
             "def f(m): return Coefficients(torch.where(m > 30, 2 * m, m), A=m / m.clamp_min(1e-30))",
             "objective-gradient",
         ),
         (
-            "import torch\nfrom pipeline.loss import Coefficients\n"
+            "import torch\nfrom emo.pipeline.loss import Coefficients\n"
             "def f(m): return Coefficients(torch.ones_like(m), A=m)",
             "objective-gradient",
         ),

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from pipeline.loss import fused as loss_sums
-from pipeline.loss.cost import CostEmbedding
-from pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss import fused as loss_sums
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.loss.test_fused import inputs
 from tests.loss.test_objectives import make
 

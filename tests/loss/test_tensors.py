@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.loss import cost as tensors
-from pipeline.loss.cost import ALIGNMENT, CostEmbedding, padded_rows, padded_width, touchable
-from pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss import cost as tensors
+from emo.pipeline.loss.cost import ALIGNMENT, CostEmbedding, padded_rows, padded_width, touchable
+from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import relative_error
 from tests.loss.test_objectives import make
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import UserError
-from common.labels import IGNORE
-from pipeline.loss.cost import CostEmbedding, plan_tokens
-from pipeline.loss.fused import fused_linear_loss
-from pipeline.loss.objectives import OBJECTIVES
+from emo.common.errors import UserError
+from emo.common.labels import IGNORE
+from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
+from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import OBJECTIVES
 from tests.helpers.waits import waits
 from tests.loss.test_objectives import make
 

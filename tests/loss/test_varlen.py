@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import UserError
-from pipeline.config import ModelConfig
-from pipeline.loss import fuse_model, get_objective, probe_model
-from pipeline.loss.head import segments
-from pipeline.loss.varlen import varlen_attention
-from pipeline.planning.attention import usable_attention
+from emo.common.errors import UserError
+from emo.pipeline.config import ModelConfig
+from emo.pipeline.loss import fuse_model, get_objective, probe_model
+from emo.pipeline.loss.head import segments
+from emo.pipeline.loss.varlen import varlen_attention
+from emo.pipeline.planning.attention import usable_attention
 from tests.helpers.families import FAMILIES, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.packing import documents, packed_rows

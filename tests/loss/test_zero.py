@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.loss.objectives import OBJECTIVES
+from emo.pipeline.loss.objectives import OBJECTIVES
 from tests.helpers.launching import run_module
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.zero_worker import CASES, Case, objectives_unsharded, run_unsharded

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import UserError
-from common.labels import IGNORE
-from data_prep.config import DataConfig
-from data_prep.shards import open_prepared
-from pipeline.batches import Batches, Loader, check_content
-from pipeline.engine import _detached
-from pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from pipeline.model import tell_by_token
-from pipeline.order import BatchOrder
-from pipeline.ranks import World
-from pipeline.run_dir import DATA_HASHES
+from emo.common.errors import UserError
+from emo.common.labels import IGNORE
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards import open_prepared
+from emo.pipeline.batches import Batches, Loader, check_content
+from emo.pipeline.engine import _detached
+from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
+from emo.pipeline.model import tell_by_token
+from emo.pipeline.order import BatchOrder
+from emo.pipeline.ranks import World
+from emo.pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import data_config, run, texts, write_jsonl
 from tests.helpers.families import tiny_llama
 from tests.helpers.waits import waits
@@ -112,7 +112,7 @@ def test_a_shard_changed_in_place_stops_every_start(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """defects A9: at the first start and, changed since, at a later one."""
-    monkeypatch.setattr("pipeline.batches.gather_objects", lambda value: [value])
+    monkeypatch.setattr("emo.pipeline.batches.gather_objects", lambda value: [value])
     world, run_dir = World(0, 1, torch.device("cpu")), tmp_path / "run"
     run_dir.mkdir()
     data, _ = open_prepared(config)

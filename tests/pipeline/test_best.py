@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.errors import ExitCode, UserError
-from pipeline.cli import main
-from pipeline.config import RunConfig, load_config
-from pipeline.planning import footprint
-from pipeline.planning.best import Choice, choices, print_best
-from pipeline.planning.checks import check
-from pipeline.planning.footprint import GIB
-from pipeline.planning.plan import parse_cluster, sizes_of
+from emo.common.errors import ExitCode, UserError
+from emo.pipeline.cli import main
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.best import Choice, choices, print_best
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.plan import parse_cluster, sizes_of
 from tests.conftest import REPO
 
 RECIPES = REPO / "launch/recipes"

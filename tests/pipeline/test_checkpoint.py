@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import checkpoint
-from pipeline.run_dir import STATE, checkpoints, describe, list_files, partial_directory, problem, step_of
+from emo.pipeline import checkpoint
+from emo.pipeline.run_dir import STATE, checkpoints, describe, list_files, partial_directory, problem, step_of
 
 
 def write(run_dir: Path, step: int) -> Path:

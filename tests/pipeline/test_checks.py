@@ -13,12 +13,12 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from common.errors import UserError
-from data_prep.shards import TokenDataset
-from pipeline import identity
-from pipeline.config import load_config
-from pipeline.planning.checks import check
-from pipeline.planning.plan import estimated_rows, parse_cluster, print_plan
+from emo.common.errors import UserError
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline import identity
+from emo.pipeline.config import load_config
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.plan import estimated_rows, parse_cluster, print_plan
 from tests.helpers import launching
 
 
@@ -104,7 +104,7 @@ def test_a_cost_directory_that_does_not_exist(recipe: Path) -> None:
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"data.dir={tmp_path / 'none'}"])
     assert check(config, ranks=1, local=False).data is None
-    with pytest.raises(UserError, match="run: python -m data_prep prepare"):
+    with pytest.raises(UserError, match="run: emo prepare"):
         check(config, ranks=1, local=True)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torch import OutOfMemoryError
 
-from common.errors import ExitCode, UserError
-from pipeline import cli
-from pipeline.report.console import Console
-from pipeline.stop import STARTING, Watch
+from emo.common.errors import ExitCode, UserError
+from emo.pipeline import cli
+from emo.pipeline.report.console import Console
+from emo.pipeline.stop import STARTING, Watch
 from tests.conftest import REPO
 
 RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
@@ -125,7 +125,7 @@ def test_a_mistake_of_another_host_is_said_there(
 def test_a_reader_that_is_gone_does_not_end_a_rank() -> None:
     """Ctrl-C ends `| tee log` too, and the rank still has to save."""
     program = (
-        "import sys\nfrom pipeline.report.console import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
+        "import sys\nfrom emo.pipeline.report.console import Survivor\nsys.stdout = Survivor(sys.stdout)\n"
         "for _ in range(3):\n    print('x' * 100000, flush=True)\n"
         "sys.exit(75)\n"
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.planning.host import compiling
+from emo.pipeline.planning.host import compiling
 
 STARTING = """
 import sys
-from pipeline.planning.host import compiling
+from emo.pipeline.planning.host import compiling
 with compiling():
     print("inside", flush=True)
     sys.stdin.read()

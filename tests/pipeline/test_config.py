@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import UserError
-from common.recipe import parse_section, read_recipe
-from pipeline.config import (
+from emo.common.errors import UserError
+from emo.common.recipe import parse_section, read_recipe
+from emo.pipeline.config import (
     ObjectiveConfig,
     TrainConfig,
     dump_config,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.console import (
+from emo.pipeline.report.console import (
     BOLD,
     Console,
     Handler,
@@ -29,7 +29,7 @@ from pipeline.report.console import (
     open_console,
     upcoming,
 )
-from pipeline.run_dir import LOG
+from emo.pipeline.run_dir import LOG
 from tests.conftest import REPO
 
 
@@ -179,7 +179,7 @@ def on_a_terminal(program: str, **environment: str) -> str:
 
 PROGRAM = """
 import itertools, logging
-from pipeline.report import console as c
+from emo.pipeline.report import console as c
 shown = c.open_console(False, False, True, None)
 clock = itertools.count()
 shown._clock = lambda: float(next(clock))
@@ -211,7 +211,7 @@ def test_a_terminal_has_one_line_that_moves(environment: dict[str, str], live: b
 
 def run_split(program: str, *arguments: str) -> tuple[str, str]:
     """Run a program after `split`; return what it shows on standard output and standard error."""
-    text = "import os, subprocess, sys\nfrom pathlib import Path\nfrom pipeline.report.console import split\n"
+    text = "import os, subprocess, sys\nfrom pathlib import Path\nfrom emo.pipeline.report.console import split\n"
     text += f"chatter = split()\n{program}"
     command = [sys.executable, "-c", text, *arguments]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
-from data_prep.shards import TokenDataset
-from pipeline.config import MixtureConfig
-from pipeline.order import Holding, MixedOrder
-from pipeline.run_dir import CONFIG, EXPORT, LAUNCHES, read_metrics, read_records, step_directory
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline.config import MixtureConfig
+from emo.pipeline.order import Holding, MixedOrder
+from emo.pipeline.run_dir import CONFIG, EXPORT, LAUNCHES, read_metrics, read_records, step_directory
 from tests.helpers import launching
 
 SHARES = {"home": {"from": 0.2, "to": 0.5, "steps": 4}, "abroad": 0.5}

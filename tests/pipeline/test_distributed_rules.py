@@ -12,15 +12,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.errors import ExitCode
-from pipeline.run_dir import BAD_BATCHES, HEARTBEAT
+from emo.common.errors import ExitCode
+from emo.pipeline.run_dir import BAD_BATCHES, HEARTBEAT
 from tests.helpers import launching
 from tests.helpers.launching import losses
 
 # An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
 LOST = """
 import torch
-from pipeline.loss.objectives import Coefficients
+from emo.pipeline.loss.objectives import Coefficients
 
 
 def lost(m):

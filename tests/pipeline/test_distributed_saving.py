@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import ExitCode
-from pipeline.run_dir import HEARTBEAT, checkpoints, problem, read_metrics, step_of
+from emo.common.errors import ExitCode
+from emo.pipeline.run_dir import HEARTBEAT, checkpoints, problem, read_metrics, step_of
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.errors import ExitCode
-from common.labels import IGNORE
-from data_prep.config import split_of
-from data_prep.shards import TokenDataset
-from data_prep.tokenizer import load_tokenizer
-from pipeline import checkpoint
-from pipeline.report.validation import change, read
-from pipeline.run_dir import (
+from emo.common.errors import ExitCode
+from emo.common.labels import IGNORE
+from emo.data_prep.config import split_of
+from emo.data_prep.shards import TokenDataset
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline import checkpoint
+from emo.pipeline.report.validation import change, read
+from emo.pipeline.run_dir import (
     LAUNCHES,
     LOG,
     SAMPLES,
@@ -30,7 +30,7 @@ from pipeline.run_dir import (
     read_metrics,
     read_records,
 )
-from pipeline.stop import RESUME
+from emo.pipeline.stop import RESUME
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from pipeline.config import Batch, load_config
-from pipeline.planning import ds_file, host
-from pipeline.planning.ds_file import check_host, deepspeed_config, zero_stage
+from emo.common.errors import UserError
+from emo.pipeline.config import Batch, load_config
+from emo.pipeline.planning import ds_file, host
+from emo.pipeline.planning.ds_file import check_host, deepspeed_config, zero_stage
 from tests.conftest import REPO
 
 

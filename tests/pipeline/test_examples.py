@@ -30,7 +30,7 @@ def example(name: str) -> ModuleType:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with its tokenizer, a text, and the repository as the working directory."""
-    from data_prep.tokenizer import load_tokenizer
+    from emo.data_prep.tokenizer import load_tokenizer
 
     tiny_llama(VOCAB).save_pretrained(tmp_path / "model")
     load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")

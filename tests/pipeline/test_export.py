@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.errors import FailureError, UserError
-from pipeline import export
-from pipeline.config import ModelConfig, RunConfig, load_config
-from pipeline.export import exported_tensors, write_shards
-from pipeline.model import add_lora
-from pipeline.planning.checks import rehearse
+from emo.common.errors import FailureError, UserError
+from emo.pipeline import export
+from emo.pipeline.config import ModelConfig, RunConfig, load_config
+from emo.pipeline.export import exported_tensors, write_shards
+from emo.pipeline.model import add_lora
+from emo.pipeline.planning.checks import rehearse
 from tests.conftest import REPO
 
 FAMILIES: dict[str, dict[str, Any]] = {

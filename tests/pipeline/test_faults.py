@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from torch import AcceleratorError, OutOfMemoryError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.errors import ExitCode, FailureError, UserError
-from common.files import DiskFullError
-from pipeline import cli
-from pipeline.ranks import broken_device, explain
-from pipeline.stop import HARDWARE, TRAINING, Watch, node_name
+from emo.common.errors import ExitCode, FailureError, UserError
+from emo.common.files import DiskFullError
+from emo.pipeline import cli
+from emo.pipeline.ranks import broken_device, explain
+from emo.pipeline.stop import HARDWARE, TRAINING, Watch, node_name
 
 DEVICE = [
     AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),

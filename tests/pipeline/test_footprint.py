@@ -15,12 +15,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pipeline.cli import main
-from pipeline.config import Batch, load_config
-from pipeline.loss.objectives import get_objective
-from pipeline.planning import footprint
-from pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
-from pipeline.planning.plan import (
+from emo.pipeline.cli import main
+from emo.pipeline.config import Batch, load_config
+from emo.pipeline.loss.objectives import get_objective
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
+from emo.pipeline.planning.plan import (
     fit,
     largest_micro,
     memory_line,
@@ -358,7 +358,7 @@ def test_measured_memory(recipe: Path, tmp_path: Path) -> None:
 def _peak(recipe: Path) -> float:
     """Peak resident bytes of a run's training steps: read after the last, before saving and exporting."""
     program = (
-        "import sys, re\nfrom pathlib import Path\nfrom pipeline import cli, stop, train\n"
+        "import sys, re\nfrom pathlib import Path\nfrom emo.pipeline import cli, stop, train\n"
         "evaluate, step, taken = train.evaluate, train.Engine.train_step, []\n"
         "def report(*a, **k):\n"
         "    if not taken:\n"

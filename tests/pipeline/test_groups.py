@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
-from common.errors import UserError
-from pipeline.planning.ds_file import parameter_groups
+from emo.common.errors import UserError
+from emo.pipeline.planning.ds_file import parameter_groups
 from tests.helpers.families import family as of_family
 from tests.pipeline.test_export import FAMILIES
 

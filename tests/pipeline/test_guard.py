@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from pipeline.config import TrainConfig
-from pipeline.engine import Sums
-from pipeline.run_dir import BAD_BATCHES
-from pipeline.train import Guard
+from emo.common.errors import UserError
+from emo.pipeline.config import TrainConfig
+from emo.pipeline.engine import Sums
+from emo.pipeline.run_dir import BAD_BATCHES
+from emo.pipeline.train import Guard
 
 ROWS = [["shard-00000", 3]]
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-import pipeline.hf
-from common.errors import UserError
-from pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
-from pipeline.loss import (
+import emo.pipeline.hf
+from emo.common.errors import UserError
+from emo.pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
+from emo.pipeline.loss import (
     CostEmbedding,
     Ramp,
     fused_linear_loss,
@@ -177,7 +177,7 @@ def test_emo_loss_module() -> None:
 def examples() -> list[str]:
     """The indented blocks of the module's docstring."""
     blocks: list[list[str]] = [[]]
-    for line in (pipeline.hf.__doc__ or "").splitlines():
+    for line in (emo.pipeline.hf.__doc__ or "").splitlines():
         if line.startswith("    ") or (not line and blocks[-1]):
             blocks[-1].append(line)
         elif blocks[-1]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from pipeline.hf import fuse_causal_lm
+from emo.pipeline.hf import fuse_causal_lm
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.pipeline.test_hf import LENGTH, VOCAB, EmoTrainer, arguments, parameters

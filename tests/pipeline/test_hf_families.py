@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from pipeline.hf import FusedLossMixin, fuse_causal_lm, loss_function
-from pipeline.loss import CostEmbedding
+from emo.pipeline.hf import FusedLossMixin, fuse_causal_lm, loss_function
+from emo.pipeline.loss import CostEmbedding
 from tests.helpers.families import FAMILIES, VOCAB, family
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits
 from tests.pipeline.test_hf import arguments

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from common.errors import UserError
-from pipeline.hf import FusedLossMixin
-from pipeline.loss import Ramp, get_objective, weighted_sum
+from emo.common.errors import UserError
+from emo.pipeline.hf import FusedLossMixin
+from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
 from tests.pipeline.test_hf_families import FusedTrainer, stepped

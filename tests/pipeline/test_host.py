@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import FailureError, UserError
-from pipeline.engine import _port_taken
-from pipeline.planning import host
-from pipeline.planning.host import BINDING, Gpus, check_compiler, refusal, threads
-from pipeline.stop import HARDWARE
+from emo.common.errors import FailureError, UserError
+from emo.pipeline.engine import _port_taken
+from emo.pipeline.planning import host
+from emo.pipeline.planning.host import BINDING, Gpus, check_compiler, refusal, threads
+from emo.pipeline.stop import HARDWARE
 from tests.conftest import REPO
 
 OLD = (
@@ -100,7 +100,7 @@ def test_a_rank_takes_its_share_of_the_cores_and_no_port_of_another() -> None:
     """Cores also beside a GPU, for optimizers that step on the host; what the user sets is left."""
     program = (
         "import os, torch; os.sched_getaffinity = lambda _: set(range(12))\n"
-        "from pipeline.engine import start_world; from pipeline.ranks import end_world\n"
+        "from emo.pipeline.engine import start_world; from emo.pipeline.ranks import end_world\n"
         "start_world(); end_world(); print(torch.get_num_threads())\n"
         "os.environ['OMP_NUM_THREADS'] = '1'; torch.set_num_threads(1)\n"
         "start_world(); end_world(); print(torch.get_num_threads())\n"

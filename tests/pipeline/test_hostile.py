@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import UserError
-from pipeline import identity
-from pipeline.cli import Printable
-from pipeline.config import Batch, RunConfig, dump_config, load_config
-from pipeline.engine import STATE_CLASSES, Snapshots, _only_data, to_universal
-from pipeline.export import _model_card
-from pipeline.planning.ds_file import REPORTS, deepspeed_config
-from pipeline.run_dir import CONFIG
+from emo.common.errors import UserError
+from emo.pipeline import identity
+from emo.pipeline.cli import Printable
+from emo.pipeline.config import Batch, RunConfig, dump_config, load_config
+from emo.pipeline.engine import STATE_CLASSES, Snapshots, _only_data, to_universal
+from emo.pipeline.export import _model_card
+from emo.pipeline.planning.ds_file import REPORTS, deepspeed_config
+from emo.pipeline.run_dir import CONFIG
 from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 

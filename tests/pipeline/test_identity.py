@@ -13,14 +13,14 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
-from common.errors import UserError
-from data_prep import scores
-from data_prep.config import DataConfig
-from data_prep.prepare import prepare
-from data_prep.shards import open_prepared
-from pipeline import identity
-from pipeline.config import RunConfig, load_config
-from pipeline.planning.checks import check
+from emo.common.errors import UserError
+from emo.data_prep import scores
+from emo.data_prep.config import DataConfig
+from emo.data_prep.prepare import prepare
+from emo.data_prep.shards import open_prepared
+from emo.pipeline import identity
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.planning.checks import check
 from tests.helpers import launching
 from tests.helpers.families import family
 
@@ -74,7 +74,7 @@ def refused(config: RunConfig, code: str, ranks: int = 1) -> None:
 
 
 def write_scores(folder: Path, value: float) -> None:
-    """Leave what `python -m pipeline score --force` leaves of some model."""
+    """Leave what `emo score --force` leaves of some model."""
     data, validation = open_prepared(recipe(folder).data)
     model = {"path": "reference", "value": value}
     for rows in (data, *validation.values()):

@@ -32,12 +32,12 @@ def call(image: Path, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("verb", "command"),
     [
-        ("prepare", "python -m data_prep prepare"),
+        ("prepare", "emo prepare"),
         ("continual", "continual.sh"),
         ("instruct", "instruct.sh"),
-        ("evaluate", "python -m eval run"),
-        ("watch", "python -m eval watch"),
-        ("plan", "python -m pipeline plan"),
+        ("evaluate", "emo eval"),
+        ("watch", "emo watch"),
+        ("plan", "emo plan"),
     ],
 )
 def test_verbs(image: Path, verb: str, command: str) -> None:

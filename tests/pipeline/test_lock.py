@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import FailureError, UserError
-from common.lease import Lease
-from pipeline import lock
-from pipeline.lock import COPY, RunLock
-from pipeline.run_dir import HEARTBEAT
+from emo.common.errors import FailureError, UserError
+from emo.common.lease import Lease
+from emo.pipeline import lock
+from emo.pipeline.lock import COPY, RunLock
+from emo.pipeline.run_dir import HEARTBEAT
 
 
 @pytest.fixture(autouse=True)

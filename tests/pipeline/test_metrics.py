@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import RunConfig, load_config
-from pipeline.engine import DomainSums, Sums
-from pipeline.loss.fused import histogram
-from pipeline.planning.footprint import ACCELERATORS, Setup, Sizes, utilisation
-from pipeline.report.console import Console
-from pipeline.report.metrics import Metrics
-from pipeline.report.validation import Documents, read
-from pipeline.run_dir import METRICS, PROFILE, read_metrics
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.engine import DomainSums, Sums
+from emo.pipeline.loss.fused import histogram
+from emo.pipeline.planning.footprint import ACCELERATORS, Setup, Sizes, utilisation
+from emo.pipeline.report.console import Console
+from emo.pipeline.report.metrics import Metrics
+from emo.pipeline.report.validation import Documents, read
+from emo.pipeline.run_dir import METRICS, PROFILE, read_metrics
 from tests.conftest import REPO
 
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.errors import UserError
-from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from pipeline.config import ModelConfig, RunConfig
-from pipeline.loss import CostEmbedding, fuse_model, get_objective
-from pipeline.model import (
+from emo.common.errors import UserError
+from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
+from emo.pipeline.config import ModelConfig, RunConfig
+from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
+from emo.pipeline.model import (
     Losses,
     add_lora,
     check_fits,
@@ -29,7 +29,7 @@ from pipeline.model import (
     load_pretrained,
     measuring,
 )
-from pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.attention import usable_attention
 from tests.helpers.families import family
 
 
@@ -63,8 +63,8 @@ def choice(**keys: Any) -> ModelConfig:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
-    monkeypatch.setattr("pipeline.planning.attention.on_gpu", lambda: True)
-    monkeypatch.setattr("pipeline.planning.attention.kernel_is_new_enough", lambda: True)
+    monkeypatch.setattr("emo.pipeline.planning.attention.on_gpu", lambda: True)
+    monkeypatch.setattr("emo.pipeline.planning.attention.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError
-from pipeline.batches import rank_rows
-from pipeline.config import MixtureConfig, RampConfig
-from pipeline.order import STAIRS, BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.common.errors import UserError
+from emo.pipeline.batches import rank_rows
+from emo.pipeline.config import MixtureConfig, RampConfig
+from emo.pipeline.order import STAIRS, BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
 
 NAMES = ("home", "abroad", "sea", "law")
 BATCH = 8

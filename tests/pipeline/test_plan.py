@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.errors import UserError
-from data_prep.config import load_data_config
-from pipeline.config import load_config
-from pipeline.order import MixedOrder
-from pipeline.planning.checks import check
-from pipeline.planning.plan import domain_rows, model_sizes, print_plan, remarks
+from emo.common.errors import UserError
+from emo.data_prep.config import load_data_config
+from emo.pipeline.config import load_config
+from emo.pipeline.order import MixedOrder
+from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.plan import domain_rows, model_sizes, print_plan, remarks
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
 from tests.helpers import corpus

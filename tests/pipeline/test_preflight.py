@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.planning import preflight as module
-from pipeline.planning.preflight import Fabric, expected_bandwidth, fabric, judged_bandwidth, used_network
+from emo.pipeline.planning import preflight as module
+from emo.pipeline.planning.preflight import Fabric, expected_bandwidth, fabric, judged_bandwidth, used_network
 from tests.helpers import launching
 
 
@@ -19,7 +19,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preflight(recipe: Path, *settings: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [f"{launching.BIN}/python", "-m", "pipeline", "preflight", str(recipe), *settings]
+    command = [f"{launching.BIN}/python", "-m", "emo", "preflight", str(recipe), *settings]
     group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "COLUMNS": "200"}
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())}
     own = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
@@ -40,7 +40,7 @@ def test_an_unfit_host(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = preflight(recipe, f"run_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}")
     assert done.returncode == 1, done.stdout
-    cures = ("cannot start", "python -m data_prep prepare", "set run_dir to where you may write")
+    cures = ("cannot start", "emo prepare", "set run_dir to where you may write")
     assert all(cure in done.stdout for cure in cures), done.stdout
 
 

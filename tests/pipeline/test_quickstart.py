@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import launch.quickstart as quickstart
-from data_prep.__main__ import main as data_prep
-from eval.cli import parser
-from pipeline.config import RunConfig, load_config
-from pipeline.planning.plan import print_plan
+import emo.launch.quickstart as quickstart
+from emo.data_prep.cli import main as data_prep
+from emo.eval.cli import parser
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.planning.plan import print_plan
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model
 
@@ -40,12 +40,12 @@ def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) ->
     for name in ("mle", "emo"):
         assert runs[name].model.path == str(base.run_dir / "export")
         assert runs[name].data.tokenizer == str(base.data.dir / "tokenizer")
-    evaluations = [command[3:] for command in commands() if command[1:3] == ["-m", "eval"]]
+    evaluations = [command[3:] for command in commands() if command[1:3] == ["-m", "emo"]]
     parsed = [parser().parse_args(arguments) for arguments in evaluations]
     for entry in parsed:
-        if entry.command in ("run", "generate"):
+        if entry.command in ("eval", "generate"):
             assert entry.model in {str(config.run_dir / "export") for config in runs.values()}
-    scored = [entry.name for entry in parsed if entry.command == "run"]
+    scored = [entry.name for entry in parsed if entry.command == "eval"]
     (report,) = (entry for entry in parsed if entry.command == "report")
     trained = dict(entry.split("=") for entry in report.run)
     assert list(trained) == scored and set(trained.values()) == {str(c.run_dir) for c in runs.values()}
@@ -62,7 +62,7 @@ import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {repo!r})
-from launch import quickstart
+from emo.launch import quickstart
 wait = [sys.executable, "-c", "import os, time; os.write(1, b'up' + bytes([10])); time.sleep(600)"]
 quickstart.steps = lambda: [("Wait", [wait, wait]), ("Never", [["false"]])]
 sys.exit(quickstart.main())
@@ -104,7 +104,7 @@ def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.Mo
     (prepare,), (train,), (evaluate, report) = quickstart.following(str(losses))
     assert Path(prepare[0]).absolute() == Path(sys.executable)
     elsewhere = [f"data.dir={tmp_path / 'data'}", f"data.tokenizer={model}"]
-    assert prepare[1:3] == ["-m", "data_prep"] and data_prep([*prepare[3:], *elsewhere]) == 0
+    assert prepare[1:3] == ["-m", "emo"] and data_prep([*prepare[3:], *elsewhere]) == 0
     assert train[:4] == TRAIN
     recipe, *overrides = train[4:]
     print_plan(load_config(Path(recipe), [*overrides, *elsewhere, f"model.path={model}"]), quickstart.RANKS)

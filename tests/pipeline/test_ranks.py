@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.errors import FailureError, UserError
-from pipeline import ranks
-from pipeline.ranks import World, agreed, lost_a_peer, on_main
+from emo.common.errors import FailureError, UserError
+from emo.pipeline import ranks
+from emo.pipeline.ranks import World, agreed, lost_a_peer, on_main
 
 PREFIX = (
     "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by "

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.errors import UserError
-from common.recipe import marked
-from pipeline import checkpoint, identity
-from pipeline.config import FREE, RunConfig, dump_config, load_config
-from pipeline.order import Holding
-from pipeline.ranks import World
-from pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
+from emo.common.errors import UserError
+from emo.common.recipe import marked
+from emo.pipeline import checkpoint, identity
+from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
+from emo.pipeline.order import Holding
+from emo.pipeline.ranks import World
+from emo.pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
 from tests.conftest import REPO
 
 DATA = {"data": "f" * 64}  # an identity

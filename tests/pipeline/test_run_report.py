@@ -1,4 +1,4 @@
-"""python -m pipeline report: runs as one page, what they gained and lost, an exit code for regressions."""
+"""emo report: runs as one page, what they gained and lost, an exit code for regressions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import yaml
 
-from common.errors import ExitCode, UserError
-from common.report.numbers import DASH, MINUS
-from pipeline import cli
-from pipeline.report.launches import append
-from pipeline.report.page import document
-from pipeline.report.runs import KILLED, Run, read_runs, regressions
-from pipeline.report.validation import Documents, read, write
-from pipeline.run_dir import (
+from emo.common.errors import ExitCode, UserError
+from emo.common.report.numbers import DASH, MINUS
+from emo.pipeline import cli
+from emo.pipeline.report.launches import append
+from emo.pipeline.report.page import document
+from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
+from emo.pipeline.report.validation import Documents, read, write
+from emo.pipeline.run_dir import (
     BAD_BATCHES,
     CONFIG,
     EXPORT,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
-from data_prep.tokenizer import load_tokenizer
-from pipeline.config import RunConfig, load_config
-from pipeline.report.samples import Samples, prompt_ids
-from pipeline.run_dir import SAMPLES, read_records
+from emo.common.errors import UserError
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.report.samples import Samples, prompt_ids
+from emo.pipeline.run_dir import SAMPLES, read_records
 from tests.helpers import launching
 
 
@@ -33,7 +33,7 @@ def test_prompts_begin_as_documents_do_and_fit(recipe: Path, monkeypatch: pytest
     assert prompt_ids(config(recipe, "")) == [[tokenizer.bos_token_id]], "a document from its beginning"
     assert prompt_ids(config(recipe)) == []
     tokenizer.bos_token = None
-    monkeypatch.setattr("pipeline.report.samples.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("emo.pipeline.report.samples.load_tokenizer", lambda _: tokenizer)
     long = "The man saw a fish on day 3. " * 5
     for mistake in (config(recipe, "The", long), config(recipe, "The", tokens=99), config(recipe, "")):
         with pytest.raises(UserError) as error:

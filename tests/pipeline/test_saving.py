@@ -11,9 +11,9 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
-from common.errors import ExitCode
-from pipeline.engine import DamagedError, Snapshots
-from pipeline.run_dir import EXPORT, HF, INITIAL, checkpoints, problem, step_of
+from emo.common.errors import ExitCode
+from emo.pipeline.engine import DamagedError, Snapshots
+from emo.pipeline.run_dir import EXPORT, HF, INITIAL, checkpoints, problem, step_of
 from tests.helpers import launching
 from tests.helpers.saving_worker import LAST, SEEN
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline score`: another model's log-probabilities, written once and read in training."""
+"""`emo score`: another model's log-probabilities, written once and read in training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import yaml
 from transformers import LlamaForCausalLM
 
-from common.errors import UserError
-from data_prep.scores import Scores
-from data_prep.shards import TokenDataset
-from pipeline.cli import main
-from pipeline.config import load_config
-from pipeline.model import training_objective
-from pipeline.run_dir import read_metrics
+from emo.common.errors import UserError
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset
+from emo.pipeline.cli import main
+from emo.pipeline.config import load_config
+from emo.pipeline.model import training_objective
+from emo.pipeline.run_dir import read_metrics
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import run_alone, tiny_recipe
 from tests.helpers.said import lines

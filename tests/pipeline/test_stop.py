@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ExitCode
-from pipeline.stop import REPORTS, StopRequest, Watch, _grace
+from emo.common.errors import ExitCode
+from emo.pipeline.stop import REPORTS, StopRequest, Watch, _grace
 from tests.conftest import REPO
 
 # A rank in the named phase. The main thread is inside one call, as it would be in a collective.
 RANK = """
 import sys, time
 from pathlib import Path
-from pipeline.stop import StopRequest, Watch
+from emo.pipeline.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
 phase, run_dir = sys.argv[-2:]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ExitCode
-from launch.supervise import verdict
+from emo.common.errors import ExitCode
+from emo.launch.supervise import verdict
 from tests.conftest import REPO
 
 DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
@@ -32,8 +32,8 @@ sys.exit(max(code & 255 for code in codes))
 RANK = """
 import os, sys, time
 from pathlib import Path
-from pipeline.report.console import split
-from pipeline.stop import StopRequest, Watch
+from emo.pipeline.report.console import split
+from emo.pipeline.stop import StopRequest, Watch
 watch = Watch()
 chatter = split()
 watch.joined(); watch.trains()

@@ -14,11 +14,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from pipeline import checkpoint as checkpoint_module
-from pipeline import upload
-from pipeline.checkpoint import Saver, prune
-from pipeline.run_dir import COMPLETE, checkpoints
-from pipeline.upload import UPLOADING, Uploads, copy_checkpoint
+from emo.pipeline import checkpoint as checkpoint_module
+from emo.pipeline import upload
+from emo.pipeline.checkpoint import Saver, prune
+from emo.pipeline.run_dir import COMPLETE, checkpoints
+from emo.pipeline.upload import UPLOADING, Uploads, copy_checkpoint
 
 FILES = {"state.json": b"{}", "state/rank-0.pt": b"zero" * 100, "state/rank-1.pt": b"one" * 100}
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.pack import BlockPacker
-from pipeline.report.validation import FEWEST, Change, Documents, by_document, change, drop, read, write
-from pipeline.run_dir import VALIDATION
+from emo.data_prep.pack import BlockPacker
+from emo.pipeline.report.validation import FEWEST, Change, Documents, by_document, change, drop, read, write
+from emo.pipeline.run_dir import VALIDATION
 
 TRUTH = 0.05
 

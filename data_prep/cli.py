@@ -1,4 +1,4 @@
-"""python -m data_prep prepare | inspect | verify | sniff | world"""
+"""emo prepare | inspect | verify | sniff | world"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from common.commands import first_word, offer_completion, parse_arguments, program
-from common.errors import ExitCode, UserError, outcome
-from common.text import counted, printable
-from data_prep.config import load_data_config
+from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.text import counted, printable
+from emo.data_prep.config import load_data_config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("emo-prep", "python -m data_prep"), description="Text to token shards."
-    )
+    parser = argparse.ArgumentParser(prog=program("emo-prep", "emo"), description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
@@ -74,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(args: argparse.Namespace) -> None:
     config = load_data_config(args.recipe, args.overrides)
     first_word(args.recipe)
-    from data_prep.prepare import prepare
+    from emo.data_prep.prepare import prepare
 
     prepare(config, args.shard, args.workers, args.force, args.finish, _say)
 
@@ -88,8 +86,8 @@ def _inspect(args: argparse.Namespace) -> None:
     first_word(args.directory)
     from rich.console import Console
 
-    from data_prep.inspect import inspect
-    from data_prep.verify import data_sets
+    from emo.data_prep.inspect import inspect
+    from emo.data_prep.verify import data_sets
 
     for split in data_sets(args.directory):
         inspect(split, args.samples, args.seed, Console())
@@ -99,14 +97,14 @@ def _sniff(args: argparse.Namespace) -> None:
     first_word(args.files)
     from rich.console import Console
 
-    from data_prep.sources.sniff import sniff
+    from emo.data_prep.sources.sniff import sniff
 
     sniff(args.files, args.tokenizer, Console())
 
 
 def _verify(args: argparse.Namespace) -> None:
     first_word(args.directory)
-    from data_prep.verify import verify
+    from emo.data_prep.verify import verify
 
     right, faults = verify(args.directory)
     for line in right:
@@ -120,7 +118,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 def _world(args: argparse.Namespace) -> None:
     first_word(args.directory)
-    from data_prep import world
+    from emo.data_prep import world
 
     world.write_tasks(args.directory, args.train, args.test)
 

@@ -1,4 +1,4 @@
-"""python -m experiments run | table: sweeps over recipes, and what came of them."""
+"""emo sweep | table: sweeps over recipes, and what came of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import string
 import sys
 from pathlib import Path
 
-from common.commands import offer_completion, parse_arguments, program
-from common.errors import AGAIN, ExitCode, UserError, outcome
-from common.files import finite, write_text
-from experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
-from experiments.sweep import Sweep
-from experiments.workers import StoppedError
+from emo.common.commands import offer_completion, parse_arguments, program
+from emo.common.errors import AGAIN, ExitCode, UserError, outcome
+from emo.common.files import finite, write_text
+from emo.experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
+from emo.experiments.sweep import Sweep
+from emo.experiments.workers import StoppedError
 
 ABOUT = "Sweeps over recipes: runs that differ in a few settings, and the table of what came of them."
 TABLE = "table.md"
@@ -27,9 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
     """
-    parser = argparse.ArgumentParser(
-        prog=program("emo-experiments", "python -m experiments"), description=ABOUT
-    )
+    parser = argparse.ArgumentParser(prog=program("emo-experiments", "emo"), description=ABOUT)
     parser.add_argument("command", choices=("run", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
-    from experiments.checks import check
+    from emo.experiments.checks import check
 
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
@@ -94,7 +92,7 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
     Slurm's runs in this directory, with this Python.
     """
-    command = ["-m", "experiments", "run", str(args.file), *args.overrides]
+    command = ["-m", "emo", "sweep", str(args.file), *args.overrides]
     template = (Path(__file__).with_name("jobs") / JOBS[scheduler]).read_text(encoding="utf-8")
     return string.Template(template).substitute(
         file=args.file,
@@ -109,8 +107,8 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
-    from experiments import report
-    from experiments.table import gather
+    from emo.experiments import report
+    from emo.experiments.table import gather
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
