@@ -7,16 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from emo.common import __version__
+from emo import __version__
 from emo.common.errors import similar
 from emo.common.text import printable
-
-
-def program(script: str, otherwise: str) -> str:
-    """Return the name for usage lines: `script` where the user called that, else `otherwise`."""
-    return script if Path(sys.argv[0]).name == script else otherwise
 
 
 def first_word(subject: object) -> None:
@@ -50,11 +44,11 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
         choices = (
             action.choices or () for action in parser._actions if name in (action.dest, action.metavar)
         )
-        parser.error(f"{error}{_hint(word, next(choices, ()))}")
+        parser.error(f"{error}{hint(word, next(choices, ()))}")
     options = [argument for argument in unknown if argument.startswith("-")]
     if options or (unknown and not hasattr(args, "overrides")):
         called = _called(parser, args)
-        meant = _hint(options[0].partition("=")[0], called._option_string_actions) if options else ""
+        meant = hint(options[0].partition("=")[0], called._option_string_actions) if options else ""
         called.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if unknown:
         args.overrides = [*args.overrides, *unknown]
@@ -69,6 +63,7 @@ def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     return parser
 
 
-def _hint(word: str, choices: Iterable[str]) -> str:
+def hint(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean ...?` with the choice that is nearest to a word, or nothing."""
     match = similar(word, choices)
     return f"; did you mean {match}?" if match else ""

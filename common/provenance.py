@@ -7,7 +7,7 @@ import importlib.metadata
 import subprocess
 from pathlib import Path
 
-from emo.common import __version__
+from emo import __version__
 
 # The checkout; for an installed wheel, whose layout is the same, the directory of its packages.
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.commands import first_word, offer_completion, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.text import counted, printable
 from emo.data_prep.config import load_data_config
@@ -20,10 +20,6 @@ def main(argv: list[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
-    if argv is None and sys.getfilesystemencoding() != "utf-8":
-        # Recipes name files in UTF-8, whatever the locale, and the manifest is the same on every machine.
-        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]  # as they were typed
-        os.execv(sys.executable, [os.fsencode(sys.executable), b"-X", b"utf8", *words])
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
@@ -36,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program("emo-prep", "emo"), description="Text to token shards.")
+    parser = argparse.ArgumentParser(prog="emo", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"
@@ -152,7 +148,3 @@ def _positive(text: str) -> int:
 def _cpus() -> int:
     """CPUs that this process may use: a batch system may have given it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.commands import first_word, offer_completion, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
 from emo.eval.export import commands as exporting
@@ -37,12 +37,12 @@ EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into t
 def parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     top = argparse.ArgumentParser(
-        prog=program("emo-eval", "emo"),
+        prog="emo",
         description="What a model can do, and whether it is better: tasks, samples, judges, reports.",
     )
     commands = top.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="score one model on tasks")
+    run = commands.add_parser("eval", help="score one model on tasks")
     run.add_argument("--model", required=True, help="model directory (an export) or hub id")
     run.add_argument("--name", help="how results call it (its directory)")
     run.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
@@ -247,15 +247,15 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
     commands_and_options = parser()
     offer_completion(commands_and_options)
-    args = parse_arguments(commands_and_options, None)
+    args = parse_arguments(commands_and_options, argv)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_libraries()
-    commands = {"run": _run, "watch": _watch, "report": _report, "compare": _compare}
+    commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
     for name, command in {
         "generate": generation.run, "quality": generation.run,
         "answer": judging.run, "judge": judging.run, "export": exporting.run,

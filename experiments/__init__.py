@@ -1,1 +1,3 @@
-import emo.common  # noqa: F401 - before any other: it says in a line that packages are missing
+"""Studies: sweeps over recipes, and campaigns of several."""
+
+import emo.common.packages  # noqa: F401 - before any other

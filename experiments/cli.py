@@ -10,7 +10,7 @@ import string
 import sys
 from pathlib import Path
 
-from emo.common.commands import offer_completion, parse_arguments, program
+from emo.common.commands import offer_completion, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, outcome
 from emo.common.files import finite, write_text
 from emo.experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
     """
-    parser = argparse.ArgumentParser(prog=program("emo-experiments", "emo"), description=ABOUT)
-    parser.add_argument("command", choices=("run", "table"), help="do the runs, or gather their table")
+    parser = argparse.ArgumentParser(prog="emo", description=ABOUT)
+    parser.add_argument("command", choices=("sweep", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the runs and the time; run nothing")
@@ -119,7 +119,3 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     print(table)
     print(f"{experiment.out / TABLE}; numbers: {experiment.out / RESULTS}")
     return ExitCode.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

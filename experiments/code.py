@@ -28,7 +28,7 @@ def code_digest(module: str) -> str:
 def sources(module: str) -> dict[str, Path]:
     """Return the files of `module` and of all that it imports from this project, by module name."""
     files: dict[str, Path] = {}
-    waiting = [module, f"{module}.__main__"]
+    waiting = [module]
     while waiting:
         name = waiting.pop()
         path = source_file(name)

@@ -1,6 +1,6 @@
 """The pull of every objective at the target's logit, over the probability that the model gives it.
 
-    python -m emo.experiments.weights docs/objectives.svg    # the figure of docs/objectives.md, and its numbers
+    python -m emo.experiments.weights docs/objectives.svg   # figure of docs/objectives.md, and its numbers
 
 The token's other scalars follow from a plain picture: the rest of the mass lies evenly on OTHERS tokens, each
 at a cost of 1; a second model gives the target the probability STORED.

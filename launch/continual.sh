@@ -11,7 +11,7 @@ deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry-run]
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
 from emo.pipeline.stop import Watch
 
@@ -19,4 +19,4 @@ watch = Watch()  # before the heavy imports: a request to stop may come while th
 
 from emo.pipeline.cli import leave, run_recipe
 
-leave(run_recipe("text", watch))
+leave(run_recipe(watch))

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.common.commands import offer_completion, parse_arguments, program
+from emo.common.commands import offer_completion, parse_arguments
 from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
 from emo.common.provenance import shipped
@@ -118,7 +118,7 @@ def run(commands: list[list[str]]) -> list[int]:
 def main(argv: list[str] | None = None) -> int:
     """Run all steps; stop at the first that fails, with its exit code."""
     parser = argparse.ArgumentParser(
-        prog=program("emo-quickstart", "python launch/quickstart.py"),
+        prog="emo quickstart",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
 
     launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
-    emo-continual [options of deepspeed --] RECIPE.yaml [key=value ...]     where a wheel is installed
+    emo train [options of deepspeed --] RECIPE.yaml [key=value ...]
 
 By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
 their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
@@ -28,10 +28,11 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
+import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome
-from emo.pipeline.cli import SCRIPTS, recipe_arguments
+from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
 from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
@@ -168,7 +169,7 @@ def main(argv: list[str]) -> int:
         options, arguments = arguments[:at], arguments[at + 1 :]
 
     def run() -> int:
-        if (stem := Path(script).stem) in SCRIPTS.values():
+        if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
             load_config(args.recipe, args.overrides)
@@ -184,25 +185,15 @@ def main(argv: list[str]) -> int:
     return outcome(run)
 
 
-def continual() -> NoReturn:
-    """Run the command `emo-continual`."""
-    _installed("emo-continual", "continual.sh")
-
-
-def instruct() -> NoReturn:
-    """Run the command `emo-instruct`."""
-    _installed("emo-instruct", "instruct.sh")
-
-
-def _installed(command: str, script: str) -> NoReturn:
-    """As `command`, become what `script` beside this file becomes.
+def train(words: list[str]) -> NoReturn:
+    """Run `emo train`: become what the script beside this file becomes.
 
     Ranks know their supervisor by this file's name. The `deepspeed` of this Python is taken, be its
     environment active or not.
     """
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    os.environ[CALLED] = command
-    os.execv(sys.executable, [sys.executable, __file__, str(HERE / script), *sys.argv[1:]])
+    os.environ[CALLED] = "emo train"
+    os.execv(sys.executable, [sys.executable, __file__, str(HERE / "continual.sh"), *words[1:]])
 
 
 if __name__ == "__main__":

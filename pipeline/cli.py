@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.commands import first_word, offer_completion, parse_arguments, program
+from emo.common.commands import first_word, offer_completion, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable, without_secrets
 from emo.pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
@@ -24,11 +24,9 @@ from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = {"text": "continual", "instruct": "instruct"}
 
-
-def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
-    """Run one rank of `deepspeed launch/continual.sh RECIPE`, of data of `kind`; return its exit code.
+def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
+    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code.
 
     `watch` has been started by the launch script.
     """
@@ -37,7 +35,7 @@ def run_recipe(kind: str, watch: Watch, argv: list[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     code: int = ExitCode.FAILURE
     try:
-        code = _reported(lambda: _run(kind, watch, argv), watch)
+        code = _reported(lambda: _run(watch, argv), watch)
     except SystemExit as end:  # argparse
         code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
     finally:
@@ -59,6 +57,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def run(argv: list[str]) -> NoReturn:
+    """Run a command of this room as a process of its own."""
+    leave(main(argv))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `emo plan | preflight | score | report`: what is done before and after training.
 
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program("emo-pipeline", "emo"),
+        prog="emo",
         description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
         "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
         "log-probability of every token beside the data, for objectives that compare with it; report "
@@ -148,13 +151,13 @@ def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")  # without one: "required"
 
 
-def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
+def _run(watch: Watch, argv: list[str] | None) -> int:
     """Parse, check, join the other ranks and train."""
     chatter = split()
-    args = recipe_arguments(SCRIPTS[kind], argv)
+    args = recipe_arguments(Path(sys.argv[0]).stem, argv)
     console = _set_up_logging(args, chatter)
     try:
-        return _train(kind, args, watch, console)
+        return _train(args, watch, console)
     except Exception as error:
         console.close()
         if _is_first_of_host() and not isinstance(error, UserError):
@@ -164,13 +167,10 @@ def _run(kind: str, watch: Watch, argv: list[str] | None) -> int:
         console.close()
 
 
-def _train(kind: str, args: argparse.Namespace, watch: Watch, console: Console) -> int:
+def _train(args: argparse.Namespace, watch: Watch, console: Console) -> int:
     from emo.pipeline.config import load_config
 
     config = load_config(args.recipe, args.overrides)
-    if config.data.kind != kind:
-        script = SCRIPTS[config.data.kind]
-        raise UserError(f"{args.recipe} has data.kind={config.data.kind}; run launch/{script}.sh")
     if args.dry_run:
         from emo.pipeline.planning.plan import print_plan
 

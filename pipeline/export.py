@@ -297,7 +297,7 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
 
 
 def main() -> int:
-    """Check an export for `check_aside`: `python -m emo.pipeline.export DIRECTORY`, with the logits on stdin."""
+    """Check an export for `check_aside`: `python -m emo.pipeline.export DIRECTORY`, logits on stdin."""
     die_with_parent()
     os.nice(10)  # training comes first
     tensors = load(sys.stdin.buffer.read())

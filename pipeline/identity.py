@@ -66,7 +66,6 @@ PARTS = {
 # Of a model's configuration: what says where it is from and how it is held, not what it computes.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
-ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments", "launch")
 IDENTITY = "identity"  # in config.yaml: what was read
 MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
 
@@ -343,7 +342,7 @@ def _file_of(module: str) -> Path | None:
 
 def _is_of_user(module: str, path: Path) -> bool:
     """Return whether a module is part neither of an installed library nor of this project."""
-    if module.split(".")[0] in ROOMS and path.is_relative_to(REPOSITORY):
+    if module.split(".")[0] == "emo" and path.is_relative_to(REPOSITORY):
         return False
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return not any(path.is_relative_to(library) for library in libraries)

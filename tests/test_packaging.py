@@ -7,6 +7,7 @@ import email
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import emo.common
+import emo
 from emo.common.errors import ExitCode
 from tests.campaigns.audit import pins
 from tests.conftest import REPO
@@ -75,11 +76,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         pytest.skip("not a git checkout")
     place = tmp_path_factory.mktemp("build")
     for file in tracked():
-        if file.startswith(tuple(f"{room}/" for room in ROOMS)) or "/" not in file:
+        if file.startswith(("emo/", *(f"{room}/" for room in ROOMS))) or "/" not in file:
             target = place / "tree" / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((REPO / file).read_bytes())
-            target.chmod((REPO / file).stat().st_mode)
+            shutil.copy2(REPO / file, target, follow_symlinks=False)
     source = build(place / "tree", "sdist", place)
     with tarfile.open(source) as archive:
         archive.extractall(place / "unpacked", filter="data")
@@ -92,7 +92,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def test_a_wheel_has_every_file_that_the_rooms_have(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {file for file in tracked() if file.startswith(tuple(f"{r}/" for r in ROOMS))}
+    files = {f"emo/{file}" for file in tracked() if file.startswith(tuple(f"{room}/" for room in ROOMS))}
+    assert held == files | {
+        f"emo/{name}" for name in ("__init__.py", "__main__.py", "hf.py", "loss.py", "py.typed")
+    }
+    (top_level,) = built.site.glob("*.dist-info/top_level.txt")
+    assert top_level.read_text() == "emo\n"
+
+
+def test_files_of_the_user_do_not_hide_the_package(built: Built, tmp_path: Path) -> None:
+    for name in ("eval.py", "pipeline.py", "common/__init__.py", "launch/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('this is the file of the user')\n")
+    code = (
+        "import sys; sys.path.insert(0, ''); import emo.hf, emo.eval.cli, emo.launch.supervise; print('well')"
+    )
+    assert built.run(code, tmp_path).split() == ["well"]
 
 
 def test_a_source_distribution_has_its_licence_and_no_tests(built: Built) -> None:
@@ -105,7 +120,7 @@ def test_a_source_distribution_has_its_licence_and_no_tests(built: Built) -> Non
 def test_what_a_wheel_says_of_itself(built: Built) -> None:
     (metadata,) = built.site.glob("*.dist-info/METADATA")
     said = email.message_from_string(metadata.read_text())
-    assert said["Version"] == common.__version__
+    assert said["Version"] == emo.__version__
     assert said["License-Expression"] == "Apache-2.0"
     assert (metadata.parent / "licenses" / "LICENSE").read_text() == (REPO / "LICENSE").read_text()
 
@@ -122,7 +137,7 @@ assert shipped(Path(recipe["deepspeed"])).is_file() and len(known_tasks()) == 8
 assert Document('', ['x'], '', []).html()
 print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
-    assert built.run(code, tmp_path).split() == ["sst2", common.__version__, str(built.site)]
+    assert built.run(code, tmp_path).split() == ["sst2", emo.__version__, str(built.site / "emo")]
 
 
 def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_path: Path) -> None:
@@ -143,18 +158,18 @@ def test_every_command_is_there(script: str, built: Built) -> None:
 
 
 def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
-    code = "import sys; sys.argv = ['emo-prep', 'world', 'tasks', '--train', '8', '--test', '8']; "
-    built.run(code + "from emo.data_prep.cli import main; sys.exit(main())", tmp_path)
+    code = "import sys; from emo.__main__ import main; sys.exit(main(sys.argv[1:] or {}))"
+    built.run(code.format(["world", "tasks", "--train", "8", "--test", "8"]), tmp_path)
     assert len(list((tmp_path / "tasks").iterdir())) == 8
-    assert "usage: emo-eval" in built.run(
-        "import sys; sys.argv = ['emo-eval', '-h']; from emo.eval.cli import main; main()", tmp_path
-    )
+    assert "usage: emo eval" in built.run(code.format(["eval", "-h"]), tmp_path)
 
 
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     """The script beside the package, run by `deepspeed`: here one that tells what it was given."""
     (tmp_path / "bin").mkdir()
-    supervisor, script = (str(built.site / "launch" / name) for name in ("supervise.py", "instruct.sh"))
+    supervisor, script = (
+        str(built.site / "emo" / "launch" / name) for name in ("supervise.py", "continual.sh")
+    )
     # It also tells by which file its parent runs: ranks look for that name (pipeline/stop.py).
     tell = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
     programs = {
@@ -165,8 +180,9 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
-    code += "sys.argv = ['emo-instruct', '--master_port=1', '--', 'mine.yaml', 'train.lr=1']; "
-    code += "from emo.launch.supervise import instruct; instruct()"
+    code += (
+        "from emo.__main__ import main; main(['train', '--master_port=1', '--', 'mine.yaml', 'train.lr=1'])"
+    )
     environment = os.environ | {"PYTHONPATH": str(built.site)}
     (tmp_path / "mine.yaml").write_text(
         "run_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
@@ -183,16 +199,16 @@ def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_pat
     code = "from emo.launch import quickstart as q; print(q.REPOSITORY); "
     code += "print(*{word for _, several in q.steps() for one in several for word in one if '.sh' in word})"
     place, script = built.run(code, tmp_path).splitlines()
-    assert (place, script) == (str(tmp_path), str(built.site / "launch" / "continual.sh"))
+    assert (place, script) == (str(tmp_path), str(built.site / "emo" / "launch" / "continual.sh"))
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("emo pre", {"prepare"}),
-        ("emo-pipeline plan --be", {"--best"}),
-        ("emo-eval run --ta", {"--tasks"}),
-        ("emo-experiments ta", {"table"}),
+        ("emo prep", {"prepare"}),
+        ("emo plan --be", {"--best"}),
+        ("emo eval --ta", {"--tasks"}),
+        ("emo ta", {"table"}),
     ],
 )
 def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path) -> None:
@@ -216,7 +232,7 @@ def imported() -> Iterator[tuple[str, str]]:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 for name in (name.split(".")[0] for name in names):
-                    if name not in sys.stdlib_module_names and name not in ROOMS:
+                    if name not in sys.stdlib_module_names and name != "emo":
                         yield name, path.relative_to(REPO).as_posix()
 
 
@@ -274,6 +290,6 @@ def test_the_lock_has_what_is_declared_with_hashes() -> None:
 
 
 def test_the_version_has_one_owner() -> None:
-    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == common.__version__
+    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == emo.__version__
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert newest is not None and newest[1] in (common.__version__, "Unreleased")
+    assert newest is not None and newest[1] in (emo.__version__, "Unreleased")

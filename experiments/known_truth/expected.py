@@ -4,7 +4,7 @@ For a truth P over V tokens and a model q = softmax(z), the expected gradient of
 
     g_i = sum_y P_y dL_y / dz_i = q_i sum_y P_y (A_y + B_y c_yi + C_y log q_i) - P_i K_i
 
-with (A, B, C) as `emo.pipeline.loss` gives them for target y and K = A + B D - C H. Weights inside an objective
+with (A, B, C) as `emo.loss` gives them for target y and K = A + B D - C H. Weights inside an objective
 are detached, so g is the gradient of no function, and training settles where g = 0, not where the expected
 loss is least.
 """

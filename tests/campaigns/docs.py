@@ -34,6 +34,7 @@ from typing import NamedTuple
 import yaml
 import zstandard
 
+from emo.__main__ import COMMANDS, DATA
 from tests.campaigns.campaign import Campaign
 from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
@@ -61,8 +62,8 @@ PARSERS = {  # what reads the options of a launcher
     "torchrun": _PARSE.format("torch.distributed.run"),
     "pipeline": "import sys; from emo.pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
-    "data_prep": "import sys; from emo.common.commands import parse_arguments; import emo.data_prep.cli as m; "
-    "args = parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
+    "data_prep": "import sys; import emo.data_prep.cli as m; "
+    "args = m.parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
 
 
@@ -158,15 +159,18 @@ class Scratch:
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script or words[0] in PARSERS:
             return self._launch(words, script)
-        module = words[2]
-        if module == "experiments":
-            of_runs = command.replace("experiments table ", "experiments run ")  # a table wants them done
-            return self.run(f"{of_runs.removesuffix(' --dry-run')} --dry-run", "dry run")
-        if module == "pipeline" and words[3] != "report":  # which is of runs that are not there
+        words = words[2:] if words[:2] == ["python", "-m"] else words
+        if words[0] != "emo":
+            return self.run(f"{command} --help", "--help")
+        if words[1] in ("sweep", "table"):  # a table wants the runs done
+            runs = shlex.join(["emo", "sweep", *words[2:]])
+            return self.run(f"{runs.removesuffix(' --dry-run')} --dry-run", "dry run")
+        if words[1] in ("plan", "preflight", "score"):
             return self.run(command)
-        if module in PARSERS:
-            return self._parse(module, words[3:])
-        return self.run(f"{command} --help", "--help")
+        room = "data_prep" if COMMANDS[words[1]].function == DATA else "eval"
+        if words[1] == "report" and not any("eval" in word or "results" in word for word in words):
+            room = "pipeline"  # of runs that are not there
+        return self._parse(room, words[1:])
 
     def _parse(self, name: str, words: list[str]) -> Done:
         return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
@@ -194,8 +198,8 @@ class Scratch:
             return read
         inner = {
             "train": lambda: ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
-            "prepare": lambda: ["python", "-m", "emo", "prepare", *rest],
-            "evaluate": lambda: ["python", "-m", "emo", "watch", rest[0], "--once", "--data", *rest[1:]],
+            "prepare": lambda: ["emo", "prepare", *rest],
+            "evaluate": lambda: ["emo", "watch", rest[0], "--once", "--data", *rest[1:]],
         }
         return self.check(shlex.join(inner[Path(file).stem]()))
 

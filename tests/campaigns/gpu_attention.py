@@ -120,7 +120,7 @@ def _compare(show: Figures, name: str, model: Any) -> None:
 def _memory(show: Figures, name: str) -> None:
     """Peak of a forward and backward pass of ROWS long rows, packed, above that of single documents.
 
-    The target is what `emo.pipeline.planning.footprint` counts: of SDPA a mask of booleans, and what every layer
+    The target is what `planning.footprint` counts: of SDPA a mask of booleans, and what every layer
     makes of it in bfloat16 and keeps for its backward pass; of attention by segments nothing, or one mask at
     most. Nobody counts eager attention, which keeps all of its scores.
     """

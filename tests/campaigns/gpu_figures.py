@@ -17,7 +17,7 @@ from rich.table import Table
 from emo.common.errors import one_line
 from emo.common.files import write_text
 
-OWN = ("common", "data_prep", "pipeline", "eval", "tests")  # packages that are never just "not installed"
+OWN = ("emo", "tests")  # packages that are never just "not installed"
 CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off
 RESULTS = "results.json"
 MARKS = {True: "met", False: "MISSED", None: ""}

@@ -34,7 +34,7 @@ def copy_tree(target: Path) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     for file in tracked():
         (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / file, target / file)
+        shutil.copy2(REPO / file, target / file, follow_symlinks=False)
     return target
 
 

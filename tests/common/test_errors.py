@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import emo.data_prep.cli
 import emo.eval.cli
 import emo.pipeline.cli
 from emo.common.errors import AGAIN, DiskFullError, FailureError, UserError, may_pass, outcome
@@ -60,10 +59,10 @@ def test_every_command_ends_with_the_same_code(
             raise error
         return 0
 
-    monkeypatch.setitem(data_prep.__main__.COMMANDS, "inspect", work)
+    monkeypatch.setitem(emo.data_prep.cli.COMMANDS, "inspect", work)
     monkeypatch.setattr(emo.pipeline.cli, "_report", work)
     monkeypatch.setattr(emo.eval.cli, "_compare", work)
-    assert data_prep.__main__.main(["inspect", "x"]) == code
+    assert emo.data_prep.cli.main(["inspect", "x"]) == code
     assert emo.pipeline.cli.main(["report", "x"]) == code
     monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b"])
     assert emo.eval.cli.main() == code
@@ -95,7 +94,8 @@ def test_failures_of_the_code_keep_their_trace() -> None:
 @pytest.mark.parametrize("buffer", [[], ["-u"]])
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int, buffer: list[str]) -> None:
-    program = f"import sys; from emo.common.errors import outcome; sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+    program = "import sys; from emo.common.errors import outcome; "
+    program += f"sys.exit(outcome(lambda: print('x' * {size}) or 0))"
     process = subprocess.Popen(
         [sys.executable, *buffer, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
     )

@@ -22,26 +22,26 @@ class First:
     def flush(self): pass
     def isatty(self): return False
 sys.stdout = sys.stderr = First()
-runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
+runpy.run_module('emo', run_name='__main__', alter_sys=True)
 """
 RECIPE = "launch/recipes/stories260k-tinystories.yaml"
 COMMANDS = {
-    "data_prep prepare": ["data_prep", "prepare", RECIPE],
-    "data_prep inspect": ["data_prep", "inspect", "DIR"],
-    "data_prep verify": ["data_prep", "verify", "DIR"],
-    "data_prep sniff": ["data_prep", "sniff", "DIR/a.csv"],
-    "data_prep world": ["data_prep", "world", "DIR/world"],
-    "pipeline plan": ["pipeline", "plan", RECIPE, "--gpus", "8xA100-80G"],
-    "pipeline preflight": ["pipeline", "preflight", RECIPE],
-    "pipeline score": ["pipeline", "score", RECIPE, "--model", "DIR"],
-    "pipeline report": ["pipeline", "report", "DIR"],
-    "eval run": ["eval", "run", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
-    "eval watch": ["eval", "watch", "DIR", "--data", "DIR", "--once"],
-    "eval report": ["eval", "report", "DIR"],
-    "eval export": ["eval", "export", "DIR", "--format", "hf", "--out", "DIR/x"],
-    "eval compare": ["eval", "compare", "a", "b", "--results", "DIR"],
-    "eval generate": ["eval", "generate", "--model", "DIR", "--data", "DIR"],
-    "eval quality": ["eval", "quality", "DIR"],
+    "prepare": ["prepare", RECIPE],
+    "inspect": ["inspect", "DIR"],
+    "verify": ["verify", "DIR"],
+    "sniff": ["sniff", "DIR/a.csv"],
+    "world": ["world", "DIR/world"],
+    "plan": ["plan", RECIPE, "--gpus", "8xA100-80G"],
+    "preflight": ["preflight", RECIPE],
+    "score": ["score", RECIPE, "--model", "DIR"],
+    "report": ["report", "DIR/run"],
+    "eval": ["eval", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
+    "watch": ["watch", "DIR", "--data", "DIR", "--once"],
+    "report of results": ["report", "DIR/results"],
+    "export": ["export", "DIR", "--format", "hf", "--out", "DIR/x"],
+    "compare": ["compare", "a", "b", "--results", "DIR"],
+    "generate": ["generate", "--model", "DIR", "--data", "DIR"],
+    "quality": ["quality", "DIR"],
 }
 
 
@@ -49,6 +49,8 @@ COMMANDS = {
 def test_the_first_word_comes_before_the_libraries(tmp_path: Path, command: str) -> None:
     words = [word.replace("DIR", str(tmp_path)) for word in COMMANDS[command]]
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
     code = f"import os; os.dup2(1, 3)\n{WATCHED}"
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=REPO, capture_output=True, text=True)
     said, _, loaded = done.stdout.partition("\n")

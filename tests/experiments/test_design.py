@@ -172,7 +172,7 @@ def test_jobs_share_the_runs(tmp_path: Path) -> None:
     assert main(["sweep", str(path), *options]) == 0
     script, job = slurm.read_text(), yaml.safe_load(kubernetes.read_text())
     assert "#SBATCH --array=1-3\n" in script and "#SBATCH --gpus=2\n" in script
-    assert script.endswith(f" -m experiments run {path}\n")
+    assert script.endswith(f" -m emo sweep {path}\n")
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == 3
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]

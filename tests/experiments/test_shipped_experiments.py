@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from emo.__main__ import COMMANDS, EVALUATION
 from emo.common.recipe import Section, load_section
 from emo.eval.cli import parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
@@ -57,10 +58,10 @@ def test_the_command_in_a_header_can_be_run(
 ) -> None:
     head = path.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     lines = [line[1:].strip() for line in head if line.startswith("#")]
-    (command,) = [shlex.split(line) for line in lines if line.startswith("emo ")]
-    assert command[:4] == ["python", "-m", "emo", "sweep"]
-    assert REPO / command[4] == path
-    arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[4:]]
+    (command,) = [shlex.split(line) for line in lines if line.startswith("emo sweep ")]
+    assert command[:2] == ["emo", "sweep"]
+    assert REPO / command[2] == path
+    arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[2:]]
     assert main(["sweep", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
     assert "to do" in capsys.readouterr().out
     for script in tmp_path.glob("*.sbatch"):
@@ -74,7 +75,7 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
     first, last = sweep.runs[0], sweep.runs[-1]  # the first is of the baseline, which some compare with
     written = []
     for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
-        if stage.command[1:3] != ["-m", "emo"]:
+        if stage.command[1:3] != ["-m", "emo"] or COMMANDS[stage.command[3]].function != EVALUATION:
             continue
         arguments = parser().parse_args(stage.command[3:])
         if arguments.command == "eval" and arguments.tasks != "all":

@@ -21,6 +21,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from emo.__main__ import COMMANDS, EVALUATION, TRAINING
 from emo.common.errors import UserError
 from emo.common.recipe import Section, parse_section
 from emo.data_prep.config import DataConfig
@@ -55,8 +56,9 @@ FOREIGN = {  # options of commands that are not here to be asked
     "pip": {"--no-build-isolation", "--no-deps", "--require-hashes"},
     "make": {"--index-url", "--parts"},  # pip's and a campaign's, in variables
 }
+LAUNCH = "launch"
 LAUNCHERS = {  # whose options stand beside ours
-    "launch": ("deepspeed", "launcher/runner.py"),
+    LAUNCH: ("deepspeed", "launcher/runner.py"),
     "deepspeed": ("deepspeed", "launcher/runner.py"),
     "torchrun": ("torch", "distributed/run.py"),
 }
@@ -233,6 +235,9 @@ def _owner(words: list[str]) -> str | None:
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
     if words and (kept := re.match(r"[a-z]+=\$\((.*)", words[0])):
         words = [kept[1], *words[1:]]
+    words = words[2:] if words[:3] == ["python", "-m", "emo"] else words
+    if words[:1] == ["emo"] and len(words) > 1:
+        return f"emo {words[1]}" if words[1] in COMMANDS else None
     if words[:2] == ["python", "-m"] and len(words) > 2:
         return words[2]
     if words and (words[0] in FOREIGN or words[0] in LAUNCHERS):
@@ -256,6 +261,11 @@ def options(owner: str) -> frozenset[str]:
     """The options of a command, read from the code that declares them, without running it."""
     if owner in FOREIGN:
         return frozenset(FOREIGN[owner])
+    if owner.startswith("emo "):
+        command = COMMANDS[owner.removeprefix("emo ")]
+        functions = [command.function] if command.function else [TRAINING, EVALUATION]
+        rooms = [function.split(".")[1] for function in functions]
+        return frozenset().union(*(options(LAUNCH if room == "launch" else f"emo.{room}") for room in rooms))
     if owner in LAUNCHERS:
         package, file = LAUNCHERS[owner]
         return _declared(REPO / "pipeline" / "cli.py") | _declared(_package(package) / file)
@@ -268,7 +278,11 @@ def options(owner: str) -> frozenset[str]:
 @cache
 def every_option() -> frozenset[str]:
     """For options that are named without their command."""
-    rooms = ["data_prep", "pipeline", "eval", "experiments", *LAUNCHERS, *FOREIGN]
+    rooms = [
+        *(f"emo.{room}" for room in ("data_prep", "pipeline", "eval", "experiments")),
+        *LAUNCHERS,
+        *FOREIGN,
+    ]
     return frozenset().union(*map(options, rooms), *map(_declared, (REPO / "tests").rglob("*.py")))
 
 

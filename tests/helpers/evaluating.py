@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,13 +77,9 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
 
 def command(*arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `emo ARGUMENTS`, in this process: imports take long."""
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["eval", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main()
-    finally:
-        sys.argv = argv
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*map(str, arguments)])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -211,7 +211,8 @@ def test_a_terminal_has_one_line_that_moves(environment: dict[str, str], live: b
 
 def run_split(program: str, *arguments: str) -> tuple[str, str]:
     """Run a program after `split`; return what it shows on standard output and standard error."""
-    text = "import os, subprocess, sys\nfrom pathlib import Path\nfrom emo.pipeline.report.console import split\n"
+    text = "import os, subprocess, sys\nfrom pathlib import Path\n"
+    text += "from emo.pipeline.report.console import split\n"
     text += f"chatter = split()\n{program}"
     command = [sys.executable, "-c", text, *arguments]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)

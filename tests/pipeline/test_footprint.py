@@ -372,7 +372,7 @@ def _peak(recipe: Path) -> float:
         "    Path('/proc/self/clear_refs').write_text('5')\n"
         "    return step(self, *a, **k)\n"
         "train.Engine.train_step = fresh\n"
-        f"sys.exit(cli.run_recipe('text', stop.Watch(), [{str(recipe)!r}]))\n"
+        f"sys.exit(cli.run_recipe(stop.Watch(), [{str(recipe)!r}]))\n"
     )
     trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command, environment = [sys.executable, "-c", program], launching.ENVIRONMENT | trim

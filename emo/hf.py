@@ -1,0 +1,5 @@
+"""The loss in Hugging Face's Trainer, in TRL and in any loop: see `emo.pipeline.hf`."""
+
+from emo.pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
+
+__all__ = ["EMOLoss", "FusedLossMixin", "fuse_causal_lm", "loss_function"]
