@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import emo
 from emo.common.files import Signature, signature
-from emo.common.provenance import REPOSITORY
 
 
 @lru_cache
@@ -54,7 +54,7 @@ def _read(path: Path, current: Signature) -> tuple[str, tuple[str, ...]]:
 
 def source_file(name: str) -> Path | None:
     """Return the file of a module of this project, None for any other name."""
-    base = REPOSITORY.joinpath(*name.split("."))
+    base = Path(emo.__file__).parents[1].joinpath(*name.split("."))
     files = (base.with_suffix(".py"), base / "__init__.py") if name else ()
     return next((path for path in files if path.is_file()), None)
 

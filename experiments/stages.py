@@ -15,10 +15,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from emo.__main__ import modules
 from emo.common.errors import UserError
 from emo.common.files import sha256, write_text
 from emo.common.provenance import shipped
@@ -152,9 +152,10 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     Files in `out` are left out: other stages make them, perhaps this one.
     """
     origin: dict[str, Any] = {"command": command}
-    for flag, module in pairwise(command):
-        if flag == "-m" and source_file(module) is not None:
-            origin[f"code of {module}"] = code_digest(module)
+    for flag, module, word in zip(command, command[1:], [*command[2:], ""], strict=False):
+        for name in modules(word) if module == "emo" else [module]:
+            if flag == "-m" and source_file(name) is not None:
+                origin[f"code of {name}"] = code_digest(name)
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend
         key = f"content of {file}"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import emo.data_prep.cli
 import emo.eval.cli
 import emo.pipeline.cli
 from emo.common.errors import AGAIN, DiskFullError, FailureError, UserError, may_pass, outcome

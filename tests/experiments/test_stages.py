@@ -167,6 +167,14 @@ def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch:
     code_digest.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("word", "module"),
+    [("eval", "emo.eval.cli"), ("prepare", "emo.data_prep.cli"), ("report", "emo.pipeline.cli")],
+)
+def test_the_code_of_a_command_is_that_of_its_room(tmp_path: Path, word: str, module: str) -> None:
+    assert f"code of {module}" in command_origin(["python", "-m", "emo", word, "x"], tmp_path)
+
+
 def test_code_is_what_a_module_imports() -> None:
     """Directly, through others, and within functions; a package's own file counts, other users do not."""
     modules = sources("emo.experiments.known_truth.study").keys()
