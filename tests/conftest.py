@@ -38,10 +38,10 @@ class RealData(PosixPath):
     """A place among the real data: a step to what is not there skips the test."""
 
     def __truediv__(self, name: str | os.PathLike[str]) -> Path:
-        found = super().__truediv__(name)
-        if not found.exists():
-            pytest.skip(f"{NO_DATA}{found}")
-        return found
+        results = super().__truediv__(name)
+        if not results.exists():
+            pytest.skip(f"{NO_DATA}{results}")
+        return results
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def shared_data() -> Path:
     """
     given = os.environ.get("SHARED_DATA")
     places = [Path(given)] if given else [REPO.parent / "shared" / "data", REPO / "data"]
-    path = next((place for place in places if place.is_dir()), None)
+    path = next((directory for directory in places if directory.is_dir()), None)
     if path is None:
         pytest.skip(NO_DATA + " or ".join(map(str, places)))
     return RealData(path)

@@ -12,8 +12,8 @@ from tests.conftest import NO_DATA, RealData
 def test_a_step_to_real_data_that_is_not_there_skips(tmp_path: Path) -> None:
     (tmp_path / "lm").mkdir()
     (tmp_path / "lm" / "a.txt").touch()
-    place = RealData(tmp_path)
-    assert (place / "lm" / "a.txt").is_file()
+    directory = RealData(tmp_path)
+    assert (directory / "lm" / "a.txt").is_file()
     for name in ("nlu", "lm/b.txt"):
         with pytest.raises(pytest.skip.Exception, match=f"{NO_DATA}.*{name}"):
-            place / name
+            directory / name

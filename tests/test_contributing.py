@@ -20,10 +20,10 @@ TEXT = (REPO / "CONTRIBUTING.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (REPO / "Makefile").read_text(), re.MULTILINE))
 
 
-def example(name: str, place: Path) -> Path:
+def example(name: str, directory: Path) -> Path:
     """An example, written to the file that its first line names."""
     blocks = re.findall(r"```\w+\n(# (\S+?\.\w+)[:\n].*?)```", TEXT, re.DOTALL)
-    (path,) = [place / file for _, file in blocks if file == name]
+    (path,) = [directory / file for _, file in blocks if file == name]
     path.write_text(next(text for text, file in blocks if file == name))
     assert len(path.read_text().strip().splitlines()) <= 10
     return path
@@ -52,8 +52,8 @@ def test_every_named_number_has_that_owner(name: str) -> None:
 
 def test_every_make_target_exists() -> None:
     workflow = (REPO / ".github/workflows/test.yml").read_text()
-    named = set(re.findall(r"\bmake ([a-z-]+)", TEXT + workflow)) - {"it"}
-    assert named and named <= {word for line in TARGETS for word in line.split()}
+    names = set(re.findall(r"\bmake ([a-z-]+)", TEXT + workflow)) - {"it"}
+    assert names and names <= {word for line in TARGETS for word in line.split()}
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -16,29 +16,34 @@ def test_damaged_files_end_in_success_or_one_line(name: str) -> None:
     fuzz(name, examples=12)
 
 
-def _crash(here: Path) -> None:
-    if b"seconds" not in (here / "a.json").read_bytes():
+def _crash(directory: Path) -> None:
+    if b"seconds" not in (directory / "a.json").read_bytes():
         raise KeyError("seconds")
 
 
-def _silent(here: Path) -> None:
-    if b"seconds" not in (here / "a.json").read_bytes():
+def _silent(directory: Path) -> None:
+    if b"seconds" not in (directory / "a.json").read_bytes():
         raise UserError("")
 
 
-def _leaves_a_file(here: Path) -> None:
-    if b"seconds" not in (here / "a.json").read_bytes():
-        (here / "b.json").touch()
+def _leaves_a_file(directory: Path) -> None:
+    if b"seconds" not in (directory / "a.json").read_bytes():
+        (directory / "b.json").touch()
 
 
-def _slow(here: Path) -> None:
-    while b"seconds" not in (here / "a.json").read_bytes():
+def _slow(directory: Path) -> None:
+    while b"seconds" not in (directory / "a.json").read_bytes():
         pass
 
 
 @pytest.mark.parametrize(
     ("parser", "expected"),
-    [(_crash, KeyError), (_silent, AssertionError), (_leaves_a_file, AssertionError), (_slow, TimeoutError)],
+    [
+        (_crash, KeyError),
+        (_silent, AssertionError),
+        (_leaves_a_file, AssertionError),
+        (_slow, AssertionError),
+    ],
 )
 def test_a_faulty_parser_is_found(
     parser: fuzzing.Read, expected: type[Exception], monkeypatch: pytest.MonkeyPatch

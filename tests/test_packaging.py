@@ -51,11 +51,11 @@ class Built(NamedTuple):
     source: Path
     site: Path
 
-    def run(self, code: str, place: Path, **more: str) -> str:
+    def run(self, code: str, directory: Path, **extra: str) -> str:
         """What a Python says that has the wheel and no checkout."""
-        environment = os.environ | {"PYTHONPATH": str(self.site)} | more
+        environment = os.environ | {"PYTHONPATH": str(self.site)} | extra
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True
+            [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -74,19 +74,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """The wheel is built from the source distribution, so that this one, too, is complete."""
     if not (REPO / ".git").exists():
         pytest.skip("not a git checkout")
-    place = tmp_path_factory.mktemp("build")
+    directory = tmp_path_factory.mktemp("build")
     for file in tracked():
         if file.startswith(("emo/", *(f"{room}/" for room in ROOMS))) or "/" not in file:
-            target = place / "tree" / file
+            target = directory / "tree" / file
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / file, target, follow_symlinks=False)
-    source = build(place / "tree", "sdist", place)
+    source = build(directory / "tree", "sdist", directory)
     with tarfile.open(source) as archive:
-        archive.extractall(place / "unpacked", filter="data")
-    wheel = build(next((place / "unpacked").iterdir()), "wheel", place)
+        archive.extractall(directory / "unpacked", filter="data")
+    wheel = build(next((directory / "unpacked").iterdir()), "wheel", directory)
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(place / "site")
-    return Built(wheel, source, place / "site")
+        archive.extractall(directory / "site")
+    return Built(wheel, source, directory / "site")
 
 
 def test_a_wheel_has_every_file_that_the_rooms_have(built: Built) -> None:
@@ -221,7 +221,7 @@ def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path)
 
 
 def requirements(texts: list[str]) -> dict[str, Requirement]:
-    return {canonicalize_name(one.name): one for one in map(Requirement, texts)}
+    return {canonicalize_name(item.name): item for item in map(Requirement, texts)}
 
 
 def imported() -> Iterator[tuple[str, str]]:
@@ -254,9 +254,9 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
 
 
 def test_what_openicl_imports_is_declared() -> None:
-    place = Path(importlib.metadata.distribution("openicl").locate_file("openicl"))  # type: ignore[arg-type]
+    directory = Path(importlib.metadata.distribution("openicl").locate_file("openicl"))  # type: ignore[arg-type]
     names = set()
-    for path in place.rglob("*.py"):
+    for path in directory.rglob("*.py"):
         names |= set(re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE))
     known = importlib.metadata.packages_distributions()
     needed = {canonicalize_name(known[n][0]) for n in names - {"openicl"} if n in known}
@@ -272,16 +272,16 @@ def test_packages_with_private_interfaces_have_upper_bounds() -> None:
     used = {re.split("[.:]", path)[0] for path in paths} & declared.keys()
     assert used | {"peft"} == PRIVATE  # peft: how an adapter's layer stores its weight (pipeline/export.py)
     for name in PRIVATE:
-        assert any(one.operator == "<" for one in declared[name].specifier), name
+        assert any(item.operator == "<" for item in declared[name].specifier), name
 
 
 def test_the_lock_has_what_is_declared_with_hashes() -> None:
     text = (REPO / "requirements.lock").read_text()
     locked = pins(text)
     for extra in ("", "test", "tensorboard", "wandb"):
-        for name, wanted in requirements(OPTIONAL[extra] if extra else PROJECT["dependencies"]).items():
+        for name, expected in requirements(OPTIONAL[extra] if extra else PROJECT["dependencies"]).items():
             assert name in locked, f"{name} is not locked: make lock"
-            assert locked[name] in wanted.specifier, f"{name} is locked at {locked[name]}: make lock"
+            assert locked[name] in expected.specifier, f"{name} is locked at {locked[name]}: make lock"
     assert "openicl" in locked and "setuptools" in locked
     entries = re.split(r"\n(?=[a-z0-9])", text)[1:]
     assert len(entries) >= len(locked)

@@ -13,11 +13,11 @@ from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task
 from tests.helpers.public_data import SETS, Files, Rows, fetch
 
 
-def data_set(place: Path, split: str, rows: list[dict[str, object]]) -> str:
+def data_set(directory: Path, split: str, rows: list[dict[str, object]]) -> str:
     """A directory that the datasets library loads like one of the hub."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(place)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(directory)
 
 
 def read(path: Path) -> str:
@@ -54,7 +54,9 @@ def test_a_task_that_was_fetched_is_read_as_the_hubs_would_be(tmp_path: Path) ->
     task = tmp_path / "mine.yaml"
     task.write_text(yaml.safe_dump(tree))
     assert fetch(tmp_path / "out", {}, [str(task)]) == []
-    local, hub = (load_data(load_task(str(task)), place) for place in (str(tmp_path / "out" / "nlu"), "hub"))
+    local, hub = (
+        load_data(load_task(str(task)), directory) for directory in (str(tmp_path / "out" / "nlu"), "hub")
+    )
     assert local.digests == hub.digests
     assert local.rows["test"]["label"][:] == ["negative", "positive"] * 2
 
@@ -78,5 +80,5 @@ def test_what_cannot_be_fetched_is_told_and_the_rest_goes_on(tmp_path: Path) -> 
 def test_every_built_in_task_has_a_hub_id() -> None:
     assert all(load_task(name).spec.hub is not None for name in known_tasks())
     assert all(
-        name.endswith((".jsonl.zst", ".txt.zst")) for name, one in SETS.items() if isinstance(one, Rows)
+        name.endswith((".jsonl.zst", ".txt.zst")) for name, item in SETS.items() if isinstance(item, Rows)
     )

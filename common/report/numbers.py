@@ -69,14 +69,14 @@ def listed(parts: Sequence[str]) -> str:
 def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     """Return what effects come to, in words: each with its interval, or of many the counts and the best.
 
-    As in `mle improves by 9.0 points (95 % interval 6.7 to 11.3)`.
+    As in `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b improves by 7.7 points (5.4 to 10.0)`.
     """
     if len(effects) > FEW:
         counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
         verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
         return f"{listed(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
-    clauses = []
+    clauses: list[str] = []
     for label, value, low, high, direction in effects:
         if direction:  # the verb says the sign
             low, high = sorted((direction * low, direction * high))
@@ -84,7 +84,7 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         else:
             signed = form.replace("{:", "{:+")
             size, limits = formatted(value, signed), between(low, high, signed)
-        interval = f"95 % interval {limits}" if limits else "without an interval"
+        interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
         detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
         clauses.append(f"{label} {VERBS[direction][0]} {detail}")
     return listed(clauses)

@@ -70,10 +70,6 @@ class Report:
         mean: dict[str | None, str] = {None: "Mean"} if len(self.tasks) > 1 else {}
         return mean | {task: self.of_task(task)["title"] for task in self.tasks}
 
-    def row(self, model: str, task: str) -> dict[str, Any] | None:
-        """Return a model's row of a task."""
-        return next((r for r in self.rows if (r["model"], r["task"]) == (model, task)), None)
-
     def of_task(self, task: str) -> dict[str, Any]:
         """Return any row of a task: title, chance and majority are the same for all models."""
         return next(r for r in self.rows if r["task"] == task)
@@ -133,8 +129,12 @@ def gather(
         raise UserError(f"no finished results in {', '.join(map(str, outs))}")
     overlaps = {}
     for model in (m for m in models if m.name in runs):
-        model.metrics = _metrics(runs[model.name])
-        overlaps[model.name] = _contamination(runs[model.name])
+        run = runs[model.name]
+        if not (run / METRICS).is_file():
+            raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
+        # Of several validation sets none stands for the others; the run's own report shows them all.
+        model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
+        overlaps[model.name] = _contamination(run)
     models, unscored = _scored(models, tasks, runs)
     grouped = families(models, list(runs), next(iter(chosen), None))
     models = [model for family in grouped for model in family.members]
@@ -311,13 +311,6 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
         else:
             same.samples = model.samples
     return scored, unscored
-
-
-def _metrics(run: Path) -> list[dict[str, float]]:
-    if not (run / METRICS).is_file():
-        raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
-    # Of several validation sets none stands for the others; the run's own report shows them all.
-    return [record for record in read_metrics(run) if record.get("set", VALIDATION) == VALIDATION]
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:

@@ -34,6 +34,8 @@ QUANTITIES = (
     ("memory_gib", "Peak memory of rank 0's GPU, GiB", ""),
     ("skipped", "Skipped steps", ""),
 )
+MIXED = "A mixture holds for the steps after the one named, until the next. Shares need not add up to 1."
+BAD = "Their rows are in bad_batches.jsonl. A step stands here twice where it was taken again."
 VERDICTS = {1: ("lost", "worse"), -1: ("gained", "better"), 0: ("no clear change", "unclear")}
 
 
@@ -81,15 +83,25 @@ def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
         for d in evaluations
         if all((d / name).is_file() for name in EVALUATION)
     }
+    mixtures = [
+        [runs.name(i), m["mixture"] or "none: all rows alike", formatted(m["step"])]
+        for i, run in enumerate(runs)
+        for m in run.last_launch.get("mixtures", ())
+    ]
+    bad = [
+        [runs.name(i), f"{r['step']:,}", r["reason"], str(r.get("nll", DASH))]
+        for i, run in enumerate(runs)
+        for r in run.bad
+    ]
     sections = [
         Section("Gained and lost", _gains(runs, measured)),
         Section("Runs", _summary(runs)),
         Section("Curves", runs.figure("Curves", panels, caption)),
         Section("Launches", _launches(runs)),
-        Section("Mixture of domains", _mixtures(runs)),
+        Section("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
         Section("Plan and measurement", _plan(runs)),
         Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
-        Section("Steps that went wrong", _bad(runs)),
+        Section("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
         Section("Evaluations", Items(links), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
@@ -244,18 +256,6 @@ def _launches(runs: Runs) -> Table:
     return Table([*head, "ZeRO stage", "Rows per pass"], rows, caption, 3)
 
 
-def _mixtures(runs: Runs) -> Table:
-    rows = [
-        [runs.name(i), m["mixture"] or "none: all rows alike", formatted(m["step"])]
-        for i, run in enumerate(runs)
-        for m in run.last_launch.get("mixtures", ())
-    ]
-    caption = (
-        "A mixture holds for the steps after the one named, until the next. Shares need not add up to 1."
-    )
-    return Table(["Run", "Mixture", "After step"], rows, caption, 2)
-
-
 def _plan(runs: Runs) -> Table:
     rows: list[Row] = []
     for i, run in enumerate(runs):
@@ -288,16 +288,6 @@ def _samples(runs: Runs) -> list[Block]:
             earlier = Fold(f"{run.name}: {len(texts) - 1} earlier", texts[:-1], runs.name(i).mark)
             blocks += [*texts[-1:], earlier]
     return blocks
-
-
-def _bad(runs: Runs) -> Table:
-    rows = [
-        [runs.name(i), f"{r['step']:,}", r["reason"], str(r.get("nll", DASH))]
-        for i, run in enumerate(runs)
-        for r in run.bad
-    ]
-    caption = "Their rows are in bad_batches.jsonl. A step stands here twice where it was taken again."
-    return Table(["Run", "Step", "What", "Loss"], rows, caption)
 
 
 def _settings(runs: Runs) -> list[Fold]:

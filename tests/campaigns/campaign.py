@@ -18,9 +18,9 @@ class Campaign:
         self.name = name
         self.rows: list[dict[str, Any]] = []
 
-    def __call__(self, part: str, what: str, found: str, good: bool) -> None:
-        self.rows.append({"part": part, "what": what, "found": found, "good": good})
-        print(f"{part}: {what}: {found}", flush=True)
+    def __call__(self, part: str, case: str, results: str, good: bool) -> None:
+        self.rows.append({"part": part, "what": case, "found": results, "good": good})
+        print(f"{part}: {case}: {results}", flush=True)
 
     def finish(self, settings: dict[str, Any]) -> int:
         """Print the table, write runs/NAME.json; 1 when a finding is not good."""

@@ -117,8 +117,8 @@ def two_hosts(directory: Path) -> Iterator[dict[str, str]]:
 
 def inside(host: str, command: list[str]) -> list[str]:
     """`command` on one of the two hosts."""
-    named = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
-    return ["ip", "netns", "exec", host, *named, *command]
+    names = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
+    return ["ip", "netns", "exec", host, *names, *command]
 
 
 def start_on(
@@ -190,9 +190,9 @@ def hosts(directory: Path, show: Campaign) -> None:
 
 
 def _compare(
-    show: Campaign, way: str, codes: list[int], output: str, found: Losses, expected: Losses
+    show: Campaign, way: str, codes: list[int], output: str, results: Losses, expected: Losses
 ) -> None:
-    good = not any(codes) and found == expected
+    good = not any(codes) and results == expected
     words = "losses equal those of one host" if good else f"exit codes {codes}: {output[-600:]}"
     show("hosts", way, words, good)
 
@@ -203,8 +203,8 @@ def _lose_a_host(
     """Kill the remote rank of a pdsh run: all end soon, and the same command resumes."""
     run_dir = directory / "lost"
     where, (start,) = ways["deepspeed --hostfile (pdsh)"]
-    more = [f"run_dir={run_dir}", "train.steps=3000", "train.save_every=2", "train.schedule=constant"]
-    command = [*start, "launch/continual.sh", str(recipe), *more]
+    extra = [f"run_dir={run_dir}", "train.steps=3000", "train.save_every=2", "train.schedule=constant"]
+    command = [*start, "launch/continual.sh", str(recipe), *extra]
     processes = start_on(where, [command], environment)
     wait_for_step(run_dir, 5)
     remote = call("ip", "netns", "pids", "emo-b").split()

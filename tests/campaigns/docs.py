@@ -78,15 +78,15 @@ class Done(NamedTuple):
 class Scratch:
     """A copy of the repository with what a reader of the documents has."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, directory: Path) -> None:
+        self.place = directory
         listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             if (REPO / name).is_file():
-                (place / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(REPO / name, place / name)
-        if not (place / ".venv").exists():
-            (place / ".venv").symlink_to(sys.prefix)
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO / name, directory / name)
+        if not (directory / ".venv").exists():
+            (directory / ".venv").symlink_to(sys.prefix)
         # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
         self.alone = ["unshare", "--map-root-user", "--net"]
         self.first = "ip link set lo up; "
@@ -95,8 +95,8 @@ class Scratch:
         binaries = Path(sys.executable).parent
         self.environment = os.environ | {
             "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(place),
-            "HF_HOME": str(place / "hub"),
+            "PYTHONPATH": str(directory),
+            "HF_HOME": str(directory / "hub"),
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
@@ -287,10 +287,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
     args = parser.parse_args()
     show = Campaign("docs")
-    place = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
+    directory = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
     try:
-        scratch = Scratch(place)
-        if not (place / "hub").exists():
+        scratch = Scratch(directory)
+        if not (directory / "hub").exists():
             scratch.furnish()
         for path in documents():
             if args.only and path.stem not in args.only:
@@ -301,7 +301,7 @@ def main() -> int:
                 go_through(block, scratch, show)
     finally:
         if not args.keep:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
     return show.finish({"only": args.only})
 
 

@@ -140,14 +140,14 @@ def measure(name: str, home: Path, only: str, show: Campaign) -> None:
     show(name, "a mistake in the recipe", f"exit code {code}", code == 2 or name == "torchrun")
     for victim, numbers, when in CELLS[name]:
         for number in numbers:
-            what = f"{number.name} to {victim}, {when}"
-            if only not in what:
+            case = f"{number.name} to {victim}, {when}"
+            if only not in case:
                 continue
             end = disturb(name, home, victim, number, when)
             words = f"exit code {end.code} after {end.after:.0f} s, all ended after {end.quiet:.0f} s"
             words += ", saved" if end.saved else ""
             lost = when != "starting" and number not in (KILL, ABRT) and not end.saved
-            show(name, what, words, end.code != 0 and not lost)
+            show(name, case, words, end.code != 0 and not lost)
 
 
 def main() -> int:

@@ -78,7 +78,7 @@ def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
     """One part in a process of its own, for as long as it may take; says its figures as they come."""
     part = PARTS[number]
     log = out / f"{part.name}.log"
-    said, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
+    output, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--out", str(out)]
     command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
     with log.open("w") as file:
@@ -86,7 +86,7 @@ def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(POLL)
-                said = _say_new(out, said)
+                output = _say_new(out, output)
         finally:
             late = process.poll() is None
             kill_family(process)
@@ -97,7 +97,7 @@ def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
     elif process.returncode:
         last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
         show.failed("the whole part", f"exit code {process.returncode}: {last.strip()[:200]}; see {log}")
-    _say_new(out, said)
+    _say_new(out, output)
     _keep_end(log)
 
 
@@ -124,10 +124,10 @@ def _start(command: list[str], file: IO[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def _say_new(out: Path, said: int) -> int:
+def _say_new(out: Path, output: int) -> int:
     """Print the records from the `said`-th on; how many there are."""
     records = gpu_figures.read(out)["records"]
-    for record in records[said:]:
+    for record in records[output:]:
         print(gpu_figures.line(record), flush=True)
     return len(records)
 

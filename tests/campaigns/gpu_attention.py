@@ -93,15 +93,15 @@ def _inputs(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def _nll(model: Any, documents: list[Tensor]) -> Tensor:
     """Negative log-likelihood of each document of a row that holds them, a mean over its tokens."""
     ids, positions, labels = _inputs(documents)
-    found, start = [], 0
+    results, start = [], 0
     for document in documents:
         own = torch.full_like(labels, IGNORE)
         part = slice(start, start + len(document))
         own[:, part] = labels[:, part]
         sums = model(input_ids=ids, labels=own, position_ids=positions)
-        found.append(sums.nll / sums.tokens.clamp(min=1))
+        results.append(sums.nll / sums.tokens.clamp(min=1))
         start += len(document)
-    return torch.stack(found).double()
+    return torch.stack(results).double()
 
 
 def _compare(show: Figures, name: str, model: Any) -> None:
@@ -126,7 +126,7 @@ def _memory(show: Figures, name: str) -> None:
     """
     few = {}
     model = _model(name, LAYERS, quick=False)
-    for what, lengths in (("one document", (LONG,)), ("packed", (1000, 50, 2046, 1000))):
+    for case, lengths in (("one document", (LONG,)), ("packed", (1000, 50, 2046, 1000))):
         rows = [_inputs(_documents(model.config.vocab_size, lengths, seed)) for seed in range(ROWS)]
         ids, positions, labels = (torch.cat(column) for column in zip(*rows, strict=True))
 
@@ -136,10 +136,10 @@ def _memory(show: Figures, name: str) -> None:
             model.zero_grad(set_to_none=True)
 
         step()
-        few[what] = common.peak_memory_mb(step) * 2**20
+        few[case] = common.peak_memory_mb(step) * 2**20
     note = f"{few['packed'] / GIB:.2f} GiB packed, {few['one document'] / GIB:.2f} as one document a row"
     mask = ROWS * LONG * LONG / GIB
     most = {"sdpa": (1 + 2 * LAYERS) * mask, "eager": None}.get(name, mask)
     extra = (few["packed"] - few["one document"]) / GIB
-    what = f"{name}: memory of packing, {ROWS} rows of {LONG} tokens, {LAYERS} layers"
-    show(what, extra, "GiB", at_most=most, note=note)
+    case = f"{name}: memory of packing, {ROWS} rows of {LONG} tokens, {LAYERS} layers"
+    show(case, extra, "GiB", at_most=most, note=note)

@@ -39,7 +39,7 @@ class Figures:
 
     def __call__(
         self,
-        what: str,
+        case: str,
         value: float | None,
         unit: str = "",
         *,
@@ -59,28 +59,28 @@ class Figures:
             low = -float("inf") if at_least is None else at_least
             high = float("inf") if at_most is None else at_most
             met = value is not None and low <= value <= high
-        self._keep(what, value, unit, target, met, note)
+        self._keep(case, value, unit, target, met, note)
 
-    def skip(self, what: str, why: object) -> None:
+    def skip(self, case: str, why: object) -> None:
         """Keep that something could not be measured here."""
-        self._keep(what, None, "", "", None, f"left out: {why}")
+        self._keep(case, None, "", "", None, f"left out: {why}")
 
-    def failed(self, what: str, why: object) -> None:
+    def failed(self, case: str, why: object) -> None:
         """Keep that something which should work did not."""
-        self._keep(what, None, "", "works", False, str(why))
+        self._keep(case, None, "", "works", False, str(why))
 
     @contextlib.contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
+    def attempt(self, case: str) -> Iterator[None]:
         """What goes wrong in the block is kept as a failure of `what`, and what is missing as left out."""
         try:
             yield
         except MissingError as error:
-            self.skip(what, error)
+            self.skip(case, error)
         except ModuleNotFoundError as error:
-            self._not_found(what, error)
+            self._not_found(case, error)
         except Exception as error:
             traceback.print_exc()
-            self.failed(what, f"{type(error).__name__}: {one_line(error)}")
+            self.failed(case, f"{type(error).__name__}: {one_line(error)}")
 
     def need_seconds(self, seconds: float) -> None:
         """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
@@ -91,19 +91,19 @@ class Figures:
         """As many seconds, or those that the part has left less CLOSING; at least one."""
         return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
 
-    def _not_found(self, what: str, error: ModuleNotFoundError) -> None:
+    def _not_found(self, case: str, error: ModuleNotFoundError) -> None:
         """A package that is not installed is left out; a module of the project that is gone is a fault."""
         if error.name is None or error.name.partition(".")[0] in OWN:
             traceback.print_exc()
-            self.failed(what, one_line(error))
+            self.failed(case, one_line(error))
         else:
-            self.skip(what, f"{error.name} is not installed")
+            self.skip(case, f"{error.name} is not installed")
 
-    def _keep(self, what: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
+    def _keep(self, case: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
         known = read(self.directory)
         if value is not None and value != value:
             value, note = None, f"not a number; {note}"
-        record = {"part": self.part, "what": what, "value": value, "unit": unit, "target": target}
+        record = {"part": self.part, "what": case, "value": value, "unit": unit, "target": target}
         known["records"].append(record | {"met": met, "note": note})
         write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
 

@@ -47,20 +47,20 @@ def functions(show: Figures) -> None:
     known = {VARLEN: _segmented(varlen, positions), "sdpa": _masked(positions, dtype)}
     for name, attend in known.items():
         errors = {
-            what: relative_error(found, truth[what]) for what, found in _outcome(attend, *given).items()
+            case: relative_error(results, truth[case]) for case, results in _outcome(attend, *given).items()
         }
         worst = max(errors, key=errors.__getitem__)
         why = f"the worst: {worst}" + (note if name == VARLEN else "")
-        what = f"{name}, packed: error beside float64 under a mask"
-        show(what, errors[worst], at_most=ERROR, always=True, note=why)
+        case = f"{name}, packed: error beside float64 under a mask"
+        show(case, errors[worst], at_most=ERROR, always=True, note=why)
     window = lengths[0] // 2
     mask = document_mask(positions, torch.float64)
     far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=DEVICE).tril(-window)
     truth = _outcome(_under(mask.masked_fill(far, torch.finfo(torch.float64).min)), *exact)
-    found = _outcome(_segmented(varlen, positions, sliding_window=window), *given)
-    value = max(relative_error(found[what], truth[what]) for what in truth)
-    what = f"{VARLEN}, packed, a window of {window} tokens: error beside float64 under a mask"
-    show(what, value, at_most=ERROR, always=True, note=note.removeprefix("; "))
+    results = _outcome(_segmented(varlen, positions, sliding_window=window), *given)
+    value = max(relative_error(results[case], truth[case]) for case in truth)
+    case = f"{VARLEN}, packed, a window of {window} tokens: error beside float64 under a mask"
+    show(case, value, at_most=ERROR, always=True, note=note.removeprefix("; "))
     runs: dict[str, Callable[[int], Any]] = {
         name: lambda i, attend=attend: _outcome(attend, *given)  # type: ignore[misc]
         for name, attend in known.items()

@@ -120,8 +120,8 @@ def _compare(show: Figures, V: int, dtype: torch.dtype, name: str) -> None:
         want = _truth(*given, case)
         bound = case.half if dtype == torch.bfloat16 else case.bound
         for kind in worst:
-            found = _results(*given, case, kind)
-            for what, value in found.items():
+            results = _results(*given, case, kind)
+            for what, value in results.items():
                 error = relative_error(value, want[what])
                 share = error / bound if error == error else float("inf")
                 options = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()

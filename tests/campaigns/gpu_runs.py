@@ -23,9 +23,9 @@ SHARED = {"/bin", "/usr/bin"}  # where Triton's C compiler is, too
 ALIKE = 2e-2  # relative difference of losses of the same steps, computed in another order in bfloat16
 
 
-def step_seconds(found: dict[str, Any]) -> float:
+def step_seconds(results: dict[str, Any]) -> float:
     """Median over the steps that count."""
-    return statistics.median(found["seconds"][WARM:])
+    return statistics.median(results["seconds"][WARM:])
 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -49,11 +49,11 @@ def waits(show: Figures) -> None:
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", f"train.profile=[{TRACE_STEP},{TRACE_STEP}]"]
             run = f"waits-{objective}-{cache}"
-            found = measure(show, run, path, *options, "--waits", seconds=100)
+            results = measure(show, run, path, *options, "--waits", seconds=100)
             if GPU:
-                show(f"{name}: waits of the head a micro-batch", max(found["head_waits"]), at_most=most)
+                show(f"{name}: waits of the head a micro-batch", max(results["head_waits"]), at_most=most)
                 note = "with the engine's own: the norm of the gradient, the sums for the log"
-                show(f"{name}: waits of a whole step", statistics.median(found["waits"]), note=note)
+                show(f"{name}: waits of a whole step", statistics.median(results["waits"]), note=note)
             else:
                 show.skip(f"{name}: waits of the head a micro-batch", "needs a GPU")
             _keep_trace(show, name, run)
@@ -74,16 +74,16 @@ def _keep_trace(show: Figures, name: str, run: str) -> None:
 def compiler(show: Figures) -> None:
     """Part 4: the optimizer where DeepSpeed can compile its own, and where it cannot."""
     size, block, micro = sizes(show)
-    found = {}
+    results = {}
     for name, environment in (("with a compiler", _with_compiler), ("without a compiler", _without_compiler)):
         with show.attempt(name):
             show.need_seconds(30)
             path = recipe(show, size, block, micro)
-            found[name] = measure(show, name.replace(" ", "-"), path, seconds=100, **environment(show))
-            show(f"{name}: time of a step", step_seconds(found[name]) * MILLI, "ms")
-            show(f"{name}: from start to the last step", found[name]["total"], "s")
-    if len(found) == 2:
-        own, other = found.values()
+            results[name] = measure(show, name.replace(" ", "-"), path, seconds=100, **environment(show))
+            show(f"{name}: time of a step", step_seconds(results[name]) * MILLI, "ms")
+            show(f"{name}: from start to the last step", results[name]["total"], "s")
+    if len(results) == 2:
+        own, other = results.values()
         show("AdamW without / with a compiler: time of a step", step_seconds(other) / step_seconds(own))
         show("AdamW without and with a compiler: losses apart", apart(own, other), at_most=ALIKE, always=True)
 
@@ -92,7 +92,7 @@ def _compilers() -> list[str]:
     """Directories on the path, or of a toolkit, that hold nvcc."""
     places = os.environ.get("PATH", "").split(os.pathsep)
     places += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
-    return [place for place in places if (Path(place) / "nvcc").exists()]
+    return [directory for directory in places if (Path(directory) / "nvcc").exists()]
 
 
 def _with_compiler(show: Figures) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _without_compiler(show: Figures) -> dict[str, Any]:
         raise MissingError(
             f"nvcc lies in {', '.join(hidden & SHARED)} with other programs and cannot be hidden"
         )
-    path = [place for place in os.environ["PATH"].split(os.pathsep) if place not in hidden]
+    path = [directory for directory in os.environ["PATH"].split(os.pathsep) if directory not in hidden]
     return {
         "PATH": os.pathsep.join(path),
         "CUDA_HOME": str(empty),
@@ -136,23 +136,23 @@ def plan(show: Figures) -> None:
             path = recipe(show, size, block, rows)
             options = [f"deepspeed=ds_configs/zero{stage}.json"]
             options += [f"model.activation_checkpointing={str(checkpointing).lower()}"]
-            found = measure(show, f"{stage}-{checkpointing}-{rows}", path, *options)
-            beside_plan(show, words, found)
+            results = measure(show, f"{stage}-{checkpointing}-{rows}", path, *options)
+            beside_plan(show, words, results)
 
 
-def beside_plan(show: Figures, words: str, found: dict[str, Any]) -> None:
+def beside_plan(show: Figures, words: str, results: dict[str, Any]) -> None:
     """Step time and peak memory of a measured run, and each divided by what `plan` says."""
-    seconds, said = step_seconds(found), found["predicted"]
-    show(f"{words}: speed", said["tokens"] / seconds, "tokens/s", note=f"{seconds * MILLI:.0f} ms a step")
-    if "seconds" in said:
-        value = seconds / said["seconds"]
+    seconds, output = step_seconds(results), results["predicted"]
+    show(f"{words}: speed", output["tokens"] / seconds, "tokens/s", note=f"{seconds * MILLI:.0f} ms a step")
+    if "seconds" in output:
+        value = seconds / output["seconds"]
         show(f"{words}: time of a step / plan", value, at_least=0.9, at_most=1.1)
     else:
         show.skip(f"{words}: time of a step / plan", "plan does not know this device")
-    if found["peak"]:
-        peak, reserved = found["peak"]["allocated"], found["peak"]["reserved"]
-        note = f"{peak / GIB:.1f} GiB, plan {said['bytes'] / GIB:.1f}, reserved {reserved / GIB:.1f}"
-        show(f"{words}: peak memory / plan", peak / said["bytes"], at_least=0.9, at_most=1.1, note=note)
+    if results["peak"]:
+        peak, reserved = results["peak"]["allocated"], results["peak"]["reserved"]
+        note = f"{peak / GIB:.1f} GiB, plan {output['bytes'] / GIB:.1f}, reserved {reserved / GIB:.1f}"
+        show(f"{words}: peak memory / plan", peak / output["bytes"], at_least=0.9, at_most=1.1, note=note)
     else:
         show.skip(f"{words}: peak memory / plan", "needs a GPU")
 
@@ -168,27 +168,27 @@ def lora(show: Figures) -> None:
             needs("peft")
             path = recipe(show, size, block, micro)
             options = [f"deepspeed=ds_configs/zero{stage}.json", "model.lora={r: 16, alpha: 32}"]
-            found = measure(show, f"lora-{stage}", path, *options)
-            float32 = sum("float32" in kind for kind in found["adapters"])
-            kinds = ", ".join(found["adapters"])
+            results = measure(show, f"lora-{stage}", path, *options)
+            float32 = sum("float32" in kind for kind in results["adapters"])
+            kinds = ", ".join(results["adapters"])
             show(f"{words}: adapters in float32", float32, at_most=0, always=True, note=kinds)
-            beside_plan(show, words, found)
+            beside_plan(show, words, results)
 
 
 def compiled(show: Figures) -> None:
     """Part 9: the model compiled under ZeRO-1, beside the same that is not."""
     size, block, micro = sizes(show)
-    found = {}
+    results = {}
     for name, chosen in (("as it is", "false"), ("compiled", "true")):
         with show.attempt(name):
             show.need_seconds(30)
             path = recipe(show, size, block, micro)
             options = ["deepspeed=ds_configs/zero1.json", f"model.compile={chosen}"]
-            found[name] = measure(show, f"compile-{chosen}", path, *options, seconds=80)
-            show(f"{name}: time of a step", step_seconds(found[name]) * MILLI, "ms")
-            show(f"{name}: first step", found[name]["seconds"][0], "s")
-    if len(found) == 2:
-        plain, other = found.values()
+            results[name] = measure(show, f"compile-{chosen}", path, *options, seconds=80)
+            show(f"{name}: time of a step", step_seconds(results[name]) * MILLI, "ms")
+            show(f"{name}: first step", results[name]["seconds"][0], "s")
+    if len(results) == 2:
+        plain, other = results.values()
         show(
             "compiled / as it is: time of a step",
             step_seconds(other) / step_seconds(plain),

@@ -134,16 +134,16 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
 
 def environment(**changes: Any) -> dict[str, str]:
     """What processes of the campaign inherit; None takes a variable away."""
-    found = os.environ | {"PYTHONUNBUFFERED": "1"}
+    results = os.environ | {"PYTHONUNBUFFERED": "1"}
     if GPU:  # tests.bench.common has set it for the benches; the trainer chooses for itself
-        found.pop("OMP_NUM_THREADS", None)
+        results.pop("OMP_NUM_THREADS", None)
     else:
-        found |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        results |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     for name, value in changes.items():
-        found.pop(name, None)
+        results.pop(name, None)
         if value is not None:
-            found[name] = value
-    return found
+            results[name] = value
+    return results
 
 
 def run(arguments: list[str], seconds: float, **changes: Any) -> str:
@@ -200,11 +200,11 @@ def measure(
     The run may take `seconds`, and no longer than the part has left.
     """
     run_dir = fresh(show, name)
-    found = run_dir.with_suffix(".json")
-    found.unlink(missing_ok=True)
-    arguments = ["-m", WORKER, "--to", str(found), "--steps", str(STEPS), str(path)]
+    results = run_dir.with_suffix(".json")
+    results.unlink(missing_ok=True)
+    arguments = ["-m", WORKER, "--to", str(results), "--steps", str(STEPS), str(path)]
     run([*arguments, f"run_dir={run_dir}", *options], show.limit(seconds), **changes)
-    return json.loads(found.read_text())
+    return json.loads(results.read_text())
 
 
 def fresh(show: Figures, name: str) -> Path:

@@ -39,15 +39,15 @@ def stops(show: Figures) -> None:
     with show.attempt("a run left alone"):
         show.need_seconds(20)
         path = recipe(show, size, block, micro)
-        found = measure(show, "alone", path, *options, "--whole", seconds=PATIENCE)
-        parameters = found["predicted"]["parameters"]
-        stall = max(found["stalls"])
+        results = measure(show, "alone", path, *options, "--whole", seconds=PATIENCE)
+        parameters = results["predicted"]["parameters"]
+        stall = max(results["stalls"])
         rate = f"{BYTES * parameters / stall / 1e9:.1f} GB/s"
         show("stall of a save", stall, "s", note=f"{BYTES * parameters / 1e9:.1f} GB are copied, {rate}")
         if show.quick:
             show.skip("stall of a save / the steps", "the steps of a toy take no time")
         else:
-            share = stall / (steps // 2) / (sum(found["seconds"][3:]) / len(found["seconds"][3:]))
+            share = stall / (steps // 2) / (sum(results["seconds"][3:]) / len(results["seconds"][3:]))
             show(f"stall of a save every {steps // 2} steps / the steps", share, note="beside training")
     with show.attempt("SIGTERM and resume"):
         show.need_seconds(30)
@@ -127,8 +127,8 @@ def _compare(show: Figures, resumed: Path, alone: Path) -> None:
         return
     value = max(abs(a - b) / b for a, b in zip(*pairs, strict=True))
     note = "equal bit for bit" if value == 0 else "GPU kernels may add in another order"
-    what = "losses of the resumed run and of the one left alone, apart"
-    show(what, value, at_most=ALIKE, always=True, note=note)
+    case = "losses of the resumed run and of the one left alone, apart"
+    show(case, value, at_most=ALIKE, always=True, note=note)
 
 
 def _load(show: Figures, export: Path) -> None:

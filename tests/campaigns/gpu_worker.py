@@ -88,10 +88,10 @@ class Watcher:
 
         def forward(head: FusedHead, *args: Any, **kwargs: Any) -> Any:
             before = len(self._caught)
-            found = original(head, *args, **kwargs)
+            results = original(head, *args, **kwargs)
             if len(self.seconds) >= WARM:
                 self.head_waits.append(_count(self._caught[before:]))
-            return found
+            return results
 
         FusedHead.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -135,11 +135,11 @@ def predicted(config: RunConfig) -> dict[str, float]:
     ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
-    found = {"bytes": footprint.memory(sizes, setup).total, "parameters": sizes.parameters}
+    results = {"bytes": footprint.memory(sizes, setup).total, "parameters": sizes.parameters}
     gpu = footprint.accelerator(torch.cuda.get_device_name()) if GPU else None
     if gpu is not None:
-        found["seconds"] = footprint.step_time(sizes, setup, gpu).total
-    return found | {"tokens": setup.tokens * setup.accumulation}
+        results["seconds"] = footprint.step_time(sizes, setup, gpu).total
+    return results | {"tokens": setup.tokens * setup.accumulation}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,9 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
         train.train(config, world, Watch(), Console("lines" if world.is_main else "silent"))
-    found = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
-    found |= {"predicted": prediction, "total": time.perf_counter() - began}
-    given.to.write_text(json.dumps(found, indent=1) + "\n")
+    results = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
+    results |= {"predicted": prediction, "total": time.perf_counter() - began}
+    given.to.write_text(json.dumps(results, indent=1) + "\n")
     end_world()
     return 0
 

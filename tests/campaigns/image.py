@@ -94,9 +94,9 @@ class Image:
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
-    def run(self, *arguments: str, **more: object) -> tuple[int, str]:
+    def run(self, *arguments: str, **extra: object) -> tuple[int, str]:
         """Exit code and all output of a container."""
-        command = self.command(*arguments, **more)  # type: ignore[arg-type]
+        command = self.command(*arguments, **extra)  # type: ignore[arg-type]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
@@ -110,22 +110,22 @@ def pip_configuration(directory: Path) -> list[Path]:
     """Write pip.conf as pip is configured here; returns the directories that it needs at the same place."""
     directory.mkdir()
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    found = {}
+    results = {}
     for line in listed.stdout.splitlines():
         section, _, rest = line.partition(".")
         key, _, value = rest.partition("=")
         if section in ("global", ":env:"):
-            found[key] = str(ast.literal_eval(value))
+            results[key] = str(ast.literal_eval(value))
     mounts = set()
-    for url in re.findall(r"file://(\S+)", " ".join(found.values())):
+    for url in re.findall(r"file://(\S+)", " ".join(results.values())):
         mounts.add(Path(url).parent)
-    if Path(found.get("find-links", "none")).is_dir():
-        mounts.add(Path(found["find-links"]))
-    if "cert" in found:  # not at its own place, where the base has its own
-        shutil.copy(found["cert"], directory / "certificates")
-        found["cert"] = str(directory / "certificates")
+    if Path(results.get("find-links", "none")).is_dir():
+        mounts.add(Path(results["find-links"]))
+    if "cert" in results:  # not at its own place, where the base has its own
+        shutil.copy(results["cert"], directory / "certificates")
+        results["cert"] = str(directory / "certificates")
         mounts.add(directory)
-    lines = [f"{key} = {value}\n" for key, value in found.items()]
+    lines = [f"{key} = {value}\n" for key, value in results.items()]
     (directory / "pip.conf").write_text("[global]\n" + "".join(lines))
     return sorted(mounts)
 
@@ -135,25 +135,30 @@ def pip_configuration(directory: Path) -> list[Path]:
 
 def verbs(image: Image, show: Campaign) -> None:
     """The image's configuration, what is in it and what is not, its verbs."""
-    found = json.loads(image.ask("image", "inspect", image.NAME))[0]
-    said = found["Config"]
-    labels = {key.rpartition(".")[2]: value for key, value in (said.get("Labels") or {}).items()}
-    show("verbs", "size", f"{found['Size'] / 2**30:.2f} GiB", True)
-    health = (said.get("Healthcheck") or found.get("Healthcheck") or {}).get("Test")
+    results = json.loads(image.ask("image", "inspect", image.NAME))[0]
+    output = results["Config"]
+    labels = {key.rpartition(".")[2]: value for key, value in (output.get("Labels") or {}).items()}
+    show("verbs", "size", f"{results['Size'] / 2**30:.2f} GiB", True)
+    health = (output.get("Healthcheck") or results.get("Healthcheck") or {}).get("Test")
     show(
         "verbs",
         "user, stop signal",
-        f"{said.get('User')}, {said.get('StopSignal')}",
-        said.get("User") == "1001",
+        f"{output.get('User')}, {output.get('StopSignal')}",
+        output.get("User") == "1001",
     )
     show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
     show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
     configured = (image.directory / "pip" / "pip.conf").read_text().splitlines()[1:]
-    told = image.ask("history", "--no-trunc", image.NAME) + json.dumps(found)
+    told = image.ask("history", "--no-trunc", image.NAME) + json.dumps(results)
     values = [line.partition(" = ")[2] for line in configured if "/" in line]
     _, inside = image.run("-c", "cat /etc/pip.conf; true", options=("--entrypoint", "sh"))
-    kept = [value for value in values if value in told or value in inside]
-    show("verbs", "pip's configuration in the image", f"{len(kept)} of {len(values)} settings", not kept)
+    remaining = [value for value in values if value in told or value in inside]
+    show(
+        "verbs",
+        "pip's configuration in the image",
+        f"{len(remaining)} of {len(values)} settings",
+        not remaining,
+    )
     code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=("--entrypoint", "sh"))
     good = code == 0 and out.startswith("1001") and "Read-only file system" in out
     show("verbs", "who writes where", "1001; /emo is read only, /tmp is not" if good else out, good)
@@ -173,7 +178,7 @@ def verbs(image: Image, show: Campaign) -> None:
 class Running:
     """A training in a container, by its name."""
 
-    def __init__(self, image: Image, run: str, *more: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, image: Image, run: str, *extra: str, options: tuple[str, ...] = ()) -> None:
         self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
         self.log = image.directory / f"{run}.log"
         arguments = [
@@ -185,7 +190,7 @@ class Running:
             f"run_dir=/emo/runs/{run}",
         ]
         options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
-        command = image.command(*arguments, *more, options=options)
+        command = image.command(*arguments, *extra, options=options)
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -258,8 +263,8 @@ def last_step(run_dir: Path) -> int:
 
 def healths(image: Image, show: Campaign) -> None:
     """A rank that hangs makes the container unhealthy; one that goes on, healthy again."""
-    more = ("train.steps=200000", "train.save_every=100000", "train.schedule=constant")
-    run = Running(image, "hangs", *more, options=("--env", "HANG_SECONDS=15"))
+    extra = ("train.steps=200000", "train.save_every=100000", "train.schedule=constant")
+    run = Running(image, "hangs", *extra, options=("--env", "HANG_SECONDS=15"))
     wait_for_step(run.run_dir, 3)
     show("stops", "health of a run", "healthy", run.healthy())
     ranks = run.ranks()

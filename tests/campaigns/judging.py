@@ -75,19 +75,19 @@ def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, 
     """Kill the commands `count` times in all, over as many directories as that takes."""
     whole = root / f"{judge.name}-whole"
     seconds = [finished(*command) for command in commands(root, whole, judge, tokens)]
-    wanted = files(whole)
+    expected = files(whole)
     killed, lives, same = 0, 0, 0
     while killed < count:
         out, lives = root / f"{judge.name}-{lives}", lives + 1
         for command, length in zip(commands(root, out, judge, tokens), seconds, strict=True):
             moment = functools.partial(rng.uniform, 0, length)  # about two kills
             killed += to_the_end(_run, tuple(command), count - killed, moment)
-        found = files(out)
-        mine = {name.replace(str(out), str(whole)): text for name, text in found.items()}
-        same += mine == wanted
-        for name in sorted(mine.keys() ^ wanted.keys() | {n for n in mine if mine[n] != wanted.get(n)}):
+        results = files(out)
+        mine = {name.replace(str(out), str(whole)): text for name, text in results.items()}
+        same += mine == expected
+        for name in sorted(mine.keys() ^ expected.keys() | {n for n in mine if mine[n] != expected.get(n)}):
             show("kills", f"{judge.name}: {name}", "differs", False)
-    numbers = json.loads(wanted["judgements/v.json"])
+    numbers = json.loads(expected["judgements/v.json"])
     read = f"{numbers['read']} of {numbers['pairs']} verdicts read, {numbers['counts']['changed']} change"
     text = f"{killed} kills in {lives} evaluations, {same} of them equal; {read}"
     show("kills", f"{judge.name} as the judge", text, same == lives)

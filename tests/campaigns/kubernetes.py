@@ -36,40 +36,40 @@ def render(target: Path, kustomize: list[str]) -> list[Document]:
 
 def pods(documents: list[Document]) -> dict[str, Document]:
     """The pod specification of every job."""
-    found = {}
+    results = {}
     for document in documents:
         if document["kind"] in ("Job", "CronJob"):
             job = document["spec"].get("jobTemplate", document)["spec"]
-            found[document["metadata"]["name"]] = job["template"]["spec"]
-    return found
+            results[document["metadata"]["name"]] = job["template"]["spec"]
+    return results
 
 
 def problems(documents: list[Document]) -> list[str]:
     """What no schema sees: numbers that disagree, rights, mounts, labels."""
-    named = {(d["kind"], d["metadata"]["name"]): d for d in documents}
-    settings = named["ConfigMap", "emo-settings"]["data"]
-    train, prepare = named["Job", "emo-train"]["spec"], named["Job", "emo-prepare"]["spec"]
+    names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
+    settings = names["ConfigMap", "emo-settings"]["data"]
+    train, prepare = names["Job", "emo-train"]["spec"], names["Job", "emo-prepare"]["spec"]
     container = train["template"]["spec"]["containers"][0]
     equal = {
         "NODES": [settings["NODES"], train["completions"], train["parallelism"]],
         "JOBS": [settings["JOBS"], prepare["completions"]],
         "GPUS": [settings["GPUS"], *(r["nvidia.com/gpu"] for r in container["resources"].values())],
     }
-    found = [f"{name}: {values}" for name, values in equal.items() if len({str(v) for v in values}) > 1]
+    results = [f"{name}: {values}" for name, values in equal.items() if len({str(v) for v in values}) > 1]
     for document in documents:
         labels = document["metadata"].get("labels", {})
         if {"app.kubernetes.io/part-of", "app.kubernetes.io/component"} - set(labels):
-            found.append(f"{document['kind']} {document['metadata']['name']}: labels {labels}")
+            results.append(f"{document['kind']} {document['metadata']['name']}: labels {labels}")
         template = (
             document["spec"].get("jobTemplate", document)["spec"].get("template")
             if "spec" in document
             else None
         )
         if template and template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
-            found.append(f"{document['metadata']['name']}: the network policy does not know its pods")
+            results.append(f"{document['metadata']['name']}: the network policy does not know its pods")
     for name, pod in pods(documents).items():
-        found += [f"{name}: {what}" for what in _pod_problems(pod)]
-    return found
+        results += [f"{name}: {case}" for case in _pod_problems(pod)]
+    return results
 
 
 def _pod_problems(pod: Document) -> list[str]:
@@ -86,7 +86,7 @@ def _pod_problems(pod: Document) -> list[str]:
         "mounts": {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]},
         "restartPolicy": pod["restartPolicy"] == "Never",  # a pod failure policy needs it
     }
-    return [what for what, fine in good.items() if not fine]
+    return [case for case, fine in good.items() if not fine]
 
 
 def installed_kustomize() -> list[str] | None:
@@ -117,8 +117,13 @@ def kubernetes(directory: Path, show: Campaign) -> None:
 
     for target in targets():
         documents = render(target, kustomize)
-        found = problems(documents)
-        show("kubernetes", f"{target.name}: numbers, rights, mounts", "; ".join(found) or "agree", not found)
+        results = problems(documents)
+        show(
+            "kubernetes",
+            f"{target.name}: numbers, rights, mounts",
+            "; ".join(results) or "agree",
+            not results,
+        )
         for version in VERSIONS:
             wrong = []
             for document in documents:

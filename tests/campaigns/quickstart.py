@@ -38,30 +38,30 @@ CEILING = 0.95  # of the base model's accuracy on any task
 COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
-def copy(place: Path) -> Path:
+def copy(directory: Path) -> Path:
     """The checkout's own files, as they are now."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / name, place / name)
-    return place
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / name, directory / name)
+    return directory
 
 
-def results(place: Path) -> dict[str, Any]:
-    return json.loads((place / quickstart.RUN / "results.json").read_text())
+def results(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / quickstart.RUN / "results.json").read_text())
 
 
-def accuracies(place: Path) -> dict[tuple[str, str], float]:
-    return {(row["model"], row["task"]): row["accuracy"] for row in results(place)["rows"]}
+def accuracies(directory: Path) -> dict[tuple[str, str], float]:
+    return {(row["model"], row["task"]): row["accuracy"] for row in results(directory)["rows"]}
 
 
-def whole(place: Path, show: Campaign) -> None:
+def whole(directory: Path, show: Campaign) -> None:
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with (place / "said.txt").open("w+") as said:
-        process = subprocess.Popen(COMMAND, cwd=place, stdout=said, stderr=subprocess.STDOUT)
-        while process.poll() is None and not said.tell():
+    with (directory / "said.txt").open("w+") as output:
+        process = subprocess.Popen(COMMAND, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and not output.tell():
             time.sleep(0.05)
-            said.seek(0, 2)
+            output.seek(0, 2)
         first, code = time.perf_counter() - began, process.wait()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
@@ -71,55 +71,59 @@ def whole(place: Path, show: Campaign) -> None:
     show("whole", "first words", f"{first:.1f} s", first < 2)
     wall = time.perf_counter() - began
     show("whole", "time", f"{wall:.0f} s, {cpu:.0f} s of CPU time", cpu < 2 * 8 * 60)
-    promises(results(place), show)
+    promises(results(directory), show)
 
 
-def promises(found: dict[str, Any], show: Campaign) -> None:
-    means = {m["name"]: m["mean_accuracy"] for m in found["models"]}
+def promises(results: dict[str, Any], show: Campaign) -> None:
+    means = {m["name"]: m["mean_accuracy"] for m in results["models"]}
     words = ", ".join(f"{name} {100 * mean:.1f}" for name, mean in means.items())
     show("whole", "mean accuracies", words, 0.40 <= means["base"] <= 0.75)
-    highest = max((r["accuracy"], r["task"]) for r in found["rows"] if r["model"] == "base")
+    highest = max((r["accuracy"], r["task"]) for r in results["rows"] if r["model"] == "base")
     show("whole", "the base model's best task", f"{highest[1]} {100 * highest[0]:.0f}", highest[0] < CEILING)
-    guessed = {r["task"] for r in found["rows"]} - {
-        r["task"] for r in found["rows"] if r["low"] > r["chance"]
+    guessed = {r["task"] for r in results["rows"]} - {
+        r["task"] for r in results["rows"] if r["low"] > r["chance"]
     }
     show("whole", "tasks that all models guess", ", ".join(sorted(guessed)) or "none", not guessed)
-    for one in found["mean_comparisons"]:
-        low, high = (100 * one["interval"][side] for side in ("low", "high"))
-        words = f"{100 * one['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
-        show("whole", f"{one['model']} - {one['baseline']}", words, one["baseline"] != "base" or low > 0)
+    for item in results["mean_comparisons"]:
+        low, high = (100 * item["interval"][side] for side in ("low", "high"))
+        words = f"{100 * item['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
+        show("whole", f"{item['model']} - {item['baseline']}", words, item["baseline"] != "base" or low > 0)
 
 
-def killed(place: Path, kills: int, rng: random.Random, expected: dict, show: Campaign) -> None:
+def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show: Campaign) -> None:
     done = 0
     for _ in range(kills):
-        process = subprocess.Popen(COMMAND, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            COMMAND, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=rng.uniform(2, 75))
         if process.poll() is not None:
             break
-        for one in psutil.process_iter():  # all that work in the copy, whoever started them
+        for item in psutil.process_iter():  # all that work in the copy, whoever started them
             with contextlib.suppress(psutil.Error):
-                if Path(one.cwd()) == place:
-                    one.kill()
+                if Path(item.cwd()) == directory:
+                    item.kill()
         done += 1
         process.wait()
-    code = subprocess.run(COMMAND, cwd=place, stdout=subprocess.DEVNULL).returncode
-    same = code == 0 and accuracies(place) == expected
+    code = subprocess.run(COMMAND, cwd=directory, stdout=subprocess.DEVNULL).returncode
+    same = code == 0 and accuracies(directory) == expected
     show("killed", f"{done} kills", f"exit code {code}, accuracies {'equal' if same else 'DIFFER'}", same)
 
 
-def afterwards(place: Path, show: Campaign) -> None:
-    write_jsonl(place / "my.jsonl", ({"text": text} for text in texts(400)))
+def afterwards(directory: Path, show: Campaign) -> None:
+    write_jsonl(directory / "my.jsonl", ({"text": text} for text in texts(400)))
     for line in quickstart.following("my.jsonl"):
         for command in line:
             command[0] = sys.executable if command[0].endswith("python") else command[0]
-            done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
             show("next", shlex.join(command[1:4]), f"exit code {done.returncode}", done.returncode == 0)
             if done.returncode:
                 print(done.stdout[-2000:], done.stderr[-2000:])
                 return
-    names = {model["name"] for model in json.loads((place / "runs/own/results.json").read_text())["models"]}
+    names = {
+        model["name"] for model in json.loads((directory / "runs/own/results.json").read_text())["models"]
+    }
     show("next", "models of the report", ", ".join(sorted(names)), "own" in names)
 
 

@@ -12,9 +12,9 @@ LISTS = Path("/etc/apt")  # where this machine's package lists come from
 
 def find_scrontab(directory: Path) -> str | None:
     """The command on PATH, or one built in `directory` (a minute); None when that fails."""
-    found = shutil.which("scrontab")
-    if found is not None:
-        return found
+    results = shutil.which("scrontab")
+    if results is not None:
+        return results
     directory.mkdir()
     try:
         return str(_build(directory))

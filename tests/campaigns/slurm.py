@@ -88,11 +88,11 @@ class Job:
     OVER = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)")
     SHAPE = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=2000")
 
-    def __init__(self, environment: dict[str, str], recipe: Path, run_dir: Path, *more: str) -> None:
+    def __init__(self, environment: dict[str, str], recipe: Path, run_dir: Path, *extra: str) -> None:
         """Submit the recipe; `more` are options of Slurm (with dashes) and overrides of the recipe."""
         self.environment, self.log = environment, run_dir.with_suffix(".slurm")
-        options = [option for option in more if option.startswith("--")]
-        overrides = [option for option in more if not option.startswith("--")]
+        options = [option for option in extra if option.startswith("--")]
+        overrides = [option for option in extra if not option.startswith("--")]
         command = ["sbatch", "--parsable", *self.SHAPE, *options, f"--output={self.log}"]
         command += ["launch/slurm/train.sbatch", "continual", str(recipe), f"run_dir={run_dir}", *overrides]
         self.id = self._call(*command)
@@ -154,9 +154,9 @@ def cores_of_ranks(environment: dict[str, str], recipe: Path, run_dir: Path, sho
         return ask(environment, "scontrol", "show", "step", f"{job.id}.0")
 
     job.wait(lambda _: "CPUs=" in step(), 120)
-    found = re.search(r"CPUs=(\d+) Tasks=(\d+)", step())
-    each = int(found[1]) // int(found[2]) if found else 0
-    words = f"{each} of {cores} asked for" if found else job.story()
+    results = re.search(r"CPUs=(\d+) Tasks=(\d+)", step())
+    each = int(results[1]) // int(results[2]) if results else 0
+    words = f"{each} of {cores} asked for" if results else job.story()
     show("slurm", "cores of each rank", words, each == cores)
     job.cancel()
 
@@ -225,12 +225,12 @@ def after_training(environment: dict[str, str], recipe: Path, data: Path, show: 
     """The export of a run is evaluated when the run is finished; after a mistake nothing waits for ever."""
     directory = recipe.parent
     longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
-    for name, more, wanted, words in (
+    for name, extra, expected, words in (
         ("good", longer, "COMPLETED", "waited, then evaluated the export"),
         ("bad", "train.lr=-1", "CANCELLED", "cancelled when the training had failed"),
     ):
         run_dir, log = directory / name, directory / f"{name}.evaluation"
-        training = Job(environment, recipe, run_dir, more)
+        training = Job(environment, recipe, run_dir, extra)
         waiting = subprocess.run(
             [
                 *("sbatch", "--parsable", f"--dependency=afterok:{training.id}", f"--output={log}"),
@@ -248,10 +248,10 @@ def after_training(environment: dict[str, str], recipe: Path, data: Path, show: 
         state = ended(environment, waiting)
         done = run_dir / "eval" / "watch" / "done" / f"{name}.json"
         evaluated = done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
-        good = waits and f"JobState={wanted}" in state and evaluated == (name == "good")
-        said = log.read_text()[-1500:] if log.is_file() else "no output"
-        found = words if good else f"{training.story()}\n{state}\n{said}"
-        show("scheduled", f"a job after a training: {name}", found, good)
+        good = waits and f"JobState={expected}" in state and evaluated == (name == "good")
+        output = log.read_text()[-1500:] if log.is_file() else "no output"
+        results = words if good else f"{training.story()}\n{state}\n{output}"
+        show("scheduled", f"a job after a training: {name}", results, good)
 
 
 def ended(environment: dict[str, str], job: str, timeout: float = 900) -> str:
@@ -298,13 +298,13 @@ def by_crontab(environment: dict[str, str], directory: Path, data: Path, show: C
         launching.wait_for(lambda: passes() == [0], "first pass", 600)
         tiny_model(run / "export")
         launching.wait_for(lambda: 1 in passes(), "evaluation", 600)
-        found = passes()
-        launching.wait_for(lambda: len(passes()) > len(found), "pass after it", 600)
+        results = passes()
+        launching.wait_for(lambda: len(passes()) > len(results), "pass after it", 600)
         once = sum(passes()) == 1 and json.loads((run / "eval/watch/done/watched.json").read_text())
         good = bool(once) and once["state"] == "evaluated"
         words = f"evaluated {passes()} of one export" if good else log.read_text()[-1500:]
     except AssertionError as error:
-        said = log.read_text()[-1500:] if log.is_file() else "no output"
-        words, good = f"{error}\n{said}\n{ask(environment, 'scontrol', 'show', 'job')}", False
+        output = log.read_text()[-1500:] if log.is_file() else "no output"
+        words, good = f"{error}\n{output}\n{ask(environment, 'scontrol', 'show', 'job')}", False
     show("scheduled", "a pass every minute", words, good)
     ask(environment, scrontab, "-r")

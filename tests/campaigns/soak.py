@@ -78,9 +78,12 @@ def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
             early = early and len(read_metrics(run_dir)) == steps
             unheard += early
             honest = honest and early
-        kept = [step_of(d) for d in checkpoints(run_dir)]
+        remaining = [step_of(d) for d in checkpoints(run_dir)]
         code = process.returncode
-        print(f"{number + 1}: {victim} of {make.__name__}: exit code {code}; checkpoints {kept}", flush=True)
+        print(
+            f"{number + 1}: {victim} of {make.__name__}: exit code {code}; checkpoints {remaining}",
+            flush=True,
+        )
         if finished:
             break
     done = launching.run(2, *arguments)
@@ -120,9 +123,9 @@ def _strike(process: subprocess.Popen[str], run_dir: Path, victim: str) -> float
                 os.killpg(process.pid, signal.SIGINT)
         return time.monotonic()
     target = None if victim.startswith("everything") else launching.member(run_dir, victim)
-    for one in [target] if target is not None else launching.processes_of(run_dir):
+    for item in [target] if target is not None else launching.processes_of(run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            item.kill()
     return time.monotonic()
 
 
@@ -200,26 +203,26 @@ def damage(recipe: Path, show: Campaign) -> bool:
 def disks(recipe: Path, show: Campaign) -> bool:
     """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
     undisturbed(recipe, recipe.parent / "measured")
-    one = checkpoints(recipe.parent / "measured")[-1]
-    bytes_ = sum(p.stat().st_size for p in one.rglob("*") if p.is_file())
+    item = checkpoints(recipe.parent / "measured")[-1]
+    bytes_ = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
     good = True
-    for what, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
+    for case, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
         with tempfile.TemporaryDirectory() as name:
             mount = Path(name) / "disk"
             mount.mkdir()
             command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)]
             if subprocess.run(command, capture_output=True).returncode:
-                show("disks", what, "skipped: mounting needs root", True)
+                show("disks", case, "skipped: mounting needs root", True)
                 continue
             try:
                 options = ["train.steps=40", "train.save_every=2", "train.keep_last=99"]
                 done = launching.run(2, str(recipe), f"run_dir={mount / 'run'}", *options)
-                said = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-                kept = checkpoints(mount / "run")
-                right = done.returncode not in (0, 75) and len(said) == 1 and bool(kept)
-                right = right and all(problem(d) is None for d in kept)
-                words = f"one line, {len(kept)} checkpoints left" if right else done.stdout[-3000:]
-                show("disks", what, words, right)
+                output = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+                remaining = checkpoints(mount / "run")
+                right = done.returncode not in (0, 75) and len(output) == 1 and bool(remaining)
+                right = right and all(problem(d) is None for d in remaining)
+                words = f"one line, {len(remaining)} checkpoints left" if right else done.stdout[-3000:]
+                show("disks", case, words, right)
                 good = good and right
             finally:
                 subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -35,8 +35,8 @@ WORKERS = 2
 
 def finished(path: Path, out: Path) -> str:
     """Run the sweep to its end; its table."""
-    said, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
-    assert process.returncode == 0, said
+    output, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
+    assert process.returncode == 0, output
     return (out / "table.md").read_text()
 
 
@@ -49,7 +49,7 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
     while killed < count:
         sweeps += 1
         out = path.parent / f"killed-{sweeps}"
-        kept: dict[str, int] = {}
+        remaining: dict[str, int] = {}
         while killed < count:
             process = start(path, f"out={out}", "--jobs", str(1 + killed % 2))
             try:
@@ -60,11 +60,11 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
                 process.communicate()
             killed += 1
             now = notes(out)
-            repeated += sum(now.get(name) != when for name, when in kept.items())
-            kept, most = now, max(most, len(now))
+            repeated += sum(now.get(name) != when for name, when in remaining.items())
+            remaining, most = now, max(most, len(now))
             print(f"kill {killed}: {len(now)} stages done", flush=True)
         equal &= finished(path, out) == expected
-        repeated += sum(notes(out).get(name) != when for name, when in kept.items())
+        repeated += sum(notes(out).get(name) != when for name, when in remaining.items())
     show("kills", f"{killed} kills of {sweeps} sweeps: the table", "the same" if equal else "DIFFERS", equal)
     show(
         "kills",
@@ -79,8 +79,8 @@ def array(path: Path, expected: str, show: Campaign) -> None:
     """The array job of the same sweep."""
     out, job = path.parent / "array", path.parent / "array.sbatch"
     process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
     home = path.parent / "slurm"
     home.mkdir()
     with slurm_cluster(home) as environment:

@@ -98,18 +98,20 @@ def test_a_memory_that_cannot_be_used_costs_only_time(tmp_path: Path, content: s
 
 
 def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
-    outside, place = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
-    made = [put(place / name) for name in ("train/a.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")]
+    outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
+    made = [
+        put(directory / name) for name in ("train/a.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
+    ]
     others = [
-        put(place / name)
+        put(directory / name)
         for name in ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
     ]
-    (place / "linked").symlink_to(outside.parent)
-    assert set(foreign(place, MADE)) == {*others, place / "linked"}
-    remove_made(place, MADE)
-    assert not any(path.exists() for path in made) and not (place / ".new").exists()
-    assert all(path.exists() for path in [*others, outside, place / "linked"])
-    remove_made(place, ("linked/*.arrow",))
+    (directory / "linked").symlink_to(outside.parent)
+    assert set(foreign(directory, MADE)) == {*others, directory / "linked"}
+    remove_made(directory, MADE)
+    assert not any(path.exists() for path in made) and not (directory / ".new").exists()
+    assert all(path.exists() for path in [*others, outside, directory / "linked"])
+    remove_made(directory, ("linked/*.arrow",))
     assert outside.exists(), "links are not followed"
 
 
@@ -120,8 +122,8 @@ def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
     claim(new, "marker.json", "other", "dir")
     assert (new / "marker.json").read_text() == "{}"
     put(tmp_path / "used" / "thesis.txt")
-    for place in ("used", "used/thesis.txt", "used/thesis.txt/deeper"):
+    for directory in ("used", "used/thesis.txt", "used/thesis.txt/deeper"):
         with pytest.raises(UserError) as error:
-            claim(tmp_path / place, "marker.json", "{}", "dir")
+            claim(tmp_path / directory, "marker.json", "{}", "dir")
         assert error.value.code == "not-claimed" and "\n" not in str(error.value)
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["thesis.txt"]

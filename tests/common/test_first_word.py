@@ -53,5 +53,5 @@ def test_the_first_word_comes_before_the_libraries(tmp_path: Path, command: str)
     (tmp_path / "run" / "config.yaml").touch()
     code = f"import os; os.dup2(1, 3)\n{WATCHED}"
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=REPO, capture_output=True, text=True)
-    said, _, loaded = done.stdout.partition("\n")
-    assert said and not loaded.strip(), f"{said} comes after {loaded}"
+    output, _, loaded = done.stdout.partition("\n")
+    assert output and not loaded.strip(), f"{output} comes after {loaded}"

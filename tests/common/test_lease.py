@@ -92,18 +92,18 @@ def test_a_stopped_holder_is_followed_after_the_leases_time(tmp_path: Path) -> N
 
 
 def test_who_waits_is_told_for_whom(tmp_path: Path) -> None:
-    first, said = Lease(tmp_path, "work"), []
+    first, output = Lease(tmp_path, "work"), []
     assert first.acquire()
 
     def tell(holder: str) -> None:
-        said.append(holder)
+        output.append(holder)
         first.release()
 
     with waited(Lease(tmp_path, "work"), tell):
         assert not Lease(tmp_path, "work").acquire()
     with waited(Lease(tmp_path, "work"), tell):
         pass
-    assert said == [f"process {os.getpid()} on {socket.gethostname()}"]
+    assert output == [f"process {os.getpid()} on {socket.gethostname()}"]
 
 
 def test_a_lease_goes_back_where_its_block_fails(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_a_lease_goes_back_where_its_block_fails(tmp_path: Path) -> None:
 
 
 def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
-    place = tmp_path / "x"
-    assert users(place) == []
-    with process(_join, place) as other, joined(place):
-        assert sorted(user.pid for user in users(place)) == sorted((os.getpid(), other.pid))
+    directory = tmp_path / "x"
+    assert users(directory) == []
+    with process(_join, directory) as other, joined(directory):
+        assert sorted(user.pid for user in users(directory)) == sorted((os.getpid(), other.pid))
         os.kill(other.pid or 0, signal.SIGKILL)
         other.join()
-        assert [user.pid for user in users(place)] == [os.getpid()]
-    assert users(place) == [] and list(place.iterdir()) == []
+        assert [user.pid for user in users(directory)] == [os.getpid()]
+    assert users(directory) == [] and list(directory.iterdir()) == []
 
 
 def _write(path: Path) -> None:

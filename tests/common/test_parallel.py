@@ -52,11 +52,11 @@ def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) 
             yield item
 
     with Workers(count, adding, 5) as workers:
-        found = []
+        results = []
         for result, _ in workers.map(items()):
-            found.append(result)
-            assert len(taken) - len(found) <= 3 * count + 1
-    assert found == list(range(5, 205))
+            results.append(result)
+            assert len(taken) - len(results) <= 3 * count + 1
+    assert results == list(range(5, 205))
 
 
 def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:

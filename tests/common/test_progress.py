@@ -44,11 +44,11 @@ def test_on_a_terminal_a_bar_comes_and_goes(tmp_path: Path) -> None:
         "with progress('reading', 2000, print) as at:\n"
         "    for done in range(0, 2000, 200): at(done); time.sleep(0.05)"
     )
-    ours, theirs = pty.openpty()
+    ours, others = pty.openpty()
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, stderr=theirs, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", code], cwd=REPO, stderr=others, stdout=subprocess.PIPE, text=True, check=True
     )
-    os.close(theirs)
+    os.close(others)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert done.stdout == "" and "reading" in shown and "/2.0" in shown and "0:00:0" in shown

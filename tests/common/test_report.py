@@ -57,8 +57,8 @@ def test_differences_in_words() -> None:
 
     assert changes([effect("a", -3.0, -1), effect("b", 0.5, 0), effect("c", 9.0, 1)], "points") == (
         "a gets worse by 3.0 points (95 % interval 1.0 to 5.0), "
-        f"b shows no clear change (+0.5 points, 95 % interval {MINUS}1.5 to +2.5) and "
-        "c improves by 9.0 points (95 % interval 7.0 to 11.0)"
+        f"b shows no clear change (+0.5 points, {MINUS}1.5 to +2.5) and "
+        "c improves by 9.0 points (7.0 to 11.0)"
     )
     many = changes([effect(str(i), i, 1 if i > 2 else 0) for i in range(30)], "points")
     assert "27 improve and 3 show no clear change, of 30" in many and "29 improves by 29.0 points" in many

@@ -54,8 +54,8 @@ def test_the_commands_in_a_header_can_be_run(
     lines = commands(recipe)
     if needs_files(recipe):
         assert len(lines) == 2
-        place = str(request.getfixturevalue("shared_data"))
-        lines = [re.sub(r"\bDIR\b", place, line) for line in lines]
+        directory = str(request.getfixturevalue("shared_data"))
+        lines = [re.sub(r"\bDIR\b", directory, line) for line in lines]
     for line in lines:
         words = shlex.split(line)
         assert recipe == REPO / next(word for word in words if word.endswith(".yaml"))

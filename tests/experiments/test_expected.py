@@ -60,8 +60,8 @@ def by_hand(q: torch.Tensor, truth: torch.Tensor, objective: Objective, c: torch
         target = torch.tensor([y])
         rows = Rows(q.log()[None], target, c[target], torch.zeros(1, dtype=torch.float64))
         scalars = scalars_of(rows.z, rows, objective.logit_scale)
-        found = objective.coefficients(scalars)
-        total += truth[y] * gradient(found, scalars, rows, objective.logit_scale)[0]
+        results = objective.coefficients(scalars)
+        total += truth[y] * gradient(results, scalars, rows, objective.logit_scale)[0]
     return total
 
 

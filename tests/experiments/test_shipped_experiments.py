@@ -105,12 +105,12 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
 def test_development_rows_are_not_test_rows(name: str) -> None:
     development, task = load_task(str(DEVELOPMENT / f"{name}.yaml")), load_task(name)
     assert development.identity() == task.identity()
-    ours, theirs = development.spec.splits, task.spec.splits
-    assert not ours.test.startswith(theirs.test)
-    assert not ours.demonstrations.startswith(theirs.test)
+    ours, others = development.spec.splits, task.spec.splits
+    assert not ours.test.startswith(others.test)
+    assert not ours.demonstrations.startswith(others.test)
     slices = [re.fullmatch(r"(\w+)\[(.*)\]", split) for split in (ours.test, ours.demonstrations)]
     if all(slices):  # two parts of one split that meet
-        test, shots = (found.group(2) for found in slices if found)
+        test, shots = (results.group(2) for results in slices if results)
         assert test == f"{shots.removeprefix(':')}:"
     else:
         assert ours.test != ours.demonstrations
@@ -126,7 +126,7 @@ def test_the_other_files_are_read(path: Path) -> None:
 
 def test_the_page_on_the_paper_lists_every_experiment() -> None:
     page = (REPO / "docs" / "paper.md").read_text()
-    named = set(re.findall(r"experiments/paper/([\w.-]+)\.yaml", page)) - {"FILE"}
-    assert named == {path.stem for path in FILES if path.parent.name == "paper"}
+    names = set(re.findall(r"experiments/paper/([\w.-]+)\.yaml", page)) - {"FILE"}
+    assert names == {path.stem for path in FILES if path.parent.name == "paper"}
     rows = re.findall(r"^\| [^|]+ \| `((?:table|figure)[\w.-]+)`", page, flags=re.MULTILINE)
-    assert set(rows) <= named
+    assert set(rows) <= names

@@ -19,8 +19,8 @@ EXPERIMENTS = 1000  # simulated ones
 
 def test_a_paired_difference_is_the_paired_t_test() -> None:
     rng = np.random.default_rng(1)
-    ours, theirs = rng.normal(size=8), rng.normal(size=8)
-    gap, test = difference(ours, theirs), stats.ttest_rel(ours, theirs)
+    ours, others = rng.normal(size=8), rng.normal(size=8)
+    gap, test = difference(ours, others), stats.ttest_rel(ours, others)
     assert gap.p == pytest.approx(test.pvalue)
     interval = test.confidence_interval()
     assert (gap.low, gap.high) == pytest.approx((interval.low, interval.high))

@@ -33,9 +33,9 @@ LONG = "x" * 300
 def files(**content: bytes | str) -> Callable[[Path], None]:
     """Return a maker of files; `__` in a name stands for a dot."""
 
-    def make(here: Path) -> None:
+    def make(directory: Path) -> None:
         for name, value in content.items():
-            path = here / name.replace("__", ".")
+            path = directory / name.replace("__", ".")
             path.write_bytes(value if isinstance(value, bytes) else value.encode())
 
     return make
@@ -58,26 +58,26 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
     "b.yaml",
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
 )
-def recipe(here: Path) -> None:
+def recipe(directory: Path) -> None:
     from emo.pipeline.config import dump_config, load_config
 
-    dump_config(load_config(here / "b.yaml", ["train.batch=32", "objective.params.ratio_cap=2"]))
+    dump_config(load_config(directory / "b.yaml", ["train.batch=32", "objective.params.ratio_cap=2"]))
 
 
 @target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()), "a.yaml")
-def experiment(here: Path) -> None:
+def experiment(directory: Path) -> None:
     from emo.experiments.design import chosen, expand, read_experiment, trials
 
-    design = read_experiment(here / "a.yaml", [])
+    design = read_experiment(directory / "a.yaml", [])
     runs = expand(design)
     chosen(design, runs, dict.fromkeys((run.name for run in trials(design, runs)), 0.0))
 
 
 @target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()), "a.yaml")
-def task_file(here: Path) -> None:
+def task_file(directory: Path) -> None:
     from emo.eval.icl.tasks import select_tasks
 
-    for task in select_tasks(str(here / "a.yaml")):
+    for task in select_tasks(str(directory / "a.yaml")):
         _ = task.template, task.demonstration_template, task.identity()
 
 
@@ -86,11 +86,11 @@ LONG_KEY = json.dumps({"zero_optimization": {"stage": 3, f"stage3_{LONG * 6}": 1
 
 
 @target("DeepSpeed file", files(a__json=DS_CONFIG), "a.json", crashes=(("a.json", LONG_KEY.encode()),))
-def deepspeed_file(here: Path) -> None:
+def deepspeed_file(directory: Path) -> None:
     from emo.pipeline.config import Batch, load_config
     from emo.pipeline.planning.ds_file import deepspeed_config
 
-    config = load_config(RECIPE, [f"deepspeed={here / 'a.json'}"])
+    config = load_config(RECIPE, [f"deepspeed={directory / 'a.json'}"])
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed_config(config, Batch(16, 4, 1, 4))
 
@@ -107,9 +107,9 @@ CHATS: list[Any] = [
 PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Another = \n\nThe end .\n"
 
 
-def _read_all(here: Path, kind: str, **source: Any) -> None:
+def _read_all(directory: Path, kind: str, **source: Any) -> None:
     """Read all rows of a source as a worker reads them, and render conversations."""
-    config = data_config(here, kind=kind, sources=[source], strict=False, max_chars=10_000)
+    config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
     for opened in open_inputs(config):
         opened.probe()
         places = []
@@ -127,19 +127,19 @@ def _read_all(here: Path, kind: str, **source: Any) -> None:
 
 
 @target("rows of text", files(a__jsonl=rows(TEXTS)), "a.jsonl")
-def text_rows(here: Path) -> None:
-    _read_all(here, "text", files="a.jsonl")
+def text_rows(directory: Path) -> None:
+    _read_all(directory, "text", files="a.jsonl")
 
 
 @target("rows of instructions", files(a__jsonl=rows(CHATS)), "a.jsonl")
-def instruction_rows(here: Path) -> None:
+def instruction_rows(directory: Path) -> None:
     for form in ("auto", "alpaca", "messages"):
-        _read_all(here, "instruct", files="a.jsonl", format=form)
+        _read_all(directory, "instruct", files="a.jsonl", format=form)
 
 
 @target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])), "a.jsonl")
-def token_rows(here: Path) -> None:
-    _read_all(here, "text", files="a.jsonl", format="tokens")
+def token_rows(directory: Path) -> None:
+    _read_all(directory, "text", files="a.jsonl", format="tokens")
 
 
 PACKED = {
@@ -149,47 +149,47 @@ PACKED = {
 
 
 @target("text files", files(a__txt=PLAIN, **PACKED), "a.txt", "b.txt.gz", "c.txt.zst")
-def text_files(here: Path) -> None:
+def text_files(directory: Path) -> None:
     for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
-        _read_all(here, "text", files="*.txt*", format=form)
+        _read_all(directory, "text", files="*.txt*", format=form)
 
 
-def make_tables(here: Path) -> None:
+def make_tables(directory: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    (here / "a.json").write_text(json.dumps({"version": 1, "data": TEXTS}))
-    (here / "b.json").write_text(json.dumps(TEXTS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), here / "c.parquet")
+    (directory / "a.json").write_text(json.dumps({"version": 1, "data": TEXTS}))
+    (directory / "b.json").write_text(json.dumps(TEXTS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "c.parquet")
 
 
 @target("tables", make_tables, "a.json", "b.json", "c.parquet")
-def tables(here: Path) -> None:
+def tables(directory: Path) -> None:
     for name in ("a.json", "b.json", "c.parquet"):
-        _read_all(here, "text", files=name)
+        _read_all(directory, "text", files=name)
 
 
 @target("payloads", files(a__txt=PLAIN), "a.txt")
-def payloads(here: Path) -> None:
+def payloads(directory: Path) -> None:
     """Any bytes as any kind of payload."""
     for kind, form, lines in (
         ("text", "auto", True),
         ("instruct", "auto", True),
         ("text", "wikitext", False),
     ):
-        list(parse((here / "a.txt").read_bytes(), RowSpec(kind, form, lines, None, "ag_news", 10_000)))
+        list(parse((directory / "a.txt").read_bytes(), RowSpec(kind, form, lines, None, "ag_news", 10_000)))
 
 
 # --- tokenizers and models --------------------------------------------------------------------------------
 
 
-def make_tokenizers(here: Path) -> None:
-    shutil.copytree(tiny_tokenizer(), here / "whole")
-    (here / "model").mkdir()
-    shutil.copy(tiny_tokenizer() / "model/tokenizer.model", here / "model")
-    (here / "bytes").mkdir()
-    (here / "bytes/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
-    (here / "bytes/merges.txt").write_text("#version: 0.2\na b\n")
+def make_tokenizers(directory: Path) -> None:
+    shutil.copytree(tiny_tokenizer(), directory / "whole")
+    (directory / "model").mkdir()
+    shutil.copy(tiny_tokenizer() / "model/tokenizer.model", directory / "model")
+    (directory / "bytes").mkdir()
+    (directory / "bytes/vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (directory / "bytes/merges.txt").write_text("#version: 0.2\na b\n")
 
 
 @target(
@@ -205,11 +205,11 @@ def make_tokenizers(here: Path) -> None:
         ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
     ),
 )
-def tokenizer(here: Path) -> None:
-    out = here.with_name(f"{here.name}-out")
+def tokenizer(directory: Path) -> None:
+    out = directory.with_name(f"{directory.name}-out")
     try:
         for name in ("whole", "model", "bytes"):
-            save_tokenizer(here / name, None, out / name)
+            save_tokenizer(directory / name, None, out / name)
     finally:
         shutil.rmtree(out, ignore_errors=True)
 
@@ -226,12 +226,12 @@ MODEL_CRASHES = (
 )
 
 
-def make_model(here: Path) -> None:
+def make_model(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(here, max_shard_size="1KB")
-    (here / "config.json").write_text(json.dumps(MODEL))
-    (here / "trainer_state.json").write_text("{}")
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(directory, max_shard_size="1KB")
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "trainer_state.json").write_text("{}")
 
 
 @target(
@@ -246,31 +246,31 @@ def make_model(here: Path) -> None:
         ("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()),
     ),
 )
-def model_directory(here: Path) -> None:
+def model_directory(directory: Path) -> None:
     from emo.eval.model import EvaluatedModel
     from emo.eval.targets import DamagedError, NotWholeError, Target
     from emo.pipeline.loss.cost_files import load_cost
 
     with contextlib.suppress(DamagedError, NotWholeError):
-        Target("model", here, foreign=True).require_whole(here, settled=True)
-    EvaluatedModel(str(here), "model")
-    load_cost(str(here), 16)
+        Target("model", directory, foreign=True).require_whole(directory, settled=True)
+    EvaluatedModel(str(directory), "model")
+    load_cost(str(directory), 16)
 
 
-def make_costs(here: Path) -> None:
+def make_costs(directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    save_file({"head": torch.randn(8, 4)}, here / "a.safetensors")
-    torch.save(torch.randn(8, 4), here / "b.pt")
+    save_file({"head": torch.randn(8, 4)}, directory / "a.safetensors")
+    torch.save(torch.randn(8, 4), directory / "b.pt")
 
 
 @target("cost file", make_costs, "a.safetensors", "b.pt")
-def cost_file(here: Path) -> None:
+def cost_file(directory: Path) -> None:
     from emo.pipeline.loss.cost_files import load_cost
 
     for name in ("a.safetensors", "b.pt"):
-        load_cost(str(here / name), 8)
+        load_cost(str(directory / name), 8)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------
@@ -283,32 +283,32 @@ PREFIXES = {
 
 
 @target("prefixes", files(**PREFIXES), "a.jsonl", "b.txt", "c.jsonl.zst")
-def prefixes(here: Path) -> None:
+def prefixes(directory: Path) -> None:
     from emo.eval.generation.prefixes import from_file
 
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
-        _ = from_file(here / name).digest, from_file(here / name, 2, 3)
+        _ = from_file(directory / name).digest, from_file(directory / name, 2, 3)
 
 
-def make_task_rows(here: Path) -> None:
+def make_task_rows(directory: Path) -> None:
     sst2 = [{"text": f"text {i}", "label_text": ("negative", "positive")[i % 2]} for i in range(12)]
     mmlu = [
         {"question": "q", "choices": ["a", "b", "c", "d"], "answer": "ABCD"[i % 4], "subject": "s"}
         for i in range(6)
     ]
     for name, splits, content in (("sst2", ("train", "test"), sst2), ("mmlu", ("dev", "test"), mmlu)):
-        (here / name).mkdir()
+        (directory / name).mkdir()
         for split in splits:
-            (here / name / f"{split}.jsonl").write_text(rows(content))
+            (directory / name / f"{split}.jsonl").write_text(rows(content))
 
 
 @target("rows of tasks", make_task_rows, "sst2/train.jsonl", "sst2/test.jsonl", "mmlu/test.jsonl")
-def task_rows(here: Path) -> None:
+def task_rows(directory: Path) -> None:
     from emo.eval.icl.task_data import load_data
     from emo.eval.icl.tasks import load_task
 
     for name in ("sst2", "mmlu"):
-        load_data(load_task(name), str(here))
+        load_data(load_task(name), str(directory))
 
 
 # --- judging ----------------------------------------------------------------------------------------------
@@ -342,39 +342,39 @@ def _summarise(judged: pairs.Judged) -> None:
     files(**{f"{name}__txt": text for name, text in REPLIES.items()}),
     *(f"{name}.txt" for name in REPLIES),
 )
-def judges_replies(here: Path) -> None:
+def judges_replies(directory: Path) -> None:
     """Any text, to every judge's parser: a verdict, or none."""
     for name in REPLIES:
-        text = (here / f"{name}.txt").read_bytes().decode("utf-8", "surrogateescape")
+        text = (directory / f"{name}.txt").read_bytes().decode("utf-8", "surrogateescape")
         for judge in JUDGES.values():
             assert judge.verdict(text) in ("first", "second", "tie", None)
 
 
 @target("questions", files(**QUESTION_FILES), "a.jsonl", "b.json", "c.jsonl.zst")
-def questions(here: Path) -> None:
+def questions(directory: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.jsonl.zst"):
-        assert all(question.text.encode() for question in read_questions(str(here / name), "hub", 2)[1])
+        assert all(question.text.encode() for question in read_questions(str(directory / name), "hub", 2)[1])
 
 
 @target("answers", make_answers, "a.json", "b.jsonl")
-def answers(here: Path) -> None:
+def answers(directory: Path) -> None:
     """Two files of answers, and the prompts that are made of them."""
-    read_answers(here / "b.jsonl").by_text()
-    judged = pairs.of_answers(here / "a.json", here / "b.jsonl")
+    read_answers(directory / "b.jsonl").by_text()
+    judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():
-            judging.write_prompts(judge, judged, here / "prompts", "jsonl", None, None)
+            judging.write_prompts(judge, judged, directory / "prompts", "jsonl", None, None)
     finally:
-        (here / "prompts").unlink(missing_ok=True)
+        (directory / "prompts").unlink(missing_ok=True)
 
 
-def make_replies(here: Path) -> None:
-    make_answers(here)
-    judged = pairs.of_answers(here / "a.json", here / "b.jsonl")
+def make_replies(directory: Path) -> None:
+    make_answers(directory)
+    judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
     choice = {"message": {"role": "assistant", "content": REPLIES["alpaca_eval"]}, "finish_reason": "stop"}
     response = {"status_code": 200, "body": {"choices": [choice]}}
     for form in judging.FORMATS:
-        path = here / f"{form}.jsonl"
+        path = directory / f"{form}.jsonl"
         judging.write_prompts(JUDGES["alpaca_eval"], judged, path, form, None, None)
         replies = []
         for prompt in map(json.loads, path.read_text().splitlines()):
@@ -386,10 +386,10 @@ def make_replies(here: Path) -> None:
 
 
 @target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")
-def replies(here: Path) -> None:
-    judged, judge = pairs.of_answers(here / "a.json", here / "b.jsonl"), JUDGES["alpaca_eval"]
+def replies(directory: Path) -> None:
+    judged, judge = pairs.of_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
-        read = judging.read_replies(judge, judged, here / f"{form}.jsonl")
+        read = judging.read_replies(judge, judged, directory / f"{form}.jsonl")
         _summarise(pairs.of_replies(judge, "x", judged, read, {}))
 
 
@@ -418,13 +418,13 @@ VERDICTS = {
 
 
 @target("published verdicts", files(**VERDICTS), *(name.replace("__", ".") for name in VERDICTS))
-def published_verdicts(here: Path) -> None:
+def published_verdicts(directory: Path) -> None:
     """AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J with the labels of people."""
     for verdicts, labels, judge in (
         (["a.json"], None, "alpaca_eval"),
         (["b.json"], "c.json", "pandalm"),
         (["d.jsonl", "e.jsonl"], "f.jsonl", "auto-j"),
     ):
-        paths = [here / name for name in verdicts]
-        for judged in pairs.read_existing(paths, here / labels if labels else None, judge):
+        paths = [directory / name for name in verdicts]
+        for judged in pairs.read_existing(paths, directory / labels if labels else None, judge):
             _summarise(judged)

@@ -152,14 +152,17 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def attempt(of: Target, directory: Path, file: str, content: bytes) -> None:
+def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
     """Read a damaged file in the place of the sound one. Raises whatever should not come of it."""
     path = directory / file
     sound, files = path.read_bytes(), set(directory.rglob("*"))
     path.write_bytes(content)
+    late = False
     try:
         with _at_most(SECONDS):
-            of.read(directory)
+            parser.read(directory)
+    except TimeoutError:
+        late = True  # raised below: hypothesis tells errors apart by where they were interrupted
     except UserError as error:
         text = str(error)
         assert text and printable(text) == text and "\n" not in text and len(text) <= 2000, ascii(text)[:300]
@@ -168,25 +171,26 @@ def attempt(of: Target, directory: Path, file: str, content: bytes) -> None:
     left = set(directory.rglob("*")) - files
     for new in left:
         new.unlink()
+    assert not late, f"more than {SECONDS:g} s"
     assert not left, f"left behind: {sorted(left)[:3]}"
 
 
 def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
     """Try damaged files on a target, always the same ones without a seed. Raises for a crash, made small."""
-    of = TARGETS[name]
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
-        directory = Path(place)
-        of.make(directory)
-        of.read(directory)
-        files = st.sampled_from(of.damaged).flatmap(
+    parser = TARGETS[name]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as temporary:
+        directory = Path(temporary)
+        parser.make(directory)
+        parser.read(directory)
+        files = st.sampled_from(parser.damaged).flatmap(
             lambda file: st.tuples(st.just(file), damaged((directory / file).read_bytes()))
         )
 
         def trial(case: tuple[str, bytes]) -> None:
-            attempt(of, directory, *case)
+            attempt(parser, directory, *case)
 
         test = given(files)(trial)
-        for crash in of.crashes:
+        for crash in parser.crashes:
             test = example(crash)(test)
         if seeded is not None:
             test = seed(seeded)(test)

@@ -74,5 +74,5 @@ def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def notes(out: Path) -> dict[str, int]:
     """When the note of each stage that is done was written."""
-    found = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_note(path)]
-    return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in found}
+    results = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_note(path)]
+    return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in results}

@@ -16,8 +16,8 @@ from emo.common.errors import UserError
 from emo.pipeline.loss.cost import CostEmbedding, touchable
 from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.loss_reference import reference, relative_error, stored_for
+from tests.loss.test_cost import padded_everywhere
 from tests.loss.test_objectives import ONE_TARGET, composes, make
-from tests.loss.test_tensors import padded_everywhere
 
 V, H = 150, 12
 

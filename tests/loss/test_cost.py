@@ -1,21 +1,39 @@
-"""Cost embeddings: their sources, the cache of cost rows, and the live head."""
+"""Transport costs: rows exact and cached, files, the order of tokens, padded rows, products, and no waits."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.pipeline.loss.cost import CACHE_WINDOW_CPU, LIVE, CostEmbedding, twins
+from emo.common.labels import IGNORE
+from emo.pipeline.loss import cost as tensors
+from emo.pipeline.loss.cost import (
+    ALIGNMENT,
+    CACHE_WINDOW_CPU,
+    LIVE,
+    CostEmbedding,
+    padded_rows,
+    padded_width,
+    plan_tokens,
+    touchable,
+    twins,
+)
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.objectives import OBJECTIVES
 from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
+from tests.helpers.waits import waits
 from tests.loss.test_objectives import make
 
 V, H = 4500, 24  # above 4096 a CPU takes the row loop
@@ -331,3 +349,138 @@ def test_twins() -> None:
     E[7] = 2.5 * E[100]  # the same direction
     assert twins(CostEmbedding.from_weight(E)) == (2, 300)
     assert twins(CostEmbedding.constant(300)) == (0, 300)
+
+
+COLUMNS, WIDTH = 150, 12
+DTYPES = [torch.bfloat16, torch.float16]
+META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def padded_everywhere() -> Iterator[None]:
+    """Pad rows as on an accelerator within the block, with NaN in uninitialised memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "row_stride", lambda V, device: padded_width(V))
+        torch.use_deterministic_algorithms(True)  # fills memory that is not initialised
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("V", [64, 150, 32000, 50257, 152064])
+def test_rows_are_aligned_on_an_accelerator(V: int) -> None:
+    rows = padded_rows(3, V, torch.bfloat16, META)
+    assert rows.shape == (3, V)
+    assert rows.stride(0) % ALIGNMENT == 0 and rows.stride(0) - V < ALIGNMENT
+    assert touchable(rows) == rows.stride(0)
+    assert padded_rows(3, V, torch.bfloat16, torch.device("cpu")).is_contiguous()
+
+
+def test_kernels_touch_columns_that_all_rows_have() -> None:
+    padded = padded_rows(3, 150, torch.float32, META)
+    whole = torch.empty(3, 150, device=META)
+    assert touchable(whole) == touchable(padded, whole) == 150
+    assert touchable(padded[1:2], padded[:0]) == 192
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("name", "options"), [("mle", {}), ("emo", {}), ("gem", {}), ("mile", {"softcap": 5.0})]
+)
+def test_padded_rows_change_nothing(
+    name: str, options: dict[str, float], cache_mb: float, dtype: torch.dtype
+) -> None:
+    """Losses and gradients over several chunks are those of contiguous rows."""
+    torch.manual_seed(0)
+    E, labels = torch.randn(COLUMNS, WIDTH), torch.randint(COLUMNS, (40,))
+    results = []
+    for padded in (False, True):
+        with padded_everywhere() if padded else contextlib.nullcontext():
+            torch.manual_seed(1)
+            h = torch.randn(40, WIDTH).to(dtype).requires_grad_()
+            w = torch.randn(COLUMNS, WIDTH).to(dtype).requires_grad_()
+            costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
+            got = fused_linear_loss(h, w, labels, make(name), costs, memory_mb=0.005, **options)
+            got.loss.backward()
+        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad))
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    for plain, other in zip(*results, strict=True):
+        assert relative_error(other, plain) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 1024, 2500])
+def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
+    """At most half a unit in the last place from the product of the same factors in float64."""
+    torch.manual_seed(0)
+    x, matrix, less = torch.randn(5, 33).to(dtype), torch.randn(rows, 33).to(dtype), torch.randn(5).to(dtype)
+    exact = x.double() @ matrix.double().T - less.double()[:, None]
+    out = torch.empty(5, rows, dtype=dtype)
+    tensors.against_rows(x, matrix, out, less)
+    digits = torch.finfo(dtype).eps
+    assert ((out.double() - exact).abs() <= digits / 2 * exact.abs() * 1.01 + 1e-6).all()
+    y = torch.randn(5, rows).to(dtype)
+    product = tensors.with_rows(y, matrix)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), y.double() @ matrix.double(), rtol=1e-5, atol=1e-4)
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@given(st.lists(st.lists(st.sampled_from([IGNORE, 0, 1, 5, 6, 900]), min_size=3, max_size=3), max_size=9))
+def test_the_plan_is_the_valid_tokens_sorted(rows: list[list[int]]) -> None:
+    """Ascending by label, equal ones in order of position; every array as its name says."""
+    plan = plan_tokens(torch.tensor(rows, dtype=torch.int64).view(-1, 3))
+    flat = [label for row in rows for label in row]
+    want = sorted((label, position) for position, label in enumerate(flat) if label != IGNORE)
+    assert plan.size == len(flat)
+    assert len(plan) == len(want)
+    assert list(zip(plan.labels, plan.positions, strict=True)) == want
+    assert plan.targets.tolist() == sorted({label for label, _ in want})
+    assert [plan.targets[i] for i in plan.which] == [label for label, _ in want]
+    assert plan.counts.tolist() == [flat.count(target) for target in plan.targets]
+    for tensor, name in zip(plan.on(DEVICE), ("positions", "labels", "which", "targets"), strict=True):
+        assert tensor.tolist() == getattr(plan, name).tolist()
+
+
+def test_labels_that_cannot_be_planned() -> None:
+    with pytest.raises(UserError) as error:
+        plan_tokens(torch.ones(3))
+    assert error.value.code == "dtypes"
+    for label in (-7, 9):
+        with pytest.raises(UserError) as error:
+            plan_tokens(torch.tensor([1, label, 2])).check(9)
+        assert error.value.code == "label-range"
+    plan_tokens(torch.tensor([IGNORE])).check(9)
+    with pytest.raises(UserError) as error:
+        fused_linear_loss(
+            torch.zeros(4, 2), torch.zeros(9, 2), plan_tokens(torch.ones(3).long()), make("mle")
+        )
+    assert error.value.code == "shapes"
+
+
+@pytest.mark.parametrize("cache_mb", [0.0, 0.02], ids=["exact", "cached"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "demd_dense"])
+def test_the_loss_never_waits_for_the_device(name: str, cache_mb: float) -> None:
+    """Forward and backward with planned labels; and once, to fetch them, with labels on the device."""
+    torch.manual_seed(0)
+    objective = make(name)
+    hidden = torch.randn(90, 8, device=DEVICE, requires_grad=True)
+    weight = torch.randn(200, 8, device=DEVICE, requires_grad=True)
+    labels = torch.randint(200, (90,))
+    labels[::5] = IGNORE
+    cost = CostEmbedding.from_weight(weight.detach(), cache_mb=cache_mb) if objective.needs_cost else None
+    stored = torch.full((90,), -2.0, device=DEVICE)
+    plan, on_device = plan_tokens(labels, pin=DEVICE.type == "cuda"), labels.to(DEVICE)
+    for _ in range(2):  # the second time the cache is not empty
+        with waits() as waited:
+            sums = fused_linear_loss(hidden, weight, plan, objective, cost, stored=stored, memory_mb=0.02)
+            (sums.loss / sums.tokens).backward()
+        assert waited == []
+    with waits() as waited:
+        again = fused_linear_loss(hidden, weight, on_device, objective, cost, stored=stored, memory_mb=0.02)
+    assert len(waited) == 1
+    assert torch.equal(again.loss, sums.loss)

@@ -99,6 +99,17 @@ def test_a_changed_program(folder: Path, part: str) -> None:
     refused(config, "changed-objective" if part == "default" else "changed-program")
 
 
+def test_a_changed_module_that_is_imported_by_name(folder: Path) -> None:
+    program = folder / "mine.py"
+    by_name = 'import importlib\n\nhelper_of_objective = importlib.import_module("helper_of_objective")'
+    program.write_text(program.read_text().replace("import helper_of_objective", by_name))
+    config = recipe(folder, f"objective.name={program}:mine")
+    begun(config)
+    helper = folder / "helper_of_objective.py"
+    helper.write_text(helper.read_text().replace("1 +", "2 +"))
+    refused(config, "changed-program")
+
+
 def test_changed_scores(folder: Path) -> None:
     config = recipe(folder, "objective.name=excess", "objective.scores=reference")
     write_scores(folder, -1.0)

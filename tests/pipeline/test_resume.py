@@ -109,6 +109,15 @@ def test_a_mixture_may_begin_in_a_run_without_one(tmp_path: Path) -> None:
     assert identity.mixtures(later) == [Holding(0, None), Holding(3, later.train.mixture)]
 
 
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    """A hash is named by its beginning."""
+    identity.claim(config(tmp_path), DATA)
+    with pytest.raises(UserError) as error:
+        identity.compare(config(tmp_path), {"data": "e" * 64})
+    assert error.value.code == "changed-data"
+    assert "e" * 12 in str(error.value) and "e" * 13 not in str(error.value)
+
+
 def test_free_fields_may_change(tmp_path: Path) -> None:
     identity.claim(config(tmp_path), DATA)
     changed = ["train.log_every=3", "train.wandb=x", "train.profile=[1,2]", "data.root=/elsewhere"]
