@@ -302,12 +302,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
         if any(isinstance(module, Conv1D) for module in model.modules()):
             raise UserError(
                 "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
-                "them transposed (Conv1D); set train.optimizer=adamw, or take another model"
+                "them transposed (Conv1D); set train.optimizer=adamw without muon_lr, or take another model"
             )
         if any(dimensions(p) > 2 for p in trainable):
             raise UserError(
                 "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
-                "all experts of a mixture in one tensor have; set train.optimizer=adamw",
+                "all experts of a mixture in one tensor have; set train.optimizer=adamw without muon_lr",
                 code="muon-dimensions",
             )
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

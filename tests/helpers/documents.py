@@ -283,7 +283,7 @@ def every_option() -> frozenset[str]:
         *LAUNCHERS,
         *FOREIGN,
     ]
-    return frozenset().union(*map(options, rooms), *map(_declared, (REPO / "tests").rglob("*.py")))
+    return frozenset({"--help"}).union(*map(options, rooms), *map(_declared, (REPO / "tests").rglob("*.py")))
 
 
 def _package(name: str) -> Path:
