@@ -29,6 +29,7 @@ from emo.data_prep.tokenizer import TokenizerFacts
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
 ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
+TOKENS = 1 << 14  # of a document at most, there
 EDGE = 8  # tokens at either end of a stretch whose text may get other ids alone than in its document
 STRETCH = 512  # tokens of a stretch at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
@@ -257,7 +258,7 @@ def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iter
             texts = _turns(tokens, ends, pairs, plain)
         else:
             pairs = list(pairwise([0, *ends]))
-            texts = _document(tokens, pairs, plain)
+            texts = _document(shard, row, plain)
         same = [_same(plain, *text) for text in texts] or [None]
         if None in same:  # nothing whole that gives back its text: the longest stretch of the row
             start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
@@ -272,15 +273,25 @@ def _bare(ids: list[int], plain: PlainEncoder) -> list[int]:
     return ids[: -len(plain.eos)] if plain.eos and ids[-len(plain.eos) :] == plain.eos else ids
 
 
-def _document(tokens: list[int], pairs: list[tuple[int, int]], plain: PlainEncoder) -> list[Whole]:
-    """Return the first document that is whole in a row of text, if there is such a one."""
-    for number, (start, end) in enumerate(pairs):
-        ids = tokens[start:end]
-        begins = ids[:1] == plain.bos if plain.bos else number > 0
-        stops = ids[-1:] == plain.eos if plain.eos else number < len(pairs) - 1
-        if begins and stops and _bare(ids, plain):
-            return [([], _bare(ids, plain))]
-    return []
+def _document(shard: Shard, row: int, plain: PlainEncoder) -> list[Whole]:
+    """Return the whole document that begins within a row of text, if one does; it may end rows later."""
+    ends = np.cumsum(shard.row(row)[1]).tolist()
+    if len(ends) < 2:
+        return []
+    start, *following = ends
+    ids: list[int] = shard.row(row)[0][start : following[0]].tolist()
+    whole = len(following) > 1 or (bool(plain.eos) and ids[-1] == plain.eos[0])
+    if not whole and not plain.eos:
+        return []  # nothing tells where it ends
+    while not whole:
+        row += 1
+        if row == len(shard.valid) or shard.domain[row] != shard.domain[row - 1] or len(ids) > TOKENS:
+            return []
+        tokens, segments = shard.row(row)[:2]
+        ids += tokens[: segments[0]].tolist()
+        whole = len(segments) > 1 or ids[-1] == plain.eos[0]
+    inner = ids[len(plain.bos) : len(ids) - len(plain.eos)]
+    return [([], inner)] if inner and ids == [*plain.bos, *inner, *plain.eos] else []
 
 
 def _turns(

@@ -8,7 +8,6 @@ start with a space, for one).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -280,19 +279,13 @@ def _download(hub: str, revision: str | None) -> Path:
         return Path(snapshot_download(hub, revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
     except HFValidationError:
         raise UserError(
-            f"tokenizer {hub} does not exist{_beside(Path(hub))}; give a directory, a .model file or a hub id"
+            f"tokenizer {hub} does not exist; give a directory, a .model file or a hub id"
         ) from None
     except Exception as error:  # offline, not found, gated: many classes, one meaning here
         reason = one_line(error, 200)
         raise UserError(
-            f"tokenizer {hub} is neither a local path{_beside(Path(hub))} nor reachable on the hub ({reason})"
+            f"tokenizer {hub} is neither a local path nor reachable on the hub ({reason})"
         ) from None
-
-
-def _beside(path: Path) -> str:
-    """A hint at what lies where `path` should, or nothing."""
-    near = difflib.get_close_matches(path.name, (p.name for p in path.parent.glob("*")), n=1)
-    return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
 def _read(path: Path) -> tuple[Tokenizer, dict[str, Any]]:

@@ -155,8 +155,8 @@ def _hint(raw: dict[str, Any], spec: RowSpec) -> str:
         return "; for instructions set data.kind=instruct"
     if spec.kind == "instruct" and not _is_instruction(raw) and first(raw, TEXT_COLUMNS):
         return "; for plain text set data.kind=text"
-    named = spec.column is not None or spec.columns or not guess(raw, spec.kind)
-    return "" if named else "; name yours in the source's columns, as sniff proposes"
+    settled = spec.column is not None or spec.columns or not guess(raw, spec.kind)
+    return "" if settled else "; name yours in the source's columns, as sniff proposes"
 
 
 def _is_instruction(raw: dict[str, Any]) -> bool:

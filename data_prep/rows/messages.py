@@ -259,10 +259,10 @@ def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
     return wrong(str(name), tools, "a list of tools")
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(spoken: Said) -> dict[str, Any]:
     """A message as chat templates expect it: the arguments of a call are an object, not its JSON."""
-    content = {} if said.content is None else {"content": said.content}
-    message = {"role": said.role, **content, **said.extra}
+    content = {} if spoken.content is None else {"content": spoken.content}
+    message = {"role": spoken.role, **content, **spoken.extra}
     calls = json.loads(_json(message.get("tool_calls")))  # a copy: the row itself stays as it was read
     if calls:
         message["tool_calls"] = calls

@@ -301,8 +301,8 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
     if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in look.rows):
         data["strict"] = False
     form = {"format": "paragraphs"} if look.input.spec.format == "paragraphs" else {}
-    named = {"columns": look.proposed} if look.proposed else {}
-    data |= {"shards": shards, "sources": [source | form | named]}
+    columns_part = {"columns": look.proposed} if look.proposed else {}
+    data |= {"shards": shards, "sources": [source | form | columns_part]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
     for line, reason in REASONS.items():
         text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)

@@ -25,7 +25,7 @@ from tests.helpers.corpus import (
 
 
 def test_a_tokenizer_without_an_end_is_refused_for_instructions(tmp_path: Path) -> None:
-    """defects A11; text is prepared, with a note."""
+    """Text is prepared, with a note."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(40))
     (tmp_path / "a.txt").write_text("\n".join(texts(99)))
     for name, special in (("bare", {}), ("other", {"eos_token": "<end>"})):
@@ -41,7 +41,7 @@ def test_a_tokenizer_without_an_end_is_refused_for_instructions(tmp_path: Path) 
 
 
 def test_windows_wikitext_is_wikitext(shared_data: Path, tmp_path: Path) -> None:
-    """defects A13: line ends, and blanks at the ends of lines, change neither documents nor their number."""
+    """Line ends, and blanks at the ends of lines, change neither documents nor their number."""
     with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
         lines = stream.read()[:300_000].split(b"\n")
     found = {}
@@ -60,7 +60,6 @@ def test_windows_wikitext_is_wikitext(shared_data: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
 def test_a_file_of_another_encoding_beside_good_ones_is_an_error(tmp_path: Path, encoding: str) -> None:
-    """defects A13."""
     (tmp_path / "a.txt").write_text("\n".join(texts(50)))
     (tmp_path / "b.txt").write_bytes("\n".join(f"é {text}" for text in texts(50, seed=1)).encode(encoding))
     with pytest.raises(UserError, match=r"^b.txt (is UTF-16|has no usable row \(50 (bad utf8|control))"):
@@ -68,7 +67,6 @@ def test_a_file_of_another_encoding_beside_good_ones_is_an_error(tmp_path: Path,
 
 
 def test_file_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
-    """defects B7."""
     (tmp_path / "a.txt").write_text("\n".join(texts(50)))
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_bytes(b"some words\n")
     with pytest.raises(UserError, match=r"caf\\xe9.txt' is not UTF-8; rename it") as caught:
@@ -77,7 +75,7 @@ def test_file_names_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
-    """defects D2: directories of save_to_disk, of a data set and of several splits."""
+    """Directories of save_to_disk, of a data set and of several splits."""
     import datasets
 
     made = datasets.Dataset.from_dict({"text": texts(100)})
@@ -98,7 +96,7 @@ def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
 
 
 def test_json_on_one_line(tmp_path: Path) -> None:
-    """defects D2: an object that holds the rows, on one line, longer than a read; one row is still a row."""
+    """An object that holds the rows, on one line, longer than a read; one row is still a row."""
     made = texts(3000)
     (tmp_path / "a.json").write_text(json.dumps({"version": "1", "data": [{"text": t} for t in made]}))
     config = data_config(tmp_path, sources=[{"files": "a.json"}])
@@ -113,7 +111,7 @@ def test_json_on_one_line(tmp_path: Path) -> None:
 
 
 def test_special_tokens_of_any_tokenizer_are_never_found_in_text(tmp_path: Path) -> None:
-    """defects A10: with ignore_merges a continuing "</s>" was the end of the sequence; in Unigram any was."""
+    """With ignore_merges a continuing "</s>" was the end of the sequence; in Unigram any was."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from emo.data_prep.words import encoder

@@ -19,7 +19,7 @@ from emo.data_prep.prepare import prepare
 from emo.data_prep.reencode import PlainEncoder, ShardCheck, _same_within
 from emo.data_prep.tokenizer import read_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from emo.data_prep.words import KnownWords, encoder
+from emo.data_prep.words import TextEncoder, encoder
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 CHATML = (
@@ -135,12 +135,12 @@ def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyP
     config = data_config(files, sources=[{"files": "b.jsonl"}])
     tokenizer = read_tokenizer(tiny_tokenizer())[0]
 
-    def spelled(self: KnownWords, word: str) -> bytes:
+    def spelled(self: TextEncoder, word: str) -> bytes:
         pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
         return np.array(pieces, self.dtype).tobytes()
 
     monkeypatch.setattr("emo.data_prep.planning.words_agree", lambda *_: True)
-    monkeypatch.setattr(KnownWords, "__missing__", spelled)
+    monkeypatch.setattr(TextEncoder, "_word", spelled)
     with pytest.raises(UserError) as error:
         run(config)
     assert error.value.code == "not-as-tokenized"

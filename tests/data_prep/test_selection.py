@@ -1,4 +1,4 @@
-"""Which rows are taken: weights before duplicates, limits exact, copies spread (defects A12, C1)."""
+"""Which rows are taken: weights before duplicates, limits exact, copies spread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepared(tmp_path: Path, name: str, **data: Any) -> DataConfig:
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
-    """defects A12: rows in A (weight 0.1) and in B (weight 1) are all used."""
+    """Rows in A (weight 0.1) and in B (weight 1) are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first + second[:150]))
     write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
@@ -41,7 +41,7 @@ def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
 
 
 def test_a_weight_drops_no_row_of_validation(tmp_path: Path) -> None:
-    """defects A12: validation takes what training leaves out, and nothing that it uses."""
+    """Validation takes what training leaves out, and nothing that it uses."""
     made = texts(300)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
     common = {"sources": [{"files": "a.jsonl", "weight": 0.5}]}
@@ -52,7 +52,7 @@ def test_a_weight_drops_no_row_of_validation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", [1, 2.5, 0.6])
 def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
-    """defects A12: limit_rows 300 with weight 2.5 gave 713."""
+    """Limit_rows 300 with weight 2.5 gave 713."""
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(700)))
     write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=1)))
     sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
@@ -61,7 +61,7 @@ def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
 
 
 def test_copies_are_spread(tmp_path: Path) -> None:
-    """defects A12: far from each other, and rows without copies keep their order."""
+    """Far from each other, and rows without copies keep their order."""
     first, second = texts(300, seed=1), texts(40, seed=2)
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
     write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
@@ -76,7 +76,7 @@ def test_copies_are_spread(tmp_path: Path) -> None:
 def test_limit_of_tokens_is_exact_with_long_documents(
     shared_data: Path, tmp_path: Path, limit: int, shards: int
 ) -> None:
-    """defects A12: a quarter was missing, since shards of unequal documents had equal quotas."""
+    """A quarter was missing, since shards of unequal documents had equal quotas."""
     with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
         (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
     common = {"sources": [{"files": "a.txt"}], "shards": shards, "block": 64}

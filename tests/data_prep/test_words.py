@@ -110,7 +110,7 @@ def saved(source: Path, place: Path) -> Path:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects C1: bounded in bytes, also by words that are long."""
+    """Bounded in bytes, also by words that are long."""
     monkeypatch.setattr(words, "REMEMBERED", 20_000)
     ours, bare = TextEncoder(tiny_tokenizer(), np.dtype(np.uint32)), encoder(tiny_tokenizer())
     many = [f"word{i} river{i % 7} {i} {'longer' * (i % 40)}" for i in range(400)]
@@ -173,7 +173,7 @@ def test_only_what_is_proven_is_cut() -> None:
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_without_bytes_is_encoded_whole(tmp_path: Path, prefix: bool) -> None:
-    """defects A10: it joins unknown characters of neighbouring words."""
+    """It joins unknown characters of neighbouring words."""
     model = tmp_path / "tokenizer.model"
     with model.open("wb") as sink:
         sentencepiece.SentencePieceTrainer.train(
@@ -196,7 +196,7 @@ def test_sentencepiece_without_bytes_is_encoded_whole(tmp_path: Path, prefix: bo
 
 
 def test_sentencepiece_with_space_behind_is_refused(tmp_path: Path) -> None:
-    """defects A10: treat_whitespace_as_suffix, and whatever else the conversion gets wrong."""
+    """Treat_whitespace_as_suffix, and whatever else the conversion gets wrong."""
     for key, message in (("treat_whitespace_as_suffix", "not a plain BPE"), ("", "not get the ids of")):
         model = sentencepiece_model_pb2.ModelProto()
         model.ParseFromString((tiny_tokenizer() / "model/tokenizer.model").read_bytes())
@@ -213,7 +213,7 @@ def test_sentencepiece_with_space_behind_is_refused(tmp_path: Path) -> None:
 def test_prepare_compares_both_ways_on_real_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """defects A10: a proof with a gap is found out, said, and not used."""
+    """A proof with a gap is found out, said, and not used."""
     if kind == "text":
         write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(500)))
     else:

@@ -11,58 +11,20 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import UserError
 from emo.eval.generation import sampling
 from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.sampling import Request, Sampler
+from tests.helpers.families import family
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=64)),
-    "mistral": lambda: MistralForCausalLM(
-        MistralConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, sliding_window=6)
-    ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64)
-    ),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    ),
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)),
-}
-
-
-def sharpened(model: Any, scale: float = 3.0) -> Any:
-    """Weights larger than at initialisation, so that distributions are neither flat nor alike."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale if parameter.ndim > 1 else 1.0)
-    return model.eval()
+FAMILIES = ("llama", "mistral", "opt", "gpt2", "bloom")
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    torch.manual_seed(0)
-    return sharpened(FAMILIES["llama"]())
+    return family("llama", vocab_size=97)
 
 
 def requests(count: int, vocabulary: int = 97, longest: int = 9, seed: int = 0) -> list[Request]:
@@ -73,13 +35,12 @@ def requests(count: int, vocabulary: int = 97, longest: int = 9, seed: int = 0) 
 
 
 TRUNCATED = Decoding(0.7, 9, 0.9)
-CASES = [*((family, how) for family in FAMILIES for how in (Decoding(), Decoding(greedy=True)))]
+CASES = [(name, decoding) for name in FAMILIES for decoding in (Decoding(), Decoding(greedy=True))]
 
 
-@pytest.mark.parametrize(("family", "decoding"), [*CASES, ("llama", TRUNCATED)])
-def test_a_text_does_not_depend_on_its_batch(family: str, decoding: Decoding) -> None:
-    torch.manual_seed(0)
-    model, prompts = sharpened(FAMILIES[family]()), requests(13)
+@pytest.mark.parametrize(("name", "decoding"), [*CASES, ("llama", TRUNCATED)])
+def test_a_text_does_not_depend_on_its_batch(name: str, decoding: Decoding) -> None:
+    model, prompts = family(name, vocab_size=97), requests(13)
     texts = [Sampler(model, decoding, ends=[2, 5, 8], batch=b).run(prompts, 12) for b in (1, 5, 64)]
     assert texts[0] == texts[1] == texts[2]
     assert Sampler(model, decoding, ends=[2, 5, 8]).run(prompts[::-1], 12) == texts[0][::-1]
@@ -87,10 +48,9 @@ def test_a_text_does_not_depend_on_its_batch(family: str, decoding: Decoding) ->
         assert len({len(text.tokens) for text in texts[0]}) > 1, "rows should end at different times"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_the_likeliest_token_of_a_plain_loop(family: str) -> None:
-    torch.manual_seed(1)
-    model, prompts = sharpened(FAMILIES[family]()), requests(6)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_is_the_likeliest_token_of_a_plain_loop(name: str) -> None:
+    model, prompts = family(name, vocab_size=97), requests(6)
     model.generation_config.repetition_penalty = 5.0  # the checkpoint's own settings decide nothing
     for request, text in zip(
         prompts, Sampler(model, Decoding(greedy=True), ends=[2]).run(prompts, 10), strict=True
@@ -158,8 +118,9 @@ def test_real_text_stays_whatever_the_batch(shared_data: Path, decoding: Decodin
 
 def test_a_large_flat_vocabulary_does_not_depend_on_the_batch() -> None:
     """32,000 tokens that are almost equally likely: the hardest case for an inverse of the cumulated sum."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": 32000}), intermediate_size=64)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).eval()
     prompts = requests(16, 32000)
     sampler = Sampler(model)
     texts = sampler.run(prompts, 20)
@@ -211,7 +172,7 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
 
 
 def test_weights_that_are_not_numbers_are_refused(llama: Any) -> None:
-    broken = sharpened(FAMILIES["llama"]())
+    broken = family("llama", vocab_size=97)
     with torch.no_grad():
         broken.lm_head.weight[3] = float("nan")
     for decoding in (Decoding(), Decoding(greedy=True), Decoding(top_k=3), Decoding(top_p=0.5)):

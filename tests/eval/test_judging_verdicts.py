@@ -118,14 +118,14 @@ def test_any_text_gives_a_verdict_or_none(name: str, reply: str) -> None:
     assert actual == JUDGES[name].verdict(reply)
 
 
-@given(before=near, said=st.sampled_from(["Response 1", "response 2", "tIe"]), after=st.text())
+@given(before=near, decision=st.sampled_from(["Response 1", "response 2", "tIe"]), after=st.text())
 @settings(max_examples=100, deadline=None)
 def test_auto_js_last_decision_counts_whatever_stands_around_it(
-    before: str, messages: str, after: str
+    before: str, decision: str, after: str
 ) -> None:
-    reply = f"{before}final decision is {messages}{after.replace('final decision is ', '')}"
-    if "final decision is " not in f"{messages}{after.replace('final decision is ', '')}":
-        expected = {"response 1": "first", "response 2": "second", "tie": "tie"}[messages.lower()]
+    reply = f"{before}final decision is {decision}{after.replace('final decision is ', '')}"
+    if "final decision is " not in f"{decision}{after.replace('final decision is ', '')}":
+        expected = {"response 1": "first", "response 2": "second", "tie": "tie"}[decision.lower()]
         assert judges.auto_j_verdict(reply) == expected
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from emo.common.errors import UserError
 from emo.eval.icl import probe
@@ -15,70 +14,25 @@ from emo.eval.icl.layout import Item
 from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
 from emo.eval.icl.scores import NotFiniteError, winner
 from tests.eval.test_score import check, random_items
+from tests.helpers.families import family
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16},
-    "qwen2": {"num_key_value_heads": 1},
-    "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
-    "gemma2": {
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "final_logit_softcapping": 5.0,
-        "sliding_window": 16,
-    },
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
-    "gpt_neo": {
-        "num_layers": 2,
-        "num_heads": 2,
-        "window_size": 8,
-        "attention_types": [[["global", "local"], 1]],
-    },
-    "gpt_neox": {},
-    "falcon": {},
-    "bloom": {"n_head": 2, "n_layer": 2},
-    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2},
-    "cohere": {"logit_scale": 0.25},
-    "granite": {"num_key_value_heads": 2, "logits_scaling": 8.0, "embedding_multiplier": 3.0},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 2},
-    "mamba": {},
-    "jamba": {
-        "num_key_value_heads": 2,
-        "num_experts": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_offset": 1,
-        "use_mamba_kernels": False,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 32},
-}
+ARCHITECTURES = (
+    "gpt2", "opt", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neo", "gpt_neox", "falcon", "bloom", "mpt",
+    "cohere", "granite", "mixtral", "mamba", "jamba", "recurrent_gemma",
+)  # fmt: skip
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
 WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mpt", "mamba", "jamba"}
 ONE_BY_ONE = {"recurrent_gemma"}
-COMMON = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def random_model(kind: str, **config: Any) -> Any:
-    """A random model of a family, with larger weights than initialised ones so that mistakes show."""
-    torch.manual_seed(1)
-    settings = transformers.AutoConfig.for_model(kind, **(COMMON | ARCHITECTURES.get(kind, {}) | config))
-    model = transformers.AutoModelForCausalLM.from_config(settings).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-    return model
+    """Return a random model of a family with 384 tokens and room for long prompts."""
+    room = {"max_position_embeddings": 512, "n_positions": 512, "max_seq_len": 512}
+    layers = {"num_hidden_layers": 3} if kind == "recurrent_gemma" else {}  # the third one attends
+    return family(kind, **({"vocab_size": 384} | room | layers | config))
 
 
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_other_architectures(kind: str) -> None:
     """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
     messages: list[str] = []

@@ -111,7 +111,7 @@ def test_the_loader_hands_on_damage(config: DataConfig) -> None:
 def test_a_shard_changed_in_place_stops_every_start(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """defects A9: at the first start and, changed since, at a later one."""
+    """At the first start and, changed since, at a later one."""
     monkeypatch.setattr("emo.pipeline.batches.gather_objects", lambda value: [value])
     world, run_dir = World(0, 1, torch.device("cpu")), tmp_path / "run"
     run_dir.mkdir()

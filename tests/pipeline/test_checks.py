@@ -1,4 +1,4 @@
-"""defects D4: what can be refused before weights are loaded is refused by every command alike."""
+"""What can be refused before weights are loaded is refused by every command alike."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def changed(recipe: Path, path: Path, **architecture: Any) -> Path:
 def test_sources_tell_how_long_the_run_will_be(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """defects D5: before the data are prepared, by the sizes of their files, and said to be an estimate."""
+    """Before the data are prepared, by the sizes of their files, and said to be an estimate."""
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     tree["data"]["dir"] = str(tmp_path / "none")
     tree["train"] |= {"steps": None, "epochs": 2}

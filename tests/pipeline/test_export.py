@@ -47,7 +47,7 @@ def model(family: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all-linear", "embedding"])
 def test_merged_tensors_give_the_adapted_model(family: str, targets: str) -> None:
-    """defects B2: GPT-2's Conv1D stores [in, out]; embeddings carry adapters of another shape."""
+    """GPT-2's Conv1D stores [in, out]; embeddings carry adapters of another shape."""
     if targets == "embedding":
         targets = {"llama": "[embed_tokens]", "gpt2": "[wte]", "opt": "[embed_tokens]"}[family]
     adapted, config = model(family, r=4, alpha=16, targets=targets)

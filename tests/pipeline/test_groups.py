@@ -1,4 +1,4 @@
-"""defects A18: biases and the gains of norms do not decay, as in Trainer."""
+"""Biases and the gains of norms do not decay, as in Trainer."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_loss_that_jumps_alone_is_a_spike(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_judges_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """defects A17: nothing that is measured over several steps depends on where a run was interrupted."""
+    """Nothing that is measured over several steps depends on where a run was interrupted."""
     first = guard(tmp_path, spike_factor=3, max_skipped=3)
     for step in range(20):
         first.observe(step, sums(2.0 + step % 2), lambda: ROWS)

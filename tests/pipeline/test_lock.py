@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_for_now_is_no_mistake(
 
 
 def test_the_heartbeat_says_what_the_run_does(tmp_path: Path) -> None:
-    """defects D7: renewed by a thread, whatever the main thread is busy with."""
+    """Renewed by a thread, whatever the main thread is busy with."""
 
     def beat() -> dict:
         return json.loads((tmp_path / HEARTBEAT).read_text())

@@ -219,7 +219,7 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [3, 10, 17])
 def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped: int) -> None:
-    """defects A17: the sums of a window in progress go through the checkpoint."""
+    """The sums of a window in progress go through the checkpoint."""
     clock, undisturbed, resumed = Clock(), tmp_path / "a", tmp_path / "b"
     for run_dir in (undisturbed, resumed):
         run_dir.mkdir()
@@ -265,7 +265,7 @@ def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:
 
 
 def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """defects B8: two run directories of one name are two runs, and a resumed one stays the same."""
+    """Two run directories of one name are two runs, and a resumed one stays the same."""
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -66,7 +66,7 @@ def test_a_signal_is_a_request(tmp_path: Path, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_rank_that_is_still_starting_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    """defects B9: nobody waits for it in a collective, and there is nothing to save."""
+    """Nobody waits for it in a collective, and there is nothing to save."""
     rank = start(tmp_path, "starting")
     rank.send_signal(number)
     output = rank.communicate(timeout=20)[0]
@@ -92,7 +92,7 @@ def test_a_lost_launcher_is_noticed_in_every_phase(tmp_path: Path, phase: str) -
 
 
 def test_a_launcher_that_was_gone_before_the_first_look(tmp_path: Path) -> None:
-    """defects B5: DeepSpeed's launch.py has died while Python was starting."""
+    """DeepSpeed's launch.py has died while Python was starting."""
     (tmp_path / "rank.py").write_text(RANK)
     done = subprocess.run(
         [sys.executable, str(tmp_path / "rank.py"), "loading", str(tmp_path)],

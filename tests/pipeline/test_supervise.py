@@ -72,7 +72,7 @@ sys.exit(int(sys.argv[2]))
     ],
 )
 def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
-    """defects B3: a run that did not finish never ends with 0."""
+    """A run that did not finish never ends with 0."""
     assert verdict(launcher, ranks, requested) == expected
 
 
@@ -110,7 +110,7 @@ class Supervised:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_the_ranks_and_all_are_waited_for(tmp_path: Path, number: signal.Signals) -> None:
-    """defects B3: Ctrl-C, which a terminal sends to the whole process group, in the middle of a slow step."""
+    """Ctrl-C, which a terminal sends to the whole process group, in the middle of a slow step."""
     run = Supervised(tmp_path, slow=1, code=STOPPED)
     code, seconds = run.end(lambda: os.killpg(run.process.pid, number))
     assert code == STOPPED
