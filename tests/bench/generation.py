@@ -28,7 +28,7 @@ from tests.bench import common
 
 SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
-BATCHED, TRANSFORMERS, FORWARD = 5.0, 0.8, 0.8  # targets
+BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
 TEXTS = 5  # continuations of a prefix
 
 

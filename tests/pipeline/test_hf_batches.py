@@ -68,7 +68,6 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
 
     The Trainer drops columns that it does not find in the signature of the model's forward.
     """
-    # defects A3, A1
     start = parameters(family(name))
     plain = family(name)
     losses = []
@@ -103,7 +102,6 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
 
 
 def test_the_signature_of_the_model_stays() -> None:
-    # defects A3
     model = tiny_llama(VOCAB)
     want = inspect.signature(model.forward)
     fuse_causal_lm(model, "mle")
@@ -126,7 +124,6 @@ def lone_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("fused_first", [False, True])
 def test_after_and_before_fully_shard(head_too: bool, fused_first: bool, lone_rank: None) -> None:
     """FSDP2 makes DTensors of the weights; the loss is the same, whichever comes first."""
-    # defects D8
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

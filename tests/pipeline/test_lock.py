@@ -1,4 +1,4 @@
-"""defects B4 and D7: one launch per run directory, and a heartbeat that says what the run is doing."""
+"""One launch per run directory, and a heartbeat that says what the run is doing."""
 
 from __future__ import annotations
 

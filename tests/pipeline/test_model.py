@@ -118,7 +118,6 @@ def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
     ],
 )
 def test_adapters_on_layers_that_do_not_exist(targets: str | list[str], message: str) -> None:
-    # defects D1
     model = family("llama")
     names = [n for n, _ in model.named_parameters()]
     with pytest.raises(UserError, match=re.escape(message)) as caught:
@@ -174,7 +173,6 @@ def set_nan(tensors: dict[str, Tensor]) -> None:
 def test_weights_that_are_not_those_of_the_model(
     change: Change, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # defects A4
     path = saved(tmp_path, change)
     with (
         caplog.at_level("WARNING"),
@@ -228,7 +226,6 @@ def test_tied_weights_that_differ_are_refused(
 
 
 def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
-    # defects A4
     from transformers import LlamaForSequenceClassification, T5Config, T5ForConditionalGeneration
 
     config = family("llama").config
@@ -271,7 +268,6 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
 
 
 def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
-    # defects A1
     model = family("bloom")
     fuse_model(model, get_objective("mle"))
     engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))

@@ -76,7 +76,6 @@ def test_a_rank_that_is_still_starting_ends_at_once(tmp_path: Path, number: sign
 
 @pytest.mark.parametrize("phase", ["starting", "loading", "training"])
 def test_a_lost_launcher_is_noticed_in_every_phase(tmp_path: Path, phase: str) -> None:
-    """defects B5"""
     report = tmp_path / "rank-0"
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     before = [sys.executable, str(tmp_path / "launcher.py"), "--"]

@@ -147,7 +147,6 @@ def test_a_launcher_that_fails_by_itself_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
-    """defects B3"""
     run = Supervised(tmp_path, slow=1, code=STOPPED)
     launcher = int(subprocess.check_output(["pgrep", "-P", str(run.process.pid)]))
     code, seconds = run.end(lambda: os.kill(launcher, signal.SIGKILL))
