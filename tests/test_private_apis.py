@@ -20,7 +20,7 @@ from tests.helpers.families import family
 
 # By file of this project: attributes of libraries that it uses, as `module:attribute`.
 ATTRIBUTES = {
-    "pipeline/loss/tensors.py": [
+    "pipeline/loss/cost.py": [
         "torch.cpu:_is_avx512_bf16_supported",
         "torch.cpu:_is_amx_tile_supported",
         "torch.distributed.tensor:DTensor.full_tensor",
@@ -81,13 +81,13 @@ IN_SOURCES = {
         "torch.serialization": ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "Weights only load failed"],
     },
     "pipeline/train.py": {"deepspeed.runtime.constants": ["load_universal"]},
-    "pipeline/planning/optimizer.py": {
+    "pipeline/planning/ds_file.py": {
         "deepspeed.runtime.zero.utils": ["deepspeed.runtime.zero.muon.muon_optimizer"],
         "deepspeed.runtime.zero.stage_1_and_2": ["use_muon"],
         "deepspeed.runtime.zero.stage3": ["use_muon"],
         "deepspeed.runtime.zero.muon.muon_optimizer:MuonWithAuxAdam": ["adam_optimizer_kwargs"],
     },
-    "pipeline/loss/tensors.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
+    "pipeline/loss/cost.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "pipeline/export.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "pipeline/model.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_tensor"]},
     "common/weights.py": {

@@ -116,7 +116,7 @@ def _read_all(directory: Path, kind: str, **source: Any) -> None:
         for piece in opened.pieces():
             if piece.payload is None:
                 continue
-            places.append(piece.place)
+            places.append(piece.extent)
             for row in parse(piece.payload, opened.spec):
                 if isinstance(row, Conversation):
                     _ = [render(row, template) for template in ("alpaca", "chat")]

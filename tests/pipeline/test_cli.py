@@ -89,7 +89,7 @@ def test_a_crash_is_reported_and_worth_another_start_once_a_step_is_done(
 ) -> None:
     """The rank ends at once, since others may be waiting for it."""
 
-    def run(_: str, watch: Watch, __: object) -> int:
+    def run(watch: Watch, _: object) -> int:
         if stepped:
             watch.stepped()
         raise error

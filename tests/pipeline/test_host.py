@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from emo.common.errors import FailureError, UserError
-from emo.pipeline.engine import _port_taken
+from emo.pipeline.engine import start_world
 from emo.pipeline.planning import host
 from emo.pipeline.planning.host import BINDING, Gpus, check_compiler, refusal, threads
 from emo.pipeline.stop import HARDWARE
@@ -117,7 +118,16 @@ def test_a_rank_takes_its_share_of_the_cores_and_no_port_of_another() -> None:
     assert re.search(r"UserError: port \d+ of this host is taken", done.stderr)
 
 
-def test_a_port_of_our_choice_that_is_taken_is_worth_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPELINE_PORT", "4000")
-    assert isinstance(_port_taken("4000"), FailureError)
-    assert not isinstance(_port_taken("4001"), FailureError), "the user's own"
+@pytest.mark.parametrize(("port", "passing"), [("4000", True), ("4001", False)])
+def test_a_port_that_is_taken_is_worth_another_start_if_we_chose_it(
+    port: str, passing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(**_: object) -> None:
+        raise torch.distributed.DistNetworkError("EADDRINUSE")
+
+    monkeypatch.setattr("deepspeed.init_distributed", taken)
+    for name, value in {"PIPELINE_PORT": "4000", "MASTER_PORT": port, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        start_world()
+    assert isinstance(error.value, FailureError) == passing

@@ -32,12 +32,12 @@ def call(image: Path, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("verb", "command"),
     [
-        ("prepare", "emo prepare"),
+        ("prepare", "python -m emo prepare"),
         ("continual", "continual.sh"),
         ("instruct", "instruct.sh"),
-        ("evaluate", "emo eval"),
-        ("watch", "emo watch"),
-        ("plan", "emo plan"),
+        ("evaluate", "python -m emo eval"),
+        ("watch", "python -m emo watch"),
+        ("plan", "python -m emo plan"),
     ],
 )
 def test_verbs(image: Path, verb: str, command: str) -> None:
