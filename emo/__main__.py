@@ -43,7 +43,9 @@ COMMANDS = {
     "export": Command(EVALUATION, "write results for lm-evaluation-harness, the hub or Weights & Biases"),
     "sweep": Command(SWEEPS, "do the runs of an experiment file"),
     "table": Command(SWEEPS, "gather the table of an experiment file"),
-    "quickstart": Command("emo.launch.quickstart:main", "see the whole product on a small world, in minutes"),
+    "quickstart": Command(
+        "emo.launch.quickstart:quickstart", "see the whole product on a small world, in minutes"
+    ),
 }
 USAGE = "usage: emo [-h] [--version] COMMAND ..."
 

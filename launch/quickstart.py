@@ -115,6 +115,11 @@ def run(commands: list[list[str]]) -> list[int]:
         raise
 
 
+def quickstart(words: list[str]) -> int:
+    """Run `emo quickstart`; the first of `words` is the command itself."""
+    return main(words[1:])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run all steps; stop at the first that fails, with its exit code."""
     parser = argparse.ArgumentParser(

@@ -10,6 +10,7 @@ import pytest
 
 from emo import __version__
 from emo.__main__ import COMMANDS, main
+from emo.common.errors import ExitCode
 from tests.conftest import REPO
 
 
@@ -61,3 +62,9 @@ def test_without_the_packages_a_line_says_so(module: str) -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: the packages of this project are not here")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_quickstart_is_not_handed_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emo.launch.quickstart.signal.signal", lambda *_: None)
+    monkeypatch.setattr("emo.launch.quickstart.run", lambda commands: [ExitCode.STOPPED])
+    assert main(["quickstart"]) == ExitCode.STOPPED
