@@ -20,37 +20,32 @@ from emo.common.text import without_secrets
 from emo.common.untrusted import read_bytes
 
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # by kind of file: where ours are
-KEYS = ("run_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
+KEYS = ("output_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most: what is larger is data
 WRITTEN_BYTES = 8 << 20  # of a program's own YAML, whose defaults are written out
 ALIASES = 50  # in a file at most: nested ones may stand for any size
 LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count there
 # Settings of a recipe, and their names in other trainers.
 _NAMES_ELSEWHERE = {
-    "run_dir": "output_dir",
-    "data.block": "max_seq_length max_length block_size seq_len sequence_len cutoff_len",
+    "output_dir": "run_dir",
+    "data.sequence_len": "max_seq_length max_length block_size seq_len cutoff_len",
     "data.validation_fraction": "val_fraction",
     "model.path": "model_name_or_path",
     "model.dtype": "bf16 fp16 precision torch_dtype",
     "model.activation_checkpointing": "gradient_checkpointing",
     "objective.name": "loss_type",
-    "train.lr": "learning_rate",
-    "train.batch": "batch_size train_batch_size global_batch_size",
-    "train.micro_batch": "per_device_train_batch_size per_device_eval_batch_size micro_batch_size "
+    "train.learning_rate": "lr",
+    "train.global_batch_size": "batch_size train_batch_size",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size "
     "gradient_accumulation_steps",
-    "train.steps": "max_steps",
-    "train.epochs": "num_epochs num_train_epochs",
-    "train.clip": "max_grad_norm gradient_clipping",
+    "train.num_train_epochs": "epochs num_epochs",
+    "train.max_grad_norm": "gradient_clipping",
     "train.warmup_ratio": "warmup_steps",
-    "train.schedule": "lr_scheduler_type",
+    "train.lr_scheduler_type": "lr_scheduler schedule",
     "train.optimizer": "optim",
     "train.eps": "adam_epsilon",
     "train.betas": "adam_beta1 adam_beta2",
-    "train.save_every": "save_steps",
-    "train.keep_last": "save_total_limit",
-    "train.eval_every": "eval_steps",
-    "train.log_every": "logging_steps",
-    "train.wandb": "report_to",
+    "train.project": "wandb_project",
 }
 OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 _MARK = "mark"  # the key of a field's mark
@@ -138,7 +133,7 @@ def mark_of(cls: type[Section], key: str) -> str | None:
 
 
 def marked(cls: type[Section], name: str) -> set[str]:
-    """Return the keys below `cls` that are declared with `mark(name, ...)`, as in `train.log_every`.
+    """Return the keys below `cls` that are declared with `mark(name, ...)`, as in `train.logging_steps`.
 
     A marked section covers all that it holds. Sections in lists are not searched.
     """
@@ -250,7 +245,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     if not equals or not all((*parents, leaf)):
         raise UserError(
-            f"override {shown(override)} must read key.sub=value, for example train.lr=2e-5",
+            f"override {shown(override)} must read key.sub=value, for example train.learning_rate=2e-5",
             code="bad-override",
         )
     node = tree

@@ -133,7 +133,7 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
     empty."""
-    block: int = Field(256, gt=1, le=MOST_TOKENS)
+    sequence_len: int = Field(256, gt=1, le=MOST_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
     """Files per split; also the unit of parallel work."""
@@ -286,10 +286,11 @@ def _check_context(config: DataConfig, model: Any) -> None:
     """Refuse rows that the recipe's model cannot read, where that is known: training would, much later."""
     path = model.get("path") if isinstance(model, dict) else None
     context = context_of(Path(path)) if isinstance(path, str) else None
-    if context is not None and config.block > context:
+    if context is not None and config.sequence_len > context:
         raise UserError(
-            f"blocks of {config.block} tokens are longer than the context of {context} of the model {path}; "
-            f"set data.block={context} or less"
+            f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the "
+            f"model {path}; "
+            f"set data.sequence_len={context} or less"
         )
 
 

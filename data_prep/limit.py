@@ -33,7 +33,7 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
     order, copies = training.row[turns], training.copies[turns].astype(np.int64)
     step = max(256, 3 * limit * int(copies.sum()) // max(1, plan.summary["chars"][TRAIN]))
     tokens = np.zeros(0, np.int64)  # of one copy of the first rows in this order
-    want = target = limit // config.block * config.block if config.kind == "text" else limit
+    want = target = limit // config.sequence_len * config.block if config.kind == "text" else limit
     quotas = None
     while True:
         while len(tokens) < len(order) and int((tokens * copies[: len(tokens)]).sum()) < target:
@@ -50,9 +50,9 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
             break
         count = min(int(np.searchsorted(ends, target)) + 1, len(tokens))
         shard, blocks = _dealt(config, plan, inputs, order[:count], (tokens * copies[: len(tokens)])[:count])
-        short = want - int(blocks.sum()) * config.block
+        short = want - int(blocks.sum()) * config.sequence_len
         if short <= 0 or count == len(order):
-            quotas = (_trimmed(blocks, max(0, -short // config.block)) * config.block).tolist()
+            quotas = (_trimmed(blocks, max(0, -short // config.sequence_len)) * config.block).tolist()
             break
         target = int(ends[count - 1]) + short  # what the ends of shards and domains lose
     copies[count:] = 0
@@ -83,7 +83,7 @@ def _dealt(
     count = int(domains.max()) + 1
     group = dealt * count + domains[plan.inputs_of(rows)]
     whole = np.bincount(group, amount, config.shards * count).astype(np.int64)
-    return dealt, (whole // config.block).reshape(config.shards, count).sum(axis=1)
+    return dealt, (whole // config.sequence_len).reshape(config.shards, count).sum(axis=1)
 
 
 def _restricted(plan: Plan, rows: np.ndarray, copies: np.ndarray) -> dict[str, Any]:

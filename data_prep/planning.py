@@ -93,9 +93,10 @@ def set_up(config: DataConfig, force: bool, say: Say) -> None:
         if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
             local = config.root / config.tokenizer
             source = local if local.exists() else config.tokenizer
-            if (context := context_of(local)) is not None and config.block > context:
+            if (context := context_of(local)) is not None and config.sequence_len > context:
                 say(
-                    f"note: blocks of {config.block} tokens are longer than the context of {context} of the "
+                    f"note: blocks of {config.sequence_len} tokens are longer than the context of "
+                    f"{context} of the "
                     f"model in {local}, which cannot be trained on them"
                 )
             save_tokenizer(source, config.tokenizer_revision, directory / TOKENIZER)
@@ -257,7 +258,7 @@ def encode_settings(config: DataConfig, plan: Plan, directory: Path) -> EncodeSe
         directory / TOKENIZER,
         TokenizerFacts(**plan.summary["tokenizer"]),
         config.template,
-        config.block,
+        config.sequence_len,
         config.overlong,
         directory / GRAMS if config.contamination is not None else None,
         plan.summary.get("by_words", True),

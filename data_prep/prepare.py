@@ -246,7 +246,7 @@ def _shards(
         quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
         for directory, number, planned in todo:
             quota = quotas[planned] if planned < len(quotas) else None
-            check = ShardCheck(plain, config.template, config.block, config.overlong, encode.chat)
+            check = ShardCheck(plain, config.template, config.sequence_len, config.overlong, encode.chat)
             info = write_shard(directory, number, config, dtype, stream.of(planned), check, quota)
             tokens += info.tokens
             path = directory / info.file
@@ -276,7 +276,7 @@ def _finish(config: DataConfig, plan: Plan, required: bool, say: Say) -> None:
         file, text = directory / MANIFEST, manifest_text(manifest)
         if write_once(file, text):
             say(
-                f"{directory}: {counted(manifest.rows, 'row')} of {config.block}, "
+                f"{directory}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
                 f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
             )
         elif file.read_bytes() != text.encode():

@@ -32,7 +32,7 @@ from emo.common.recipe import LARGEST, Section
 from emo.common.untrusted import read_bytes
 from emo.data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-FORMAT = 4  # raised whenever the same configuration would give other bytes
+FORMAT = 5  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 

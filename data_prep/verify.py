@@ -343,7 +343,7 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     settled = {
         "split": directory.name if directory.name in splits_made(settled_with) else manifest.split,
         "kind": settled_with.get("kind"),
-        "block": settled_with.get("block"),
+        "block": settled_with.get("sequence_len"),
         "template": settled_with.get("template_version"),
     }
     yield from _unequal(file, manifest, settled, "its settings")

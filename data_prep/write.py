@@ -183,9 +183,9 @@ def write_shard(
     with part_file(directory / name) as file:
         writer = ShardWriter(file, config.kind, dtype, domains)
         if config.kind == "text":
-            _blocks(writer, counted_parts(), config.block, quota, counts)
+            _blocks(writer, counted_parts(), config.sequence_len, quota, counts)
         else:
-            _bins(writer, counted_parts(), config.block, dtype, directory)
+            _bins(writer, counted_parts(), config.sequence_len, dtype, directory)
         info = writer.finish(directory / name, documents, counts)
         file.flush()
         check.compare(Path(file.name), config.kind, directory / name)
@@ -296,12 +296,12 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
     if not total["rows"]:
         rows = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
         if config.kind == "instruct":
-            reason = f"no {rows} example has a response within data.block={config.block} tokens"
+            reason = f"no {rows} example has a response within data.sequence_len={config.sequence_len} tokens"
             advice = "set a larger one"
         else:
-            reason = f"the {rows} data are less than one block of {config.block} tokens in every shard"
+            reason = f"the {rows} data are less than one block of {config.sequence_len} tokens in every shard"
             fewer = " or fewer data.shards" if config.shards > 1 else ""
-            advice = f"set a smaller data.block{fewer}, or add {rows} data,"
+            advice = f"set a smaller data.sequence_len{fewer}, or add {rows} data,"
         raise UserError(f"{reason}; {advice} and prepare with --force", code="no-rows")
     domains = [
         DomainCounts(
@@ -314,20 +314,20 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
         tool=TOOL,
         kind=config.kind,
         split=split,
-        block=config.block,
+        block=config.sequence_len,
         vocab_size=facts.vocab_size,
         tokenizer_fingerprint=facts.fingerprint,
         bos_id=facts.bos_id,
         eos_id=facts.eos_id,
         template=decisive["template_version"],
-        fingerprint=content_fingerprint(config.kind, config.block, facts.fingerprint, infos),
+        fingerprint=content_fingerprint(config.kind, config.sequence_len, facts.fingerprint, infos),
         config=decisive,
         sources=summary["sources"],
         rejected=summary["rejected"],
         counts=dict(sorted(sum((Counter(info.counts) for info in infos), Counter()).items())),
         **total,
         domains=domains,
-        waste=round(1 - total["tokens"] / max(1, total["rows"] * config.block), 6),
+        waste=round(1 - total["tokens"] / max(1, total["rows"] * config.sequence_len), 6),
         shards=infos,
     )
 
@@ -369,7 +369,8 @@ def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
         parts = [(counts[f"overlong_{kind}"], kind.replace("_", " ")) for kind in kinds]
         fates = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
         lines.append(
-            f"{overlong:,} of {totals(infos)['documents']:,} examples are longer than {config.block} tokens "
+            f"{overlong:,} of {totals(infos)['documents']:,} examples are longer than "
+            f"{config.sequence_len} tokens "
             f"({fates}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
         )
     if remainder := counts["remainder_tokens_dropped"]:

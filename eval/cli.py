@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, or nothing to do; 1 a failure that may pass, run the same command again to resume, or
 checkpoints that cannot be evaluated (watch); 2 a mistake that stays until something is changed, also
---fail-on-regression without all results; 3 a regression (--fail-on-regression); 130 interrupted (Ctrl-C), run
+--fail_on_regression without all results; 3 a regression (--fail_on_regression); 130 interrupted (Ctrl-C), run
 the same command again; 141 nobody reads the output any more.
 """
 
@@ -45,16 +45,18 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("eval", help="score one model on tasks")
     run.add_argument("--model", required=True, help="model directory (an export) or hub id")
     run.add_argument("--name", help="how results call it (its directory)")
-    run.add_argument("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    run.add_argument(
+        "--output_path", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)"
+    )
     _evaluation_arguments(run)
 
     watch = commands.add_parser("watch", help="score every complete checkpoint of a run, each exactly once")
     watch.add_argument("run_dir", type=Path, help="run directory: step-*/ with hf/, checkpoint-*/, export/")
-    watch.add_argument("--out", type=Path, help="results directory (RUN_DIR/eval)")
+    watch.add_argument("--output_path", type=Path, help="results directory (RUN_DIR/eval)")
     watch.add_argument("--once", action="store_true", help="one pass, for cron and other schedulers")
     watch.add_argument("--poll", type=float, default=30.0, help="seconds between passes (30)")
-    watch.add_argument("--until-finished", action="store_true", help="end when the run's export is evaluated")
-    watch.add_argument("--no-report", action="store_true", help="do not rewrite the report after a pass")
+    watch.add_argument("--until_finished", action="store_true", help="end when the run's export is evaluated")
+    watch.add_argument("--no_report", action="store_true", help="do not rewrite the report after a pass")
     watch.add_argument("--export", action="append", default=[], metavar="FORMAT=DIR", help=EXPORT_HELP)
     _evaluation_arguments(watch)
 
@@ -62,9 +64,11 @@ def parser() -> argparse.ArgumentParser:
     judging.add_arguments(commands)
 
     report = commands.add_parser("report", help="write report.html, report.md and results.json")
-    report.add_argument("results", nargs="+", type=Path, help="directories given as --out to run or watch")
+    report.add_argument(
+        "results", nargs="+", type=Path, help="directories given as --output_path to run or watch"
+    )
     out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
-    report.add_argument("--out", metavar="PATH", help=out_help)
+    report.add_argument("--output_path", metavar="PATH", help=out_help)
     several: dict[str, Any] = {"action": "append", "default": []}
     report.add_argument("--run", metavar="NAME=DIR", help="a model's training run", **several)
     report.add_argument("--seeds", metavar="LABEL=NAME,NAME", help="aggregate models", **several)
@@ -79,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("b", help="name of the other model")
     compare.add_argument("--results", nargs="+", type=Path, default=[Path("runs/eval")])
     compare.add_argument(
-        "--fail-on-regression",
+        "--fail_on_regression",
         nargs="?",
         const="",
         metavar="TASK[,TASK]",
         help="exit with 3 when B is worse than A; on these tasks alone, if any are named",
     )
-    compare.add_argument("--max-drop", type=float, help="points that the mean may fall at most")
+    compare.add_argument("--max_drop", type=float, help="points that the mean may fall at most")
     return top
 
 
@@ -99,25 +103,26 @@ def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
     add("--encoder", default="minilm", help="sentence model of OpenICL's dense retrievers (minilm)")
     add("--inferencer", default="prefix", help=f"{INFERENCERS[0]} (ours) or {INFERENCERS[1]} (OpenICL's own)")
     add("--faithful", action="store_true", help="prompts and counts exactly as OpenICL's, faults included")
-    add("--shots", type=int, help="demonstrations per prompt (the task's own number)")
+    add("--num_fewshot", type=int, help="demonstrations per prompt (the task's own number)")
     add("--limit", type=int, help="evenly spaced test rows per task (all)")
     add("--score", default="openicl_ppl", help=SCORE_HELP)
-    add("--extra-scores", default="", help="also compute: channel, calibrated (comma-separated)")
-    add("--max-tokens", type=int, help="longest prompt (the model's context)")
-    add("--budget", type=int, default=BUDGET, help=f"tokens per batch, padding included ({BUDGET})")
+    add("--extra_scores", default="", help="also compute: channel, calibrated (comma-separated)")
+    add("--max_tokens", type=int, help="longest prompt (the model's context)")
+    help_text = f"prompts of the full length per batch at most, or auto: {BUDGET} tokens per batch"
+    add("--batch_size", default="auto", help=help_text)
     add(
-        "--fail-on-regression",
+        "--fail_on_regression",
         metavar="NAME",
-        help="exit with 3 when worse than this model of --out",
+        help="exit with 3 when worse than this model of --output_path",
     )
-    add("--max-drop", type=float, help="points that the mean may fall at most")
+    add("--max_drop", type=float, help="points that the mean may fall at most")
 
 
 def _check_drop(args: argparse.Namespace) -> None:
     if args.max_drop is not None and not args.max_drop >= 0:
-        raise UserError("--max-drop must be a number of points, not below 0")
+        raise UserError("--max_drop must be a number of points, not below 0")
     if args.max_drop is not None and args.fail_on_regression is None:
-        raise UserError("--max-drop goes with --fail-on-regression, which decides the exit code")
+        raise UserError("--max_drop goes with --fail_on_regression, which decides the exit code")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -128,13 +133,22 @@ def _settings(args: argparse.Namespace) -> Settings:
         encoder=args.encoder,
         inferencer=args.inferencer,
         faithful=args.faithful,
-        shots=args.shots,
+        shots=args.num_fewshot,
         limit=args.limit,
         score=args.score,
         extra=tuple(name for name in args.extra_scores.split(",") if name),
         max_tokens=args.max_tokens,
-        budget=args.budget,
+        batch_size=_batch_size(args.batch_size),
     )
+
+
+def _batch_size(text: str) -> int | None:
+    """Return --batch_size as a number, None for auto."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--batch_size {text} must be auto or a number of prompts above 0")
+    return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -144,18 +158,18 @@ def _run(args: argparse.Namespace) -> int:
         from emo.eval.compare import gate, regression
         from emo.eval.results import pick, read_models
 
-        pick(read_models([args.out]), args.fail_on_regression)  # before the work, not after it
+        pick(read_models([args.output_path]), args.fail_on_regression)  # before the work, not after it
         if args.fail_on_regression == model.name:
-            raise UserError(f"--fail-on-regression {model.name} is the model itself; name another one")
+            raise UserError(f"--fail_on_regression {model.name} is the model itself; name another one")
     say(f"{model.name}: {counted(len(tasks), 'task')}")
     from emo.eval.icl.job import run_all
 
-    results = run_all(model, tasks, settings, args.out, say)
+    results = run_all(model, tasks, settings, args.output_path, say)
     mean = sum(r["accuracy"] for r in results) / len(results)
     over = counted(len(results), "task")
-    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.out}")
+    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.output_path}")
     if args.fail_on_regression:
-        models = read_models([args.out])
+        models = read_models([args.output_path])
         verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
         say(verdict.summary)
         return gate([verdict])
@@ -168,7 +182,7 @@ def _watch(args: argparse.Namespace) -> int:
         raise UserError("--poll must be a positive number of seconds")
     if not args.run_dir.is_dir():
         raise UserError(f"run directory {args.run_dir} does not exist")
-    out = args.out or args.run_dir / "eval"
+    out = args.output_path or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
     from emo.eval.compare import gate
@@ -203,7 +217,7 @@ def _report(args: argparse.Namespace) -> int:
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
     report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
     page = document(report)
-    if (written := page.write(args.out or f"{args.results[0]}/", FILES)) is not None:
+    if (written := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
         judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
         models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
         say(f"report of {models} on {tasks}{judged}: {written}")
@@ -270,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
             if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
                 raise
             raise FailureError(
-                f"out of memory ({one_line(error, 120)}); lower --budget, or run the same command again",
+                f"out of memory ({one_line(error, 120)}); lower --batch_size, or run the same command again",
                 code="out-of-memory",
             ) from error
 

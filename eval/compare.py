@@ -20,7 +20,7 @@ DIGESTS = {
     "prompt": "prompts",
     "encoder": "weights of the sentence model",
 }
-OPTIONS = {"max_tokens": "--max-tokens", "scorer": "version of the scorer"}
+OPTIONS = {"max_tokens": "--max_tokens", "scorer": "version of the scorer"}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Verdict:
 
 
 def gate(verdicts: Sequence[Verdict]) -> int:
-    """Return the exit code of --fail-on-regression, which depends on stored results alone.
+    """Return the exit code of --fail_on_regression, which depends on stored results alone.
 
     Raises UserError when nothing is worse but results are missing: an absent result is no good one.
     """

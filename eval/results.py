@@ -129,7 +129,7 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
         of_directory = list(_models(out, tell))
         if not of_directory:
             raise UserError(
-                f"no results in {out}; make them with: emo eval --model DIR --data DIR --out {out}"
+                f"no results in {out}; make them with: emo eval --model DIR --data DIR --output_path {out}"
             )
         models += of_directory
     names = [m.name for m in models]

@@ -175,7 +175,7 @@ class Watch:
     def _asked(self) -> str:
         """Digest of what decides a result besides the model: tasks, settings, data, version of the scorer."""
         settings = asdict(self.settings)
-        source, _ = settings.pop("data"), settings.pop("budget")
+        source, _ = settings.pop("data"), settings.pop("batch_size")
         tasks = [
             [t.name, t.version, json.dumps(t.spec.model_dump(mode="json")), _data_facts(source, t)]
             for t in self.tasks  # as text: the order of a task's inputs counts

@@ -36,12 +36,14 @@ def check(sweep: Sweep, local: bool) -> None:
     for run in sweep.runs:  # mistakes in keys first, which take no time to find
         config = sweep.config(run)
         try:
-            batch = solve_batch(config.train.batch, config.train.micro_batch, sweep.experiment.ranks)
+            batch = solve_batch(
+                config.train.global_batch_size, config.train.micro_batch_size, sweep.experiment.ranks
+            )
             _check_measures(sweep, run, config)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
         training = config.model_dump(mode="json", include={"model", "objective", "deepspeed", "train"})
-        training["train"] |= {"seed": None, "lr": None}
+        training["train"] |= {"seed": None, "learning_rate": None}
         looks.setdefault(store.digest(training), (run, partial(_check_training, config, batch)))
         if local:
             model = [training["model"], config.objective.cost]

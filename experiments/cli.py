@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=("sweep", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs and the time; run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the runs and the time; run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (%(default)s)")
     parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")
     parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="write an Indexed Job instead")

@@ -4,20 +4,20 @@
     recipe: launch/recipes/BASE.yaml
     names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; or give names.oracle=PATH
     before:                                      # done once, in this order, before any run
-      corpus: emo generate --model {oracle} --name oracle --out {out}/corpus
-    set: { train.steps: 200 }                    # overrides of every run
+      corpus: emo generate --model {oracle} --name oracle --output_path {out}/corpus
+    set: { train.max_steps: 200 }                    # overrides of every run
     axes:
       objective:                                 # labels, each with its overrides
         mle: { objective.name: mle }
         emo: { objective.name: emo }
-      lr: { train.lr: [1.0e-4, 3.0e-4] }         # the short form: one key, its values are the labels
+      lr: { train.learning_rate: [1.0e-4, 3.0e-4] }  # the short form: one key, its values are the labels
       seed: { train.seed: [1, 2, 3] }
     repeat: seed                                 # the axis over which results are paired and averaged
     choose: { axis: lr, by: validation_nll }     # on development data, with the first of `repeat` alone;
                                                  # where: { objective: [emo] }: only those have the axis
     measures:
       sst2:
-        command: emo eval --model {export} --name {run} --out {out}/results --tasks sst2 --data DIR
+        command: emo eval --model {export} --name {run} --output_path {out}/results --tasks sst2 --data DIR
         read: { accuracy: "{out}/results/models/{run}/sst2.json:result.accuracy" }
     compare: { axis: objective, baseline: mle }
 

@@ -98,7 +98,7 @@ class Sweep:
 
     def config(self, run: Run) -> RunConfig:
         """Return the resolved recipe of a run. Raises UserError naming the run."""
-        overrides = [*self.overrides(run), f"data.dir={self.data(run)}", f"run_dir={self.directory(run)}"]
+        overrides = [*self.overrides(run), f"data.dir={self.data(run)}", f"output_dir={self.directory(run)}"]
         try:
             return load_config(self.experiment.recipe, overrides)
         except UserError as error:
@@ -160,7 +160,7 @@ class Sweep:
         launch = ["deepspeed", "--num_gpus", str(self.experiment.ranks), str(shipped(Path(self.script)))]
         train = Stage(
             TRAIN,
-            [*launch, recipe, *self.overrides(run), data_dir, f"run_dir={directory}"],
+            [*launch, recipe, *self.overrides(run), data_dir, f"output_dir={directory}"],
             note,
             origin | run_origin(config, recorded if isinstance(recorded, dict) else {}),
             (prepare,),

@@ -4,8 +4,8 @@
 # DeepSpeed's launcher runs this file with Python, to which the second line is a string.
 """Continual pre-training on text.
 
-launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry-run]
-deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry-run]
+launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry_run]
+deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry_run]
 """
 
 import sys

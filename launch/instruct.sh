@@ -4,8 +4,8 @@
 # DeepSpeed's launcher runs this file with Python, to which the second line is a string.
 """Instruction tuning.
 
-launch/instruct.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry-run]
-deepspeed launch/instruct.sh RECIPE.yaml [key=value ...] [--dry-run]
+launch/instruct.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry_run]
+deepspeed launch/instruct.sh RECIPE.yaml [key=value ...] [--dry_run]
 """
 
 import sys

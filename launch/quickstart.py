@@ -46,18 +46,28 @@ def steps() -> list[tuple[str, list[list[str]]]]:
     python = str(BIN / "python")
     train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
-    results = ["--out", str(RUN / "results")]
+    results = ["--output_path", str(RUN / "results")]
     runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}
     evaluate, generate = [], []
     for name, run in runs.items():
         model = ["--model", str(RUN / run / "export"), "--name", name, *results]
         evaluate.append([python, "-m", "emo", "eval", *model, "--tasks", "all", "--data", str(RUN / "tasks")])
         generate.append([python, "-m", "emo", "generate", *model, "--samples", "8"])
-    report = [python, "-m", "emo", "report", str(RUN / "results"), "--out", f"{RUN}/", "--notice", NOTICE]
+    report = [
+        python,
+        "-m",
+        "emo",
+        "report",
+        str(RUN / "results"),
+        "--output_path",
+        f"{RUN}/",
+        "--notice",
+        NOTICE,
+    ]
     report += ["--title", "Quickstart"]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
     compare, results_of = [python, "-m", "emo", "compare"], ["--results", str(RUN / "results")]
-    continued = {o: [f"objective.name={o}", f"run_dir={RUN / o}"] for o in ("mle", "emo")}
+    continued = {o: [f"objective.name={o}", f"output_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
         ("Generate the eight tasks", [[python, "-m", "emo", "world", str(RUN / "tasks")]]),
         ("Tokenise the pre-training corpus", [[python, "-m", "emo", "prepare", str(pretrain)]]),
@@ -79,12 +89,12 @@ def following(file: str) -> list[list[list[str]]]:
     recipe = [str(OWN), f"data.sources=[{{files: {file}}}]"]
     results = str(RUN / "results")
     evaluate = ["--model", "runs/own/export", "--name", "own", "--tasks", "all", "--data", str(RUN / "tasks")]
-    report = ["--run", "own=runs/own", "--out", "runs/own/"]
+    report = ["--run", "own=runs/own", "--output_path", "runs/own/"]
     return [
         [[python, "-m", "emo", "prepare", *recipe]],
         [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
         [
-            [python, "-m", "emo", "eval", *evaluate, "--out", results],
+            [python, "-m", "emo", "eval", *evaluate, "--output_path", results],
             [python, "-m", "emo", "report", results, *report],
         ],
     ]

@@ -95,7 +95,7 @@ class Saver:
         self._step, self._deadline = 0, 0.0  # of the thread
         self.group = host_group()
         target = config.train.copy_to
-        self._uploads = Uploads(config.run_dir, target) if target and engine.world.is_main else None
+        self._uploads = Uploads(config.output_dir, target) if target and engine.world.is_main else None
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
@@ -104,7 +104,7 @@ class Saver:
         when the checkpoint before could not be written.
         """
         self.finish()
-        partial = partial_directory(self.config.run_dir, step)
+        partial = partial_directory(self.config.output_dir, step)
         if self.engine.world.is_main:
             remove(partial)
         dist.barrier()
@@ -232,11 +232,11 @@ class Saver:
             return FailureError(self.lock.problem)
         try:
             write_complete(partial, files)
-            final = publish(self.config.run_dir, self._step)
+            final = publish(self.config.output_dir, self._step)
             event = {"event": "saved", "step": self._step, "path": str(final)}
             log.info("saved: %s", final, extra={"event_fields": event})
             spared = self._uploads.current if self._uploads is not None else None
-            prune(self.config.run_dir, train.keep_last, train.keep_every, spared)
+            prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
             if self._uploads is not None:
                 self._uploads.wake()
         except OSError as error:
@@ -247,18 +247,18 @@ class Saver:
         """Return what an export says of its origin."""
         config = self.config
         return {
-            "run": str(config.run_dir),
+            "run": str(config.output_dir),
             "origin": config.model.path or "new",
             "objective": config.objective.label,
-            "objective_params": config.objective.params,
+            "params": config.objective.params,
             "cost": config.objective.cost,
             "step": step,
             "tokens": tokens,
             "data_fingerprint": self.identity["data"],
             "template": settings(config.data)["template_version"],  # how prompts of the model are written
             "seed": config.train.seed,
-            "lr": config.train.lr,
-            "batch": config.train.batch,
+            "lr": config.train.learning_rate,
+            "batch": config.train.global_batch_size,
             "git": code_version(),
             **library_versions("torch", "transformers", "deepspeed"),
         }
@@ -301,7 +301,7 @@ def read_saved(directory: Path) -> Saved:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{directory} was written by another version of this program ({STATE}: {one_line(error, 80)}); "
-            "continue it with that version, or start a new run_dir",
+            "continue it with that version, or start a new output_dir",
             code="other-version",
         ) from None
 
@@ -332,7 +332,7 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
     if ds_config["optimizer"]["type"] == "Muon":
         raise UserError(
             f"{saved.directory} was saved by {saved.ranks} ranks, and DeepSpeed cannot convert the state of "
-            f"Muon for {world.ranks}; start {saved.ranks} ranks, or a new run_dir from an export",
+            f"Muon for {world.ranks}; start {saved.ranks} ranks, or a new output_dir from an export",
             code="muon-ranks",
         )
     copy = saved.directory.with_name(saved.directory.name + ".universal")
@@ -357,12 +357,13 @@ def check_engine(saved: Saved, engine: Engine) -> None:
     if saved.groups != engine.groups:
         raise UserError(
             f"{saved.directory} was saved with {saved.groups} parameters in the optimizer's groups, and this "
-            f"run has {engine.groups}: the model or this program has changed; set run_dir to a new directory",
+            f"run has {engine.groups}: the model or this program has changed; set output_dir to a new "
+            f"directory",
             code="changed-groups",
         )
     if saved.frozen != engine.frozen:
         raise UserError(
             f"{saved.directory} holds adapters of another base model than model.path is now; put the old "
-            "weights back, or set run_dir to a new directory",
+            "weights back, or set output_dir to a new directory",
             code="changed-base",
         )

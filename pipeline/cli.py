@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument(
-        "--out",
+        "--output_path",
         metavar="PATH",
         help="directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout",
     )
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout"
     )
     report.add_argument(
-        "--fail-on-regression",
+        "--fail_on_regression",
         metavar="SET[,SET]",
         help="exit with 3 when the NLL of one of these validation sets has surely risen since step 0",
     )
@@ -215,7 +215,7 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
     _recipe_and_overrides(parser)
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and plan; train nothing")
+    parser.add_argument("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
     parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
@@ -355,7 +355,7 @@ def _report(args: argparse.Namespace) -> int:
     runs = read_runs(args.runs)
     names = args.fail_on_regression
     verdicts = regressions(runs, names.split(",") if names is not None else [])
-    out = args.out or str(runs[0].path)
+    out = args.output_path or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]
     if args.json == STDOUT:

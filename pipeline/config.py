@@ -236,22 +236,22 @@ class MixtureConfig(Section):
 class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
-    epochs: float | None = Field(None, gt=0)
-    """Passes over the data; give this or steps."""
-    steps: int | None = Field(None, gt=0)
-    """Optimizer steps; give this or epochs."""
-    batch: int = Field(16, gt=0)
+    num_train_epochs: float | None = Field(None, gt=0)
+    """Passes over the data; give this or max_steps."""
+    max_steps: int | None = Field(None, gt=0)
+    """Optimizer steps; give this or num_train_epochs."""
+    global_batch_size: int = Field(16, gt=0)
     """Rows per optimizer step over all ranks."""
-    micro_batch: int = mark(FREE, 4, gt=0)
+    micro_batch_size: int = mark(FREE, 4, gt=0)
     """Rows per forward pass and rank."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` takes the matrices of the body and leaves embeddings, head, biases and norms to AdamW; the
     logged gradient norm is then that of the update."""
-    lr: float = Field(2e-5, gt=0, le=1e6)
+    learning_rate: float = Field(2e-5, gt=0, le=1e6)
     """Peak learning rate of AdamW."""
     muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02; same schedule."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of the steps over which the learning rate rises."""
@@ -261,7 +261,7 @@ class TrainConfig(Section):
     """AdamW's averages of gradient and squared gradient."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
-    clip: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
     mixture: MixtureConfig | None = None
     """Shares of the data's domains. Without one, each epoch is one permutation of all rows. A run keeps its
@@ -270,15 +270,15 @@ class TrainConfig(Section):
     """Step of the checkpoint from which a changed mixture holds."""
     seed: int = Field(42, ge=0)
     """Seed of the data order, dropout, adapters and the weights of a new model."""
-    log_every: int = mark(FREE, 10, gt=0)
+    logging_steps: int = mark(FREE, 10, gt=0)
     """Steps between records in metrics.jsonl."""
-    eval_every: int = mark(FREE, 0, ge=0)
+    eval_steps: int = mark(FREE, 0, ge=0)
     """Steps between validations; 0 measures only before the first and after the last step."""
     eval_rows: int = mark(FREE, 512, gt=0)
     """Rows of each validation set at most."""
-    save_every: int = mark(FREE, 0, ge=0)
+    save_steps: int = mark(FREE, 0, ge=0)
     """Steps between checkpoints; 0 saves only at the end or when stopped."""
-    keep_last: int = mark(FREE, 2, gt=0)
+    save_total_limit: int = mark(FREE, 2, gt=0)
     """Number of newest complete checkpoints to keep."""
     keep_every: int = mark(FREE, 0, ge=0)
     """Also keep the checkpoints of every so many steps; 0 keeps none."""
@@ -294,10 +294,10 @@ class TrainConfig(Section):
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
     """Tokens of each continuation."""
-    tensorboard: bool = mark(FREE, False)
-    """Write TensorBoard events."""
-    wandb: str | None = mark(FREE, None)
-    """Project of Weights & Biases that gets the metrics."""
+    report_to: list[Literal["tensorboard", "wandb"]] = mark(FREE, [])
+    """Where metrics go besides metrics.jsonl: TensorBoard events, Weights & Biases."""
+    project: str = mark(FREE, "emo")
+    """Project of Weights & Biases."""
     profile: tuple[int, int] | None = mark(FREE, None)
     """First and last step that torch.profiler records."""
     timeout_minutes: float = mark(FREE, 10, gt=0, le=1e5)
@@ -313,18 +313,20 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if (self.epochs is None) == (self.steps is None):
+        if (self.num_train_epochs is None) == (self.max_steps is None):
             first, other = (
-                f"train.steps={self.steps or 'N'}",
-                f"train.epochs={self.epochs or 'N'}".removesuffix(".0"),
+                f"train.max_steps={self.max_steps or 'N'}",
+                f"train.num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
             )
-            if self.steps is not None:
-                first, other = f"{first} train.epochs=null", f"{other} train.steps=null"
-            raise ValueError(f"give exactly one of epochs and steps: {first}, or {other}")
+            if self.max_steps is not None:
+                first, other = f"{first} train.num_train_epochs=null", f"{other} train.max_steps=null"
+            raise ValueError(f"give exactly one of num_train_epochs and max_steps: {first}, or {other}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
-        if self.optimizer == "muon" and self.clip:
-            raise ValueError("optimizer muon needs clip 0: DeepSpeed would clip its update, not the gradient")
+        if self.optimizer == "muon" and self.max_grad_norm:
+            raise ValueError(
+                "optimizer muon needs max_grad_norm 0: DeepSpeed would clip its update, not the gradient"
+            )
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError("profile names the first and last step to record, from 1")
         return self
@@ -333,7 +335,7 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """A whole run: `data` for data_prep, the rest for the trainer."""
 
-    run_dir: Path = mark(FREE)
+    output_dir: Path = mark(FREE)
     """Directory of the run: configuration, metrics, checkpoints, export."""
     data: DataConfig = mark(FREE)
     """What to tokenise; compared by the fingerprint of the prepared data."""
@@ -391,33 +393,34 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     """
     if batch % ranks:
         raise UserError(
-            f"train.batch={batch} does not divide over {counted(ranks, 'rank')}; "
-            f"set train.batch={max(ranks, batch - batch % ranks)} or change the number of ranks"
+            f"train.global_batch_size={batch} does not divide over {counted(ranks, 'rank')}; "
+            f"set train.global_batch_size={max(ranks, batch - batch % ranks)} or change the number of ranks"
         )
     per_rank = batch // ranks
     micro = min(micro, per_rank)
     if per_rank % micro:
         fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
         raise UserError(
-            f"train.micro_batch={micro} does not divide the {per_rank} rows that each of "
-            f"{counted(ranks, 'rank')} takes of train.batch={batch}; set train.micro_batch={fits}"
+            f"train.micro_batch_size={micro} does not divide the {per_rank} rows that each of "
+            f"{counted(ranks, 'rank')} takes of train.global_batch_size={batch}; set "
+            f"train.micro_batch_size={fits}"
         )
     return Batch(batch, micro, per_rank // micro, ranks)
 
 
 def total_steps(train: TrainConfig, rows: int) -> int:
-    """Return the optimizer steps of the run: train.steps, or as many whole batches as the epochs hold.
+    """Return the optimizer steps of the run: train.max_steps, or as many whole batches as the epochs hold.
 
     Raises UserError when the data are too few for one step.
     """
-    if train.steps is not None:
-        return train.steps
-    assert train.epochs is not None
-    steps = int(train.epochs * rows / train.batch)
+    if train.max_steps is not None:
+        return train.max_steps
+    assert train.num_train_epochs is not None
+    steps = int(train.num_train_epochs * rows / train.global_batch_size)
     if steps == 0:
         raise UserError(
-            f"{counted(rows, 'row')} x {counted(train.epochs, 'epoch')} are less than one batch of "
-            f"{train.batch}; set a smaller train.batch or more train.epochs"
+            f"{counted(rows, 'row')} x {counted(train.num_train_epochs, 'epoch')} are less than one batch of "
+            f"{train.global_batch_size}; set a smaller train.global_batch_size or more train.num_train_epochs"
         )
     return steps
 
@@ -429,10 +432,10 @@ def lr_at(train: TrainConfig, step: int, steps: int) -> float:
     """
     warmup = math.ceil(train.warmup_ratio * steps)
     if step < warmup:
-        return train.lr * (step + 1) / warmup
+        return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    if train.schedule == "cosine":
-        return train.lr * 0.5 * (1 + math.cos(math.pi * progress))
-    if train.schedule == "linear":
-        return train.lr * (1 - progress)
-    return train.lr
+    if train.lr_scheduler_type == "cosine":
+        return train.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+    if train.lr_scheduler_type == "linear":
+        return train.learning_rate * (1 - progress)
+    return train.learning_rate

@@ -323,7 +323,8 @@ def _check_finite(state: dict[str, Any]) -> None:
             continue
         if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:
             raise DamagedError(
-                f"{'.'.join(keys)[-120:]} holds NaN or infinity; lower train.lr, and look at the last losses",
+                f"{'.'.join(keys)[-120:]} holds NaN or infinity; lower train.learning_rate, and look at "
+                f"the last losses",
                 code="not-finite",
             )
 

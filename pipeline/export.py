@@ -248,7 +248,7 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     sources = ", ".join(map(markdown, names))
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-        f"# {markdown(config.run_dir.name)}\n\nTrained from {markdown(origin)} with the "
+        f"# {markdown(config.output_dir.name)}\n\nTrained from {markdown(origin)} with the "
         f"`{on_one_line(publishable(config.objective.label)).replace('`', '')}` objective on "
         f"{sources}.\n\n| fact | value |\n|---|---|\n{facts}\n"
     )

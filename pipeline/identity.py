@@ -56,7 +56,7 @@ PARTS = {
     "program": ("objective program", "restore the file"),
     "normalisation": (
         "number of rows that an objective with normalised weights sees together",
-        "set train.micro_batch, and start as many ranks, as before",
+        "set train.micro_batch_size, and start as many ranks, as before",
     ),
     "model": ("model configuration", "restore the config.json of model.path"),
     "adapters": ("way to make adapters", "install the version of peft that it was started with"),
@@ -76,15 +76,15 @@ def compare(config: RunConfig, identity: Identity) -> None:
     Fields marked `free` may differ, and the mixture where `train.mixture_from` says so. Raises UserError
     naming the first key that was changed, added or removed, or what else is not what it was.
     """
-    if not (config.run_dir / CONFIG).is_file():
-        if checkpoints(config.run_dir):
+    if not (config.output_dir / CONFIG).is_file():
+        if checkpoints(config.output_dir):
             raise UserError(
-                f"{config.run_dir} holds checkpoints but not the {CONFIG} that they were trained with; "
-                "put it back, or set run_dir to a new directory",
+                f"{config.output_dir} holds checkpoints but not the {CONFIG} that they were trained with; "
+                "put it back, or set output_dir to a new directory",
                 code="config-missing",
             )
         return
-    claimed = _claimed(config.run_dir)
+    claimed = _claimed(config.output_dir)
     previous, current = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
     free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
     for key in dict.fromkeys((*current, *previous)):
@@ -93,15 +93,16 @@ def compare(config: RunConfig, identity: Identity) -> None:
         if f"{key}.".startswith("train.mixture."):
             if config.train.mixture is None:
                 raise UserError(
-                    f"{config.run_dir} was trained with a train.mixture, and without one its domains could "
+                    f"{config.output_dir} was trained with a train.mixture, and without one its domains "
+                    f"could "
                     "not go on where they are; train.mixture={temperature: 1} takes all in proportion, or "
-                    "set run_dir to a new directory",
+                    "set output_dir to a new directory",
                     code="mixture-gone",
                 )
             if config.train.mixture_from is None:
-                newest = max(map(step_of, checkpoints(config.run_dir)), default=0)
+                newest = max(map(step_of, checkpoints(config.output_dir)), default=0)
                 raise UserError(
-                    f"{config.run_dir} was trained with another train.mixture; set "
+                    f"{config.output_dir} was trained with another train.mixture; set "
                     f"train.mixture_from={newest} to let this one hold from its newest checkpoint on, or "
                     "restore the old one",
                     code="changed-mixture",
@@ -109,11 +110,12 @@ def compare(config: RunConfig, identity: Identity) -> None:
             continue
         before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (previous, current))
         raise UserError(
-            f"{config.run_dir} was started with {before}, and the recipe now has {now}; set run_dir to a new "
+            f"{config.output_dir} was started with {before}, and the recipe now has {now}; set output_dir "
+            f"to a new "
             "directory, or restore the old value",
             code="changed-key",
         )
-    check_same(config.run_dir, claimed.get(IDENTITY), identity)
+    check_same(config.output_dir, claimed.get(IDENTITY), identity)
 
 
 def _claimed(run_dir: Path) -> dict[str, Any]:
@@ -126,7 +128,8 @@ def _claimed(run_dir: Path) -> dict[str, Any]:
         return tree
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set run_dir to a new "
+            f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set output_dir to "
+            f"a new "
             "directory",
             code="config-unreadable",
         ) from None
@@ -137,7 +140,7 @@ def mixtures(config: RunConfig) -> list[Holding]:
 
     `compare` has found that it may change, where it does.
     """
-    recorded, now, start = _recorded(config.run_dir), config.train.mixture, config.train.mixture_from
+    recorded, now, start = _recorded(config.output_dir), config.train.mixture, config.train.mixture_from
     if not recorded or recorded[-1].mixture == now:
         return recorded or [Holding(0, now)]
     assert start is not None
@@ -147,7 +150,7 @@ def mixtures(config: RunConfig) -> list[Holding]:
 
 def check_mixture(config: RunConfig, step: int) -> None:
     """Raise UserError for a mixture that changes at another step than `step`, from which the run goes on."""
-    recorded = _recorded(config.run_dir)
+    recorded = _recorded(config.output_dir)
     if recorded and recorded != mixtures(config) and config.train.mixture_from != step:
         raise UserError(
             f"train.mixture_from={config.train.mixture_from}, and the run goes on from step {step}; set "
@@ -168,8 +171,8 @@ def _recorded(run_dir: Path) -> list[Holding]:
 
 def clear_unstarted(config: RunConfig) -> None:
     """Remove the first weights of a launch that ended before the run was claimed: it may have had others."""
-    if not (config.run_dir / CONFIG).is_file():
-        shutil.rmtree(config.run_dir / INITIAL, ignore_errors=True)
+    if not (config.output_dir / CONFIG).is_file():
+        shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
 
 
 def claim(config: RunConfig, identity: Identity) -> None:
@@ -178,7 +181,7 @@ def claim(config: RunConfig, identity: Identity) -> None:
     if len(history) > 1:
         entries = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
         tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
-    write_text(config.run_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))
+    write_text(config.output_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -241,7 +244,7 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
     if not isinstance(before, dict):
         raise UserError(
             f"{run_dir} does not say what it was trained with: another version of this program made it; "
-            "continue it with that version, or set run_dir to a new directory",
+            "continue it with that version, or set output_dir to a new directory",
             code="other-version",
         )
     for part, value in now.items():
@@ -250,7 +253,7 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
         subject, cure = PARTS[part]
         raise UserError(
             f"{run_dir} was trained with another {subject}: {_difference(before.get(part), value)}; {cure}, "
-            "or set run_dir to a new directory",
+            "or set output_dir to a new directory",
             code=f"changed-{part}",
         )
 

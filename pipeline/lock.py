@@ -66,13 +66,13 @@ class RunLock:
                         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
                         raise UserError(
                             f"{self.run_dir} is in use by {holder}, started {when}; wait until it has ended, "
-                            "or set run_dir to another directory",
+                            "or set output_dir to another directory",
                             code="run-in-use",
                         )
                 time.sleep(LOOK)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
-            text = f"run_dir={self.run_dir} cannot be written ({error}); set another"
+            text = f"output_dir={self.run_dir} cannot be written ({error}); set another"
             raise kind(text, code="unwritable") from None
         self._beat()
 

@@ -91,7 +91,7 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     if context is not None and manifest.block > context:
         raise UserError(
             f"blocks of {manifest.block} tokens are longer than the model's context of {context}; "
-            f"set data.block={context} or less and prepare again"
+            f"set data.sequence_len={context} or less and prepare again"
         )
     if model.path is None:
         return
@@ -225,13 +225,13 @@ def origin(config: RunConfig) -> tuple[str, str | None]:
     A new model's first weights are its origin, and its cost embedding's.
     """
     if config.model.path is None:
-        return str(config.run_dir / INITIAL), None
+        return str(config.output_dir / INITIAL), None
     return config.model.path, config.model.revision
 
 
 def write_initial_weights(config: RunConfig) -> None:
     """Initialise a new model on this rank and save it, so that every world size starts the same."""
-    target = config.run_dir / INITIAL
+    target = config.output_dir / INITIAL
     if (target / "config.json").is_file():
         return
     with torch.random.fork_rng(devices=[]):

@@ -362,7 +362,8 @@ class MixedOrder:
                 if leg.flow.dry and time > leg.flow.times[-1]:
                     raise UserError(
                         "train.mixture: every domain that has a share has had its max_epochs after "
-                        f"{(rows - missing) // self.batch:,} steps; raise them, or set train.steps to that"
+                        f"{(rows - missing) // self.batch:,} steps; raise them, or set train.max_steps to "
+                        f"that"
                     )
             else:
                 high, above = time, counts

@@ -192,7 +192,8 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
         return ExitCode.MISTAKE, (
             f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
-            "train.micro_batch, model.activation_checkpointing=true, or a DeepSpeed file with a higher ZeRO "
+            "train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file with a "
+            "higher ZeRO "
             "stage or offload; `emo plan` says what fits"
         )
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

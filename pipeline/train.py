@@ -76,12 +76,12 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
     """
     ready = agreed(lambda: check(config, world.ranks, local=True))
-    if (config.run_dir / EXPORT).is_dir():
-        event = {"event": "finished", "export": str(config.run_dir / EXPORT)}
-        log.info("%s is finished: its export is in export/", config.run_dir, extra={"event_fields": event})
+    if (config.output_dir / EXPORT).is_dir():
+        event = {"event": "finished", "export": str(config.output_dir / EXPORT)}
+        log.info("%s is finished: its export is in export/", config.output_dir, extra={"event_fields": event})
         return True
-    lock = RunLock(config.run_dir, world.is_main)
-    launch = Launch(config.run_dir, console, world.is_main)
+    lock = RunLock(config.output_dir, world.is_main)
+    launch = Launch(config.output_dir, console, world.is_main)
 
     def take() -> None:
         """Lock, compare and clear the run directory, before anything is loaded."""
@@ -94,7 +94,7 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     ended = "failed"
     try:
         on_main(world, take)
-        console.open(config.run_dir, world.is_main)
+        console.open(config.output_dir, world.is_main)
         finished = _train(config, world, watch, ready, lock, launch)
         ended = "finished" if finished else "stopped"
         return finished
@@ -142,13 +142,13 @@ def _train(
     """Train in a directory that this launch owns; return whether the run is finished."""
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
-    stop = StopRequest(config.run_dir, config.train.max_minutes, watch)
+    stop = StopRequest(config.output_dir, config.train.max_minutes, watch)
     vocab_size = ready.hf_config.get_text_config().vocab_size
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     scores = ready.scores
     files = (data, *ready.validation.values(), *scores)
-    check_content(config.run_dir, [file for file in files if file is not None], world)
-    saved = checkpoint.newest_valid(config.run_dir, world)
+    check_content(config.output_dir, [file for file in files if file is not None], world)
+    saved = checkpoint.newest_valid(config.output_dir, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     agreed(lambda: identity.check_mixture(config, step))
     read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
@@ -173,7 +173,7 @@ def _train(
     )
     metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)
-    guard = Guard(config.run_dir, config.train, writes=world.is_main, state=progress.get("guard"))
+    guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
     micro = ready.batch.micro
     loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
@@ -237,14 +237,14 @@ def _train(
         warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
         if warning:
             log.warning(warning)
-        if step % config.train.log_every == 0 or step == steps:
+        if step % config.train.logging_steps == 0 or step == steps:
             metrics.log(step, tokens, lr)
-        if held_out and _due(step, config.train.eval_every, steps):
+        if held_out and _due(step, config.train.eval_steps, steps):
             validate()
         finished = not sums.stop or step == steps
         if not finished:
             launch.stopping(step, first_reason(stop.reason))
-        if not finished or _due(step, config.train.save_every, steps):
+        if not finished or _due(step, config.train.save_steps, steps):
             save()
             saved_step = step
         if not finished:
@@ -258,7 +258,7 @@ def _train(
     ):
         saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
-            export_model(trainer, config, config.run_dir / EXPORT, saver.export_info(step, tokens))
+            export_model(trainer, config, config.output_dir / EXPORT, saver.export_info(step, tokens))
     if finished:
         saver.finish_copies(lambda: stop.reason is not None)
     metrics.close()
@@ -307,7 +307,8 @@ class Guard:
             if self._in_a_row >= self.train.max_skipped:
                 raise UserError(
                     f"{self._in_a_row} steps in a row up to step {step} had no finite gradient and were "
-                    f"skipped; their rows are listed in {self.path}; lower train.lr or look at the rows",
+                    f"skipped; their rows are listed in {self.path}; lower train.learning_rate or look at "
+                    f"the rows",
                     code="not-finite",
                 )
             return f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
@@ -324,7 +325,7 @@ class Guard:
         self._record("spike", step, loss, nll, rows)
         if self.train.spike_stops:
             raise UserError(
-                f"{jumped}; its rows are listed in {self.path}; lower train.lr, or set "
+                f"{jumped}; its rows are listed in {self.path}; lower train.learning_rate, or set "
                 "train.spike_stops=false to continue",
                 code="spike",
             )
@@ -357,7 +358,7 @@ def _peak_share(config: RunConfig, ready: Ready) -> float | None:
         return None
     batch = ready.batch
     half = config.model.dtype == "bfloat16"
-    setup = Setup(batch.ranks, 0, batch.micro, config.data.block, batch.accumulation, bf16=half)
+    setup = Setup(batch.ranks, 0, batch.micro, config.data.sequence_len, batch.accumulation, bf16=half)
     return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
 
 

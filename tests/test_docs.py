@@ -95,11 +95,11 @@ def test_a_mistake_is_found(text: str, fault: str, tmp_path: Path) -> None:
 
 RIGHT = """# A page: of `code`
 
-[x](#a-page-of-code) `train.lr`, `objective.params.ratio_cap`, `--tasks sst2`
+[x](#a-page-of-code) `train.learning_rate`, `objective.params.ratio_cap`, `--tasks sst2`
 
 ```bash
 # needs: hosts
-./launch/continual.sh --hostfile HOSTS -- RECIPE train.lr=1e-5  # a remark
+./launch/continual.sh --hostfile HOSTS -- RECIPE train.learning_rate=1e-5  # a remark
 ```
 """
 
@@ -110,4 +110,4 @@ def test_what_is_right_is_left_alone(tmp_path: Path) -> None:
     assert documents.faults(page) == []
     (block,) = documents.blocks(page)
     assert block.needs == ["hosts"]
-    assert block.commands == ["./launch/continual.sh --hostfile HOSTS -- RECIPE train.lr=1e-5"]
+    assert block.commands == ["./launch/continual.sh --hostfile HOSTS -- RECIPE train.learning_rate=1e-5"]

@@ -142,7 +142,7 @@ print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSIT
 
 def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_path: Path) -> None:
     (tmp_path / "launch" / "recipes").mkdir(parents=True)
-    (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("run_dir: mine\n")
+    (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("output_dir: mine\n")
     code = "from pathlib import Path; from emo.common.recipe import read_recipe; "
     code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['run_dir'])"
     assert built.run(code, tmp_path).strip() == "mine"
@@ -181,16 +181,16 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
     code += (
-        "from emo.__main__ import main; main(['train', '--master_port=1', '--', 'mine.yaml', 'train.lr=1'])"
+        "from emo.__main__ import main; main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1'])"
     )
     environment = os.environ | {"PYTHONPATH": str(built.site)}
     (tmp_path / "mine.yaml").write_text(
-        "run_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
+        "output_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
         "model: { architecture: { model_type: llama } }\ntrain: { steps: 1 }\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
     told = (tmp_path / "told").read_text().splitlines()
-    assert told == [supervisor, f"--master_port=1 {script} mine.yaml train.lr=1"]
+    assert told == [supervisor, f"--master_port=1 {script} mine.yaml train.seed=1"]
     assert done.returncode == ExitCode.FAILURE  # a launcher that says 0 without a rank that has ended well
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 

@@ -151,7 +151,7 @@ class Document:
         return json.dumps(finite(self.data), indent=1, allow_nan=False) + "\n"
 
     def write(self, out: str | Path, names: Sequence[str] = ("report.html",)) -> Path | None:
-        """Write it where `--out` says; return the page, or what was written instead, or None for stdout.
+        """Write it where --output_path says. Return the page, what was written instead, or None (stdout).
 
         A directory (one that exists, ends with a slash or has no suffix) gets the files `names`; a path that
         ends with .html, .md or .json is that file; `-` is Markdown on stdout. Raises UserError where nothing
@@ -165,7 +165,7 @@ class Document:
         files = [folder / name for name in names] if folder == target else [target]
         if files[0].suffix.lower() not in formats:
             accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
-            raise UserError(f"--out {out}: give {accepted}", code="report-out")
+            raise UserError(f"--output_path {out}: give {accepted}", code="report-out")
         texts = {file: formats[file.suffix.lower()]() for file in files}
         for file, text in texts.items():
             save(file, text)
@@ -173,7 +173,7 @@ class Document:
 
 
 def folder_of(out: str | Path) -> Path:
-    """Return the directory that a report with this `--out` is written into."""
+    """Return the directory that a report with this `--output_path` is written into."""
     path = Path(out)
     whole = path.is_dir() or str(out).endswith("/") or not (path.suffix or str(out) == STDOUT)
     return path if whole else path.parent

@@ -292,10 +292,14 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
         block = min(4096, 1 << (max(256, longest) - 1).bit_length())
     else:
         block = 1 << min(1024, max(32, tokens // 2)).bit_length() - 1
-    data["block"] = min(block, (context_of(local) if local else None) or block)
+    data["sequence_len"] = min(block, (context_of(local) if local else None) or block)
     # Rows drawn by chance must surely give every shard of a validation set some.
     large = isinstance(look.payload, bytes) and look.input.size > len(look.payload)
-    enough = large or look.config.kind == "instruct" or VALIDATED * tokens >= SURELY * data["block"] * shards
+    enough = (
+        large
+        or look.config.kind == "instruct"
+        or VALIDATED * tokens >= SURELY * data["sequence_len"] * shards
+    )
     if enough and VALIDATED * len(lengths) >= SURELY:
         data["validation_fraction"] = VALIDATED
     if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in look.rows):

@@ -16,9 +16,9 @@ from emo.eval.store import STORE
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
-  emo export --format lm-eval runs/eval --data TASKS --out runs/lm-eval
-  emo export --format hf runs/eval --name EMO --out runs/mine/export
-  emo export --format wandb runs/mine/eval --out runs/mine"""
+  emo export --format lm-eval runs/eval --data TASKS --output_path runs/lm-eval
+  emo export --format hf runs/eval --name EMO --output_path runs/mine/export
+  emo export --format wandb runs/mine/eval --output_path runs/mine"""
 
 Say = Callable[[str], None]
 
@@ -32,9 +32,14 @@ def add_arguments(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
-    add("results", nargs="+", type=Path, help="directories given as --out to run or watch")
+    add("results", nargs="+", type=Path, help="directories given as --output_path to run or watch")
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
-    add("--out", required=True, type=Path, help="a directory; hf: the model's; wandb: the training run's")
+    add(
+        "--output_path",
+        required=True,
+        type=Path,
+        help="a directory; hf: the model's; wandb: the training run's",
+    )
     add("--name", help="only the model that results call so (all)")
     add("--data", help="lm-eval: where the rows are, as for run; without it there are no samples")
     add("--tasks", default="", help="lm-eval: task files of your own, comma-separated")
@@ -52,9 +57,9 @@ class Export:
         if self.format not in FORMATS:
             raise UserError(f"--format {self.format!r}; {nearest(self.format, FORMATS)}")
         if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--out {self.out} is a file; name a directory")
+            raise UserError(f"--output_path {self.out} is a file; name a directory")
         if self.format != WANDB and ((self.out / STORE).is_dir() or (self.out / MODELS).is_dir()):
-            raise UserError(f"--out {self.out} is in use as a results directory; name another")
+            raise UserError(f"--output_path {self.out} is in use as a results directory; name another")
 
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
@@ -119,7 +124,7 @@ def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list
 def run(args: argparse.Namespace, say: Say) -> int:
     """The command `export`."""
     first_word("export")
-    export = _export(args.format, args.out, args.data, args.tasks)
+    export = _export(args.format, args.output_path, args.data, args.tasks)
     models = read_models(args.results)
     if args.name:
         models = [pick(models, args.name)]

@@ -58,7 +58,9 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
         except UserError as error:
             faults[model.name] = error
     if not points and not faults:
-        raise UserError(f"none of these results is of the run {run_dir}; --out is the run that they are of")
+        raise UserError(
+            f"none of these results is of the run {run_dir}; --output_path is the run that they are of"
+        )
     with held(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
         if not free:
             raise BusyError(
@@ -90,17 +92,18 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
 def _counterpart(run_dir: Path) -> tuple[str, str]:
     """Project and id of the run in W&B."""
     try:
-        project = read_written(run_dir / CONFIG)["train"]["wandb"]
+        train = read_written(run_dir / CONFIG)["train"]
+        project = train["project"] if "wandb" in train["report_to"] else None
         run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise UserError(
-            f"{run_dir} has no {name}: --out is the directory of a run with train.wandb"
+            f"{run_dir} has no {name}: --output_path is the directory of a run with train.report_to=[wandb]"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_dir / CONFIG} is no configuration of a run ({one_line(error, 80)})") from None
     if not isinstance(project, str):
-        raise UserError(f"{run_dir} was trained without train.wandb: W&B has no run of it")
+        raise UserError(f"{run_dir} was trained without train.report_to=[wandb]: W&B has no run of it")
     return project, run_id
 
 

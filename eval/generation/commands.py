@@ -24,32 +24,34 @@ def add_arguments(subparsers: Any) -> None:
     add = command.add_argument
     add("--model", required=True, help="model directory (an export) or hub id")
     add("--name", help="how results call it (its directory)")
-    add("--out", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    add("--output_path", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
     where = command.add_mutually_exclusive_group()
     where.add_argument("--prefix", action="append", help="text to continue; repeatable; default: begin one")
     where.add_argument("--prefixes", type=Path, metavar="FILE", help="JSON lines with `text`, or plain lines")
     where.add_argument("--corpus", help=f"prefixes of the paper's length: {', '.join(CORPORA)}")
     text = "with --prefixes: words of each text that are its prefix (all)"
-    add("--prefix-words", type=int, default=0, help=text)
+    add("--prefix_words", type=int, default=0, help=text)
     text = "with --corpus: directory of FOLDER/SPLIT.jsonl or .txt[.zst], or hub (hub)"
     add("--data", default="hub", help=text)
     add("--split", default="test", help="with --corpus: train, validation or test (test)")
     add("--limit", type=int, help="evenly spaced prefixes (all)")
     add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy: 1)")
-    add("--tokens", type=int, help=f"longest continuation in tokens (the corpus's own, else {TOKENS})")
+    add(
+        "--max_new_tokens", type=int, help=f"longest continuation in tokens (the corpus's own, else {TOKENS})"
+    )
     add("--seeds", default="0", help="comma-separated (0)")
-    add("--batch", type=int, default=64, help="texts at a time (64); does not change them")
+    add("--batch_size", type=int, default=64, help="texts at a time (64); does not change them")
     add("--temperature", type=float, default=1.0, help="divides the logits (1)")
-    add("--top-k", type=int, default=0, help="only the k likeliest tokens (0: all)")
-    add("--top-p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
+    add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
+    add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
 
     command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
     add = command.add_argument
     add("texts", nargs="+", type=Path, help="directories that generate wrote: OUT/models/NAME/generated/*")
     text = "results directory, for the oracle's texts (runs/eval)"
-    add("--out", type=Path, default=Path("runs/eval"), help=text)
+    add("--output_path", type=Path, default=Path("runs/eval"), help=text)
     add("--oracle", help="model whose perplexity of the samples is measured, and of its own beside it")
     add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
     add("--mauve", metavar="FEATURIZER", help=MAUVE_HELP)
@@ -74,16 +76,16 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     except ValueError:
         raise UserError(f"--seeds {args.seeds!r} must be whole numbers with commas between them") from None
     if args.prefix_words < 0:
-        raise UserError(f"--prefix-words {args.prefix_words} must not be negative")
+        raise UserError(f"--prefix_words {args.prefix_words} must not be negative")
     if args.prefix_words and not args.prefixes:
-        raise UserError("--prefix-words goes with --prefixes FILE")
+        raise UserError("--prefix_words goes with --prefixes FILE")
     if args.prefixes:
         prefixes = from_file(args.prefixes, args.prefix_words, args.limit)
     elif args.corpus:
         prefixes = from_corpus(args.corpus, args.data, args.split, args.limit)
     else:
         prefixes = given(args.prefix)
-    tokens = (prefixes.tokens or TOKENS) if args.tokens is None else args.tokens
+    tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
     from emo.eval.generation.records import ABOUT, Generation, Plan
     from emo.eval.generation.tokens import end_ids
@@ -91,10 +93,10 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     from emo.eval.results import claim_name
     from emo.eval.store import read_json, said_of
 
-    plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch)
+    plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch_size)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    generation = Generation(model, plan, args.out)
-    claim_name(model, args.out, say)
+    generation = Generation(model, plan, args.output_path)
+    claim_name(model, args.output_path, say)
     if not end_ids(model):
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
@@ -119,6 +121,6 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         raise UserError(f"{args.test} has no texts")
     request = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled.read(directory) for directory in args.texts]
-    measured = [measure(texts, request, args.out, say) for texts in sampled]
+    measured = [measure(texts, request, args.output_path, say) for texts in sampled]
     say("\n".join(write(measured, args.texts)))
     return ExitCode.DONE

@@ -21,12 +21,12 @@ class Decoding:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise UserError(f"--temperature {self.temperature} must be above 0")
         if self.top_k < 0:
-            raise UserError(f"--top-k {self.top_k} must not be negative (0: all tokens)")
+            raise UserError(f"--top_k {self.top_k} must not be negative (0: all tokens)")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p} must be above 0 and at most 1")
+            raise UserError(f"--top_p {self.top_p} must be above 0 and at most 1")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
             raise UserError(
-                "--greedy takes the likeliest token; leave out --temperature, --top-k and --top-p"
+                "--greedy takes the likeliest token; leave out --temperature, --top_k and --top_p"
             )
 
     @property

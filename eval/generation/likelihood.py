@@ -49,7 +49,7 @@ def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Se
     if limit is not None and longest > limit:
         raise UserError(
             f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
-            "generate shorter ones (--tokens), or take another model"
+            "generate shorter ones (--max_new_tokens), or take another model"
         )
     try:
         nll = continuation_nll(model.scorer, pairs)

@@ -75,7 +75,8 @@ class Generation:
         count = len(self.prompts[longest])
         if context is not None and count + plan.tokens > context:
             raise UserError(
-                f"prefix {longest} has {count} tokens and --tokens is {plan.tokens}, together more than "
+                f"prefix {longest} has {count} tokens and --max_new_tokens is {plan.tokens}, together "
+                f"more than "
                 f"the context of {model.given}, {context} tokens; shorten one of them"
             )
 

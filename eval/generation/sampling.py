@@ -79,7 +79,7 @@ class Sampler:
         batch: int = BATCH,
     ) -> None:
         if batch < 1:
-            raise UserError(f"--batch {batch} must be at least 1")
+            raise UserError(f"--batch_size {batch} must be at least 1")
         self.model = model.eval()
         self.decoding = decoding or Decoding()
         self.ends = frozenset(ends)
@@ -102,7 +102,7 @@ class Sampler:
         that give no numbers, and for models whose cache does not reproduce their plain forward.
         """
         if tokens < 1:
-            raise UserError(f"--tokens {tokens} must be at least 1")
+            raise UserError(f"--max_new_tokens {tokens} must be at least 1")
         texts: dict[int, Continuation] = {}
         # Prompts of like length need little padding.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
@@ -229,7 +229,7 @@ class _Choice(LogitsProcessor):
         scale = plain[finite].abs().max().clamp_min(1.0)
         difference = float((plain - logits[row : row + 1])[finite].abs().max() / scale)
         if difference > DIFFERENT * (1 if sampler.dtype.itemsize >= 4 else 10):
-            hint = "; try --batch 1" if sampler.batch > 1 else ""
+            hint = "; try --batch_size 1" if sampler.batch > 1 else ""
             raise UserError(
                 f"{type(sampler.model).__name__}: with a cache its logits differ by {difference:.2g} of "
                 f"their size from those of a plain forward, so it cannot be sampled{hint}",

@@ -21,7 +21,7 @@ from emo.common.lease import held
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.scores import NotFiniteError
-from emo.eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
+from emo.eval.icl.settings import BUDGET, CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel
@@ -64,11 +64,16 @@ class Job:
 
         context, limit = self.model.context_length(), self.settings.max_tokens
         if context is not None and limit is not None and limit > context:
-            raise UserError(f"--max-tokens {limit} exceeds the model's context of {context} tokens")
+            raise UserError(f"--max_tokens {limit} exceeds the model's context of {context} tokens")
         if self.settings.inferencer == "ppl":
             return Recorder(self.model, self.settings, None)
-        scorer = PrefixScorer(self.model.model, self.settings.budget, self.say)
+        scorer = PrefixScorer(self.model.model, self._budget(limit or context), self.say)
         return Recorder(self.model, self.settings, scorer)
+
+    def _budget(self, longest: int | None) -> int:
+        """Return the tokens of a batch for prompts of at most `longest` tokens."""
+        count = self.settings.batch_size
+        return BUDGET if count is None else count * (longest or BUDGET)
 
     def run(self, task: Task) -> dict[str, Any]:
         """Return the result of a task, computed or found."""

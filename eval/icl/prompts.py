@@ -131,7 +131,7 @@ class PromptBuilder:
             if sample.cut > removable:
                 raise UserError(
                     f"the labels of a prompt need more than {self.limit} tokens, the longest that "
-                    "--max-tokens or the model's context allow"
+                    "--max_tokens or the model's context allow"
                 )
             keep = slice(None, -sample.cut) if self.label_first else slice(1 + sample.cut, None)
             first = 0 if self.label_first else 1

@@ -100,11 +100,11 @@ class Recorder:
         return {"prediction": task.labels[winner(rounded[self.settings.score])], "scores": rounded}
 
     def _require_context(self, longest: int | None) -> None:
-        """OpenICL's ways know no limit but --max-tokens. longest: None when it is not known, but too long."""
+        """OpenICL's ways know no limit but --max_tokens. longest: None when it is not known, but too long."""
         context = self.model.context_length()
         if context is not None and (longest is None or longest > context):
             raise UserError(
-                f"a prompt exceeds the model's context of {context} tokens; give --max-tokens {context}"
+                f"a prompt exceeds the model's context of {context} tokens; give --max_tokens {context}"
             )
 
 

@@ -18,7 +18,7 @@ VERSION = 3  # of everything that decides a score, given the same prompts
 
 @dataclass(frozen=True)
 class Settings:
-    """All of it is part of the result's key except `budget`."""
+    """All of it is part of the result's key except `batch_size`."""
 
     data: str
     retriever: str = "minilm"  # a sentence model, or the name of one of OpenICL's retrievers
@@ -30,20 +30,20 @@ class Settings:
     score: str = "openicl_ppl"
     extra: tuple[str, ...] = ()  # further scores
     max_tokens: int | None = None  # longest prompt; None: the model's context
-    budget: int = BUDGET  # tokens per batch
+    batch_size: int | None = None  # prompts of the full length; None: BUDGET tokens per batch
 
     def __post_init__(self) -> None:
         _known("--inferencer", self.inferencer, INFERENCERS)
         _known("--score", self.score, (*SCORES, *EXTRA_SCORES))
         for name in self.extra:
-            _known("--extra-scores", name, EXTRA_SCORES)
+            _known("--extra_scores", name, EXTRA_SCORES)
         if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
             raise UserError("--inferencer ppl gives openicl_ppl only")
         if self.shots is not None and self.shots < 0:
-            raise UserError("--shots must not be negative")
-        for name in ("limit", "max_tokens", "budget"):
+            raise UserError("--num_fewshot must not be negative")
+        for name in ("limit", "max_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+                raise UserError(f"--{name} must be at least 1")
 
     @property
     def extras(self) -> tuple[str, ...]:

@@ -80,7 +80,9 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
         canonical["test"] = [canonical["test"][i * n // limit] for i in range(limit)]
     count, pool = task.spec.shots.count if shots is None else shots, len(canonical["train"])
     if task.spec.shots.by == "retrieval" and pool < count:
-        raise UserError(f"task {task.name}: {count} demonstrations wanted of {pool} rows; lower --shots")
+        raise UserError(
+            f"task {task.name}: {count} demonstrations wanted of {pool} rows; lower --num_fewshot"
+        )
     digests = {k: store.digest([list(row.items()) for row in rows]) for k, rows in canonical.items()}
     return TaskData(canonical, digests)
 

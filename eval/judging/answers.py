@@ -271,7 +271,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise UserError(f"--tokens {self.tokens} must be at least 1")
+            raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
 
 
 class Answering:

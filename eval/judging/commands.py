@@ -42,10 +42,10 @@ def add_arguments(subparsers: Any) -> None:
     judging = subparsers.add_parser("judge", help=text, epilog=JUDGE_EXAMPLE, formatter_class=raw)
     _judge_arguments(judging)
     for command in (answer, judging):
-        command.add_argument("--out", type=Path, default=OUT, help=f"results directory ({OUT})")
+        command.add_argument("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
         command.add_argument("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
         text = "texts at a time (64); vLLM chooses for itself"
-        command.add_argument("--batch", type=int, default=64, help=text)
+        command.add_argument("--batch_size", type=int, default=64, help=text)
         text = "auto (the checkpoint's), float32, bfloat16, float16"
         command.add_argument("--dtype", default="auto", help=text)
 
@@ -59,9 +59,9 @@ def _answer_arguments(command: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="evenly spaced questions (all)")
     text = f"{', '.join(TEMPLATE_CHOICES)} (auto: what the model was tuned with)"
     add("--template", default="auto", help=text)
-    add("--tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
+    add("--max_new_tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
     add("--temperature", type=float, help="sample, dividing the logits; default: always the likeliest token")
-    add("--top-p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
+    add("--top_p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
     add("--seed", type=int, default=0, help="of sampled answers (0)")
 
 
@@ -80,8 +80,8 @@ def _judge_arguments(command: argparse.ArgumentParser) -> None:
     text = "verdicts that exist: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)"
     source.add_argument("--from", dest="existing", nargs="+", help=text, **file)
     add("--format", default="jsonl", help=f"of --export: {', '.join(FORMATS)} (jsonl)")
-    add("--ask-for", metavar="MODEL", help="the model that --format openai asks for (the judge's own)")
-    add("--tokens", type=int, help="longest reply in tokens (the judge's own)")
+    add("--ask_for", metavar="MODEL", help="the model that --format openai asks for (the judge's own)")
+    add("--max_new_tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="what the judgement is called (B-vs-A-QUESTIONS-JUDGE)")
 
 
@@ -100,15 +100,17 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
 
     if args.temperature is None:
         if args.top_p != 1:
-            raise UserError("--top-p goes with --temperature; without it the likeliest token is taken")
+            raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
         decoding = Decoding(greedy=True)
     else:
         decoding = Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    plan = Plan(questions, name, choose_template(model, args.template, say), args.tokens, args.seed)
-    answering = Answering(model, engine(args.engine, model, decoding, args.batch), plan, args.out)
-    claim_name(model, args.out, say)
+    plan = Plan(questions, name, choose_template(model, args.template, say), args.max_new_tokens, args.seed)
+    answering = Answering(
+        model, engine(args.engine, model, decoding, args.batch_size), plan, args.output_path
+    )
+    claim_name(model, args.output_path, say)
     path = answering.directory / ABOUT
     before = read_json(path)
     rows = answering.run()
@@ -117,7 +119,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
         say(f"{answering.directory} {other}")
     for key, remark in (
         ("empty", "are empty; they are kept"),
-        ("cut_off", "were cut off; --tokens, or the context, is the limit"),
+        ("cut_off", "were cut off; --max_new_tokens, or the context, is the limit"),
         ("no_room", f"had no room after their question in a context of {answering.context} tokens"),
     ):
         if numbers[key]:
@@ -141,7 +143,7 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
         return _report(judgements, args, say)
     pairs = _pairs(args, say)
     if args.export:
-        prompts = write_prompts(chosen, pairs, args.export, args.format, args.ask_for, args.tokens)
+        prompts = write_prompts(chosen, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
@@ -160,8 +162,8 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             "the prompts and read the --replies"
         )
     model = EvaluatedModel(path, dtype=args.dtype)
-    answering = engine(args.engine, model, chosen.decoding, args.batch)
-    judging = Judging(chosen, pairs, answering, args.out, args.tokens)
+    answering = engine(args.engine, model, chosen.decoding, args.batch_size)
+    judging = Judging(chosen, pairs, answering, args.output_path, args.max_new_tokens)
     replies = judging.run()
     facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
     if any(row["replies"] for row in replies):
@@ -197,12 +199,12 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
             f"judgements of the same name: {named(twice)}; give their files one by one, with --name"
         )
     for judged, title in zip(judgements, titles, strict=True):
-        path = args.out / JUDGEMENTS / f"{title}.json"
-        before, numbers = read_json(path), write(judged, title, args.out)
+        path = args.output_path / JUDGEMENTS / f"{title}.json"
+        before, numbers = read_json(path), write(judged, title, args.output_path)
         facts = [view.get("facts") if isinstance(view, dict) else None for view in (before, read_json(path))]
         if other := said_of(facts[0], facts[1]):
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)
-    say(f"{args.out / 'judgements'}; the report: emo report {args.out}")
+    say(f"{args.output_path / 'judgements'}; the report: emo report {args.output_path}")
     return ExitCode.DONE

@@ -46,7 +46,7 @@ class Transformers:
 
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> None:
         if batch < 1:
-            raise UserError(f"--batch {batch} must be at least 1")
+            raise UserError(f"--batch_size {batch} must be at least 1")
         self.model, self.decoding, self.batch = model, decoding, batch
 
     @property

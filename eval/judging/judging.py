@@ -63,11 +63,11 @@ class Judging:
         self.context = context_of(self.model)
         self.computed = 0
         if self.tokens < 1:
-            raise UserError(f"--tokens {self.tokens} must be at least 1")
+            raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
         if self.context is not None and self.tokens >= self.context:
             raise UserError(
                 f"{self.model.given} has a context of {self.context} tokens, and replies may take "
-                f"{self.tokens}; set --tokens lower"
+                f"{self.tokens}; set --max_new_tokens lower"
             )
 
     @cached_property
@@ -92,7 +92,7 @@ class Judging:
         if None not in unasked and NO_ROOM in unasked:
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
-                f"{self.tokens}; set --tokens lower, or take a judge with a longer context"
+                f"{self.tokens}; set --max_new_tokens lower, or take a judge with a longer context"
             )
         return judged_rows
 

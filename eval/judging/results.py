@@ -133,7 +133,7 @@ def _fit(X: np.ndarray, y: np.ndarray, weight: np.ndarray, C: float) -> Any:
 REMARKS = {
     "changed": "verdicts change with the order; they count as ties",
     "unreadable": "pairs have an unreadable verdict; they are left out",
-    "replies_cut_off": "replies were cut off before their end (--tokens)",
+    "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",
     "identical": "pairs have the same answer twice: ties, not asked",
     "cut": "pairs did not fit into the judge's context; both answers were cut alike",
     "no_room": "pairs do not fit even without their answers; they are left out",

@@ -282,7 +282,7 @@ def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:
-            recorded = read_written(run / CONFIG).get("run_dir")
+            recorded = read_written(run / CONFIG).get("output_dir")
         except (OSError, ValueError):
             recorded = None
         alike = made_in is not None and (made_in == recorded or Path(made_in).name == run.resolve().name)

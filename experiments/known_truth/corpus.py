@@ -1,11 +1,11 @@
 """A corpus that an oracle wrote: training, development and test texts as the very tokens that were drawn.
 
-    python -m emo.experiments.known_truth.corpus --oracle DIR --out DIR
-        [--train N] [--dev N] [--test N] [--tokens N]
+    python -m emo.experiments.known_truth.corpus --oracle DIR --output_path DIR
+        [--train N] [--dev N] [--test N] [--max_new_tokens N]
 
-Each text is what the oracle begins with and then `--tokens` draws from its whole distribution, fewer where it
-ends. Texts are kept as token ids (`format: tokens`): written out and tokenised again some of them would be
-other tokens, which the oracle never drew. A corpus of more texts begins with those of a smaller one.
+A text is what the oracle begins with and at most `--max_new_tokens` draws from its whole distribution, fewer
+where it ends. Texts are kept as token ids (`format: tokens`): written out and tokenised again some of them would
+be other tokens, which the oracle never drew. A corpus of more texts begins with those of a smaller one.
 """
 
 from __future__ import annotations
@@ -31,19 +31,24 @@ def main(argv: list[str] | None = None) -> int:
     """Sample and write. Exit codes: 0 done, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.corpus", description=__doc__)
     parser.add_argument("--oracle", required=True, help="model directory or hub id")
-    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--output_path", required=True, type=Path)
     for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
         parser.add_argument(f"--{split}", type=int, default=count, help="texts (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of a text at most (%(default)s)")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=160, help="tokens of a text at most (%(default)s)"
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:
         oracle = EvaluatedModel(args.oracle)
         for split, seed in SEEDS.items():
-            rows = sample(oracle, getattr(args, split), args.tokens, seed, args.out)
+            rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
             text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
-            write_text(args.out / f"{split}.jsonl", text)
-            print(f"{args.out / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
+            write_text(args.output_path / f"{split}.jsonl", text)
+            print(
+                f"{args.output_path / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens",
+                flush=True,
+            )
         return ExitCode.DONE
 
     return outcome(work)

@@ -1,7 +1,7 @@
 """A learner beside its oracle: exact next-token distributions of both at every context of held-out text.
 
-    python -m emo.experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl --out FILE.json
-        [--baseline DIR] [--dev FILE.jsonl] [--samples N --tokens N]
+    python -m emo.experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl
+        --output_path FILE.json [--baseline DIR] [--dev FILE.jsonl] [--samples N --max_new_tokens N]
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
 which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
@@ -39,21 +39,25 @@ SAMPLES_SEED = 4  # not one of the corpus's
 def main(argv: list[str] | None = None) -> int:
     """Measure and write. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.oracle", description=__doc__)
-    for name in ("--oracle", "--model", "--texts", "--out"):
+    for name in ("--oracle", "--model", "--texts", "--output_path"):
         parser.add_argument(name, required=True, type=Path)
     parser.add_argument("--baseline", type=Path)
     parser.add_argument("--dev", type=Path)
     parser.add_argument("--samples", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=160, help="of each sample at most (%(default)s)")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=160, help="of each sample at most (%(default)s)"
+    )
     args = parser.parse_args(argv)
 
     def work() -> int:
         oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
         results = measure(oracle, model, args.texts, args.baseline, args.dev)
         if args.samples:
-            results["samples"] = judge_samples(oracle, model, args.samples, args.tokens, args.out.parent)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.out, json.dumps(results, indent=1))
+            results["samples"] = judge_samples(
+                oracle, model, args.samples, args.max_new_tokens, args.output_path.parent
+            )
+        args.output_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(args.output_path, json.dumps(results, indent=1))
         return ExitCode.DONE
 
     return outcome(work)

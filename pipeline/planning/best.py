@@ -51,7 +51,7 @@ class Choice(NamedTuple):
             "deepspeed": str(self.file),
             "model.activation_checkpointing": self.setup.checkpointing,
             "model.compile": self.setup.compiled,
-            "train.micro_batch": self.setup.micro,
+            "train.micro_batch_size": self.setup.micro,
         }
 
     @property
@@ -77,7 +77,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)
         checkpointing = "with" if least.setup.checkpointing else "without"
-        settings = f"{least.file.name} {checkpointing} checkpointing, micro_batch {least.setup.micro}"
+        settings = f"{least.file.name} {checkpointing} checkpointing, micro_batch_size {least.setup.micro}"
         raise FailureError(
             f"nothing surely fits on {cluster.gpus} x {cluster.kind}: of each {room / GIB:.1f} GiB are free, "
             f"and {settings} may need {least.memory.surely / GIB:.1f}; take more or larger GPUs, or set "
@@ -100,7 +100,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     for i, choice in enumerate(shown, 1):
         table.add_row(str(i), *_cells(choice, sizes, cluster))
     with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
-        batch = solve_batch(config.train.batch, config.train.micro_batch, cluster.gpus)
+        batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
         setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective)
         table.add_section()
         table.add_row("recipe", *_cells(_choice(config.deepspeed, setup, sizes, cluster), sizes, cluster))
@@ -123,8 +123,8 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
     Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
     that does not go with the recipe is passed over. Raises UserError when none does.
     """
-    rows = solve_batch(config.train.batch, 1, cluster.gpus).accumulation
-    batch = Batch(config.train.batch, 1, rows, cluster.gpus)
+    rows = solve_batch(config.train.global_batch_size, 1, cluster.gpus).accumulation
+    batch = Batch(config.train.global_batch_size, 1, rows, cluster.gpus)
     refused: UserError | None = None
     accepted = False
     for name in FILES:
@@ -155,7 +155,7 @@ def _choice(file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
 
 def _changed(config: RunConfig, file: Path) -> RunConfig:
     """Return the recipe with a DeepSpeed file, passes of one row, and nothing that a file could refuse."""
-    train = config.train.model_copy(update={"micro_batch": 1})
+    train = config.train.model_copy(update={"micro_batch_size": 1})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
 

@@ -68,14 +68,15 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     local: training shall start on this host, so that model, data and run directory must be at hand; otherwise
     what is absent is passed over. Raises UserError for whatever would stop the run.
     """
-    batch = solve_batch(config.train.batch, config.train.micro_batch, ranks)
+    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if local:
         check_host(ds_config)
-        extras = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
-        for package, enabled in extras.items():
-            if enabled and importlib.util.find_spec(package) is None:
-                problem = f"train.{package} needs the package: pip install {package}, or leave it out"
+        for package in config.train.report_to:
+            if importlib.util.find_spec(package) is None:
+                problem = (
+                    f"train.report_to: {package} needs the package: pip install {package}, or leave it out"
+                )
                 raise UserError(problem, code="missing-extra")
     before = identity.programs(config)
     parts = objective_parts(config)
@@ -89,7 +90,7 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     for part in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, part.manifest)
     implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    steps = config.train.steps if data is None else total_steps(config.train, len(data))
+    steps = config.train.max_steps if data is None else total_steps(config.train, len(data))
     if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
         raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
     model = meta_model(config, hf_config)
@@ -117,10 +118,15 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     history = [Holding(0, config.train.mixture)] if data is None else identity.mixtures(config)
     order: BatchOrder | MixedOrder | None = None
     if data is not None and steps is not None:
-        order = BatchOrder(len(data), config.train.batch, config.train.seed)
+        order = BatchOrder(len(data), config.train.global_batch_size, config.train.seed)
         if history[-1].mixture is not None:
             order = MixedOrder(
-                data.domain, data.valid, data.domains, config.train.batch, config.train.seed, history
+                data.domain,
+                data.valid,
+                data.domains,
+                config.train.global_batch_size,
+                config.train.seed,
+                history,
             )
             order.taken(steps)  # a mixture that ends before the last step is refused
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)

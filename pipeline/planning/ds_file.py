@@ -28,12 +28,12 @@ from emo.pipeline.planning.host import check_compiler, on_gpu, ranks_here
 
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
-    "train_batch_size": "train.batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "gradient_accumulation_steps": "train.batch and train.micro_batch",
-    "optimizer": "train.optimizer, train.lr, train.betas, train.eps, train.weight_decay",
-    "scheduler": "train.schedule and train.warmup_ratio",
-    "gradient_clipping": "train.clip",
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "optimizer": "train.optimizer, train.learning_rate, train.betas, train.eps, train.weight_decay",
+    "scheduler": "train.lr_scheduler_type and train.warmup_ratio",
+    "gradient_clipping": "train.max_grad_norm",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
@@ -72,7 +72,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         if key in tree:
             raise UserError(
                 f"{path} sets {key}, which reports beside the run directory; remove it and set "
-                "train.tensorboard, train.wandb or train.profile in the recipe"
+                "train.report_to or train.profile in the recipe"
             )
     for key, cut in CUT_OVER_RANKS.items():
         if key in tree:
@@ -91,7 +91,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
             (zero.get(part) or {}).pop("pin_memory", None)
     # AdamW is PyTorch's everywhere. DeepSpeed's own compile when first used, which takes a CUDA toolkit on
     # every host, and keep another state; `fused` is as fast: one kernel over each flat partition.
-    adam: dict[str, Any] = {"lr": train.lr, "betas": list(train.betas), "eps": train.eps}
+    adam: dict[str, Any] = {"lr": train.learning_rate, "betas": list(train.betas), "eps": train.eps}
     adam |= {"weight_decay": train.weight_decay, "torch_adam": True}
     if not on_cpu or "offload_optimizer" in zero:
         adam["fused"] = True
@@ -105,7 +105,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         optimizer=optimizer,
-        gradient_clipping=train.clip,
+        gradient_clipping=train.max_grad_norm,
         bf16={"enabled": config.model.dtype == "bfloat16"},
         steps_per_print=10**9,
         timers={"throughput": {"enabled": False}},  # which would wait for the device twice a micro-batch

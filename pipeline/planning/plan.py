@@ -137,7 +137,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
         micro=batch.micro,
-        block=config.data.block,
+        block=config.data.sequence_len,
         accumulation=batch.accumulation,
         bf16=half,
         checkpointing=config.model.activation_checkpointing,
@@ -165,7 +165,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     batch, objective = ready.batch, ready.objective
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, batch, ready.ds_config, objective)
-    table = Table("what", "value", title=str(config.run_dir), show_header=False)
+    table = Table("what", "value", title=str(config.output_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
     active = f", {sizes.parameters - sizes.idle:,} active for a token" if sizes.idle else ""
     counts = f"{sizes.parameters:,} ({sizes.trainable:,} trainable{active})"
@@ -173,7 +173,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table.add_row("attention", ready.attention)
     table.add_row("objective", f"{config.objective.label} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))
-    table.add_row("tokens per step", f"at most {batch.batch * config.data.block:,}")
+    table.add_row("tokens per step", f"at most {batch.batch * config.data.sequence_len:,}")
     length = run_length(config, ready)
     table.add_row("steps", length.text)
     for name, text in domain_rows(config, ready):
@@ -237,13 +237,15 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
     ]
     if on_cpu and config.model.dtype == "bfloat16":
         warnings.append(
-            "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new run_dir"
+            "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new "
+            "output_dir"
         )
-    if train.epochs is not None and data is not None and steps is not None and steps < FEW:
+    if train.num_train_epochs is not None and data is not None and steps is not None and steps < FEW:
         warnings.append(
-            f"only {counted(steps, 'step')}: {counted(train.epochs, 'epoch')} of "
-            f"{counted(len(data), 'packed row')} of {config.data.block:,} tokens each, "
-            f"{counted(train.batch, 'row')} per step; a smaller train.batch or more train.epochs gives more"
+            f"only {counted(steps, 'step')}: {counted(train.num_train_epochs, 'epoch')} of "
+            f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens each, "
+            f"{counted(train.global_batch_size, 'row')} per step; a smaller train.global_batch_size or "
+            f"more train.num_train_epochs gives more"
         )
     return warnings
 
@@ -258,9 +260,9 @@ class Length(NamedTuple):
 
 def run_length(config: RunConfig, ready: Ready) -> Length:
     """Return the steps as configured, as in the prepared data, or estimated from the sizes of the sources."""
-    if config.train.steps is not None:
-        return Length(config.train.steps, False, f"{config.train.steps:,}")
-    epochs = config.train.epochs or 0
+    if config.train.max_steps is not None:
+        return Length(config.train.max_steps, False, f"{config.train.max_steps:,}")
+    epochs = config.train.num_train_epochs or 0
     passes = counted(epochs, "epoch")
     if ready.data is not None and ready.steps is not None:
         rows = len(ready.data)
@@ -268,7 +270,7 @@ def run_length(config: RunConfig, ready: Ready) -> Length:
     guess = estimated_rows(config.data)
     if guess is None:
         return Length(None, False, f"{passes}; their steps are known once the data are prepared")
-    steps = max(1, int(epochs * guess / config.train.batch))
+    steps = max(1, int(epochs * guess / config.train.global_batch_size))
     reason = f"estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes}"
     return Length(steps, True, f"about {steps:,} ({reason})")
 
@@ -290,7 +292,7 @@ def estimated_rows(data: DataConfig) -> int | None:
             tokens += path.stat().st_size * packed / BYTES_PER_TOKEN * source.weight
     if data.limit_tokens is not None:
         tokens = min(tokens, data.limit_tokens)
-    return max(1, int(tokens * (1 - data.validation_fraction) / data.block))
+    return max(1, int(tokens * (1 - data.validation_fraction) / data.sequence_len))
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
@@ -345,7 +347,7 @@ def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
     memory = footprint.memory(sizes, setup)
     if memory.surely <= room:
         micro = largest_micro(sizes, setup, room, surely=True)
-        return f"yes; largest train.micro_batch that surely fits: {micro}"
+        return f"yes; largest train.micro_batch_size that surely fits: {micro}"
     if memory.total > room:
         return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
     return (
@@ -371,16 +373,16 @@ def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: 
     """Return single changes after which the run fits, cheapest first."""
     micro = largest_micro(sizes, setup, room, surely)
     candidates: dict[str, dict[str, Any]] = {
-        f"set train.micro_batch={micro}": {"micro": micro or setup.micro},
+        f"set train.micro_batch_size={micro}": {"micro": micro or setup.micro},
         "set model.activation_checkpointing=true": {"checkpointing": True},
         "set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled: {"stage": 3},
     }
     changes = [text for text, change in candidates.items() if _fits(sizes, setup, room, surely, **change)]
     least = {"micro": 1, "checkpointing": True, "stage": 3}
     for text, change in (
-        ("set all of train.micro_batch=1, activation_checkpointing=true and zero3.json", {}),
+        ("set all of train.micro_batch_size=1, activation_checkpointing=true and zero3.json", {}),
         (
-            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch=1, checkpointing on",
+            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch_size=1, checkpointing on",
             {"offload_optimizer": True},
         ),
     ):

@@ -147,7 +147,7 @@ def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
 def _run_directory(config: RunConfig, world: World) -> list[Finding]:
     """Return whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
     host = socket.gethostname()
-    directory = config.run_dir
+    directory = config.output_dir
     mark = gather_objects(uuid.uuid4().hex)[0]
     probe = directory / f".preflight-{mark}"
     created = not directory.exists()
@@ -163,14 +163,20 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
             rate = WRITE_MIB * MIB / (time.perf_counter() - began) / 1e9
             findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
             with contextlib.suppress(UserError):  # a model that cannot be resolved is reported already
-                needed = model_sizes(config).trainable * STATE_BYTES * (config.train.keep_last + 1)
+                needed = model_sizes(config).trainable * STATE_BYTES * (config.train.save_total_limit + 1)
                 free = shutil.disk_usage(directory).free
                 room = free > needed
-                advice = "" if room else "free space, set run_dir elsewhere, or a smaller train.keep_last"
+                advice = (
+                    ""
+                    if room
+                    else "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
+                )
                 words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
                 findings.append(Finding(host, "disk", words, advice))
         except OSError as error:
-            findings.append(Finding(host, "run directory", str(error), "set run_dir to where you may write"))
+            findings.append(
+                Finding(host, "run directory", str(error), "set output_dir to where you may write")
+            )
     dist.barrier()
     if not world.is_main and not probe.exists() and not findings:
         advice = f"put run_dir on a file system that all hosts share ({directory} is not)"

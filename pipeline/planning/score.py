@@ -67,7 +67,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
         for shard in range(part[0], len(data.manifest.shards), part[1]):
             path = scores.shard_file(data, name, shard)
             if scores.written_hash(path) is None:
-                scores.write_shard(path, _score_shard(model, data, shard, config.train.micro_batch))
+                scores.write_shard(path, _score_shard(model, data, shard, config.train.micro_batch_size))
         complete = scores.seal(data, name, about) and complete
     return complete
 

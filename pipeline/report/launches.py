@@ -73,7 +73,7 @@ class Launch:
             "batch": batch.batch,
             "micro_batch": batch.micro,
             "accumulation": batch.accumulation,
-            "block": config.data.block,
+            "block": config.data.sequence_len,
             "zero_stage": zero_stage(ready.ds_config),
             "attention": ready.attention,
             "planned": planned,

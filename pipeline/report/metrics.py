@@ -125,9 +125,9 @@ class Metrics:
         self._window, self._pace = Window(**_numbers(window or {})), Pace()
         self._console = console or Console()
         self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
-        self._epochs = config.train.batch / rows if rows else math.nan  # of a step
-        self._every = {"validation": config.train.eval_every * validates, "save": config.train.save_every}
-        self._run_dir = run_dir = config.run_dir
+        self._epochs = config.train.global_batch_size / rows if rows else math.nan  # of a step
+        self._every = {"validation": config.train.eval_steps * validates, "save": config.train.save_steps}
+        self._run_dir = run_dir = config.output_dir
         records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
         write_text(run_dir / METRICS, "".join(_line(r) for r in records))
@@ -135,11 +135,11 @@ class Metrics:
         self._profiled = config.train.profile or (0, 0)  # steps
         self._profile: Any = None
         self._board = self._wandb = None
-        if config.train.tensorboard:
+        if "tensorboard" in config.train.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0)
-        if config.train.wandb is not None:
+        if "wandb" in config.train.report_to:
             self._wandb = _wandb_run(config)
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
@@ -262,21 +262,21 @@ def _wandb_run(config: RunConfig) -> Any:
     """Return the W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
-    path = config.run_dir / WANDB_ID
+    path = config.output_dir / WANDB_ID
     write_once(path, secrets.token_hex(8))
     try:
         return wandb.init(
-            project=config.train.wandb,
-            name=config.run_dir.name,
+            project=config.train.project,
+            name=config.output_dir.name,
             id=path.read_text(encoding="utf-8"),
             resume="allow",
-            dir=config.run_dir,
+            dir=config.output_dir,
             config=config.model_dump(mode="json"),
         )
     except wandb.errors.Error as error:
         line = one_line(error, 200)
         raise UserError(
-            f"train.wandb={config.train.wandb}: {line}; set WANDB_API_KEY, or WANDB_MODE=offline"
+            f"train.report_to=[wandb]: {line}; set WANDB_API_KEY, or WANDB_MODE=offline"
         ) from None
 
 

@@ -142,7 +142,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             run.name = f"{run.path.parent.name}/{run.name}"
     if not any(run.records for run in runs):
         files = ", ".join(str(run.path / METRICS) for run in runs)
-        raise UserError(f"{files}: no step is recorded yet; the first is after train.log_every steps")
+        raise UserError(f"{files}: no step is recorded yet; the first is after train.logging_steps steps")
     return runs
 
 
@@ -235,7 +235,8 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
             if gain is None or gain.change is None or not math.isfinite(gain.change.low):
                 raise UserError(
                     f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "
-                    "step 0 and after it; measure more (train.eval_rows, data.validation) in a new run_dir",
+                    "step 0 and after it; measure more (train.eval_rows, data.validation) in a new "
+                    "output_dir",
                     code="no-verdict",
                 )
             lost, amount = gain.change.direction > 0, f"{gain.change} nats per token since step 0"

@@ -31,7 +31,7 @@ class Samples:
         Raises UserError like `prompt_ids`.
         """
         self.prompts, self._tokens = config.train.sample_prompts, config.train.sample_tokens
-        self._path, self._writes = config.run_dir / SAMPLES, writes
+        self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
         self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
         if writes and self._path.is_file():
@@ -59,8 +59,8 @@ class Samples:
 def prompt_ids(config: RunConfig) -> list[list[int]]:
     """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
 
-    Raises UserError for a prompt without any token, and for one that does not fit into data.block with what
-    is to follow.
+    Raises UserError for a prompt without any token, and for one that with what is to follow does not fit into
+    data.sequence_len.
     """
     train = config.train
     if not train.sample_prompts:
@@ -69,10 +69,11 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
     for number, ids in enumerate(prompts):
-        if not ids or len(ids) + train.sample_tokens > config.data.block:
+        if not ids or len(ids) + train.sample_tokens > config.data.sequence_len:
             raise UserError(
                 f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
-                f"train.sample_tokens={train.sample_tokens} at most data.block={config.data.block}",
+                f"train.sample_tokens={train.sample_tokens} at most "
+                f"data.sequence_len={config.data.sequence_len}",
                 code="sample-prompts",
             )
     return prompts

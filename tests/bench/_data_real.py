@@ -33,7 +33,13 @@ def prepare_all(data: Path, work: Path, workers: int, report: common.Report) -> 
             source: dict[str, Any] = {"files": name, "format": FORMATS.get(name, "auto")}
             if "writingprompts" in name:
                 source["clean"] = "writingprompts"
-            tree = {"dir": str(place), "root": str(data), "kind": kind, "block": BLOCKS[kind], "shards": 2}
+            tree = {
+                "dir": str(place),
+                "root": str(data),
+                "kind": kind,
+                "sequence_len": BLOCKS[kind],
+                "shards": 2,
+            }
             tree |= {
                 "tokenizer": "tokenizers/llama",
                 "sources": [source],

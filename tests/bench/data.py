@@ -71,7 +71,12 @@ class Bench:
         return place
 
     def config(self, folder: Path, out: Path, **data: Any) -> DataConfig:
-        common_keys = {"dir": str(out), "root": str(folder), "tokenizer": str(self.tokenizer), "block": BLOCK}
+        common_keys = {
+            "dir": str(out),
+            "root": str(folder),
+            "tokenizer": str(self.tokenizer),
+            "sequence_len": BLOCK,
+        }
         return parse_section(
             DataConfig, common_keys | {"shards": 2, "sources": [{"files": "text.jsonl"}]} | data, "data"
         )

@@ -57,7 +57,8 @@ def write_text(path: Path, size: int) -> None:
 def recipe_of(work: Path, name: str, dedup: str) -> Path:
     recipe = work / f"{name}.yaml"
     recipe.write_text(
-        f"data: {{dir: {work / name}, root: {work}, tokenizer: {tiny_tokenizer()}, block: 1024, shards: 16, "
+        f"data: "
+        f"{{dir: {work / name}, root: {work}, tokenizer: {tiny_tokenizer()}, sequence_len: 1024, shards: 16, "
         f"validation_fraction: 0.01, dedup: {dedup}, sources: [{{files: text.txt, format: lines}}]}}\n"
     )
     return recipe

@@ -101,12 +101,12 @@ def worker(who: str, steps: int, directory: Path) -> None:
     from emo.pipeline import engine
     from emo.pipeline.config import load_config
 
-    options = [f"run_dir={directory}/run", *data_of(who)]
+    options = [f"output_dir={directory}/run", *data_of(who)]
     if "four" in who:
         options.append(f"train.mixture={MIXTURE}")
-    options += ["train.epochs=null", f"train.steps={steps}", "train.tensorboard=false", "train.log_every=10"]
+    options += ["train.num_train_epochs=null", f"train.max_steps={steps}", "train.logging_steps=10"]
     if "saving" in who:
-        options += ["train.save_every=5", f"train.async_save={str('aside' in who).lower()}"]
+        options += ["train.save_steps=5", f"train.async_save={str('aside' in who).lower()}"]
     config = load_config(RECIPE, options)
     clock = Clock(steps)
     world = engine.start_world()
@@ -160,7 +160,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     from emo.pipeline.planning.ds_file import deepspeed_config
 
     data = TokenDataset(config.data.dir / "train")
-    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     if world.is_main:
         write_initial_weights(config)
@@ -172,7 +172,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     ds = engine.Engine(build_model(config, losses), ds_config, world).ds
     del partitioned
     batches = []
-    for step in range(config.train.steps):
+    for step in range(config.train.max_steps):
         rows = rank_rows(order.step_rows(step), world.rank, world.ranks)
         arrays = data.batch(rows)
         batches.append({k: torch.from_numpy(v) for k, v in arrays.items()})
@@ -180,7 +180,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     for step, arrays in enumerate(batches):
         clock.tick()
         for group in ds.optimizer.param_groups:
-            group["lr"] = lr_at(config.train, step, config.train.steps)
+            group["lr"] = lr_at(config.train, step, config.train.max_steps)
         sums = ds(**arrays)
         ds.backward(sums.loss / sums.tokens)
         ds.step()
@@ -198,7 +198,7 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
     from emo.pipeline.planning.ds_file import deepspeed_config
 
     tokens = TokenDataset(config.data.dir / "train")
-    batch = solve_batch(config.train.batch, config.train.micro_batch, world.ranks)
+    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
     ds_config = deepspeed_config(config, batch)
     del ds_config["optimizer"]["params"]["torch_adam"]
     ds_config["zero_force_ds_cpu_optimizer"] = False
@@ -228,16 +228,16 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
             clock.tick()
 
     arguments = TrainingArguments(
-        output_dir=str(config.run_dir),
-        max_steps=config.train.steps,
+        output_dir=str(config.output_dir),
+        max_steps=config.train.max_steps,
         per_device_train_batch_size=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
-        learning_rate=config.train.lr,
+        learning_rate=config.train.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=2,
         adam_beta2=config.train.betas[1],
-        max_grad_norm=config.train.clip,
-        logging_steps=config.train.log_every,
+        max_grad_norm=config.train.max_grad_norm,
+        logging_steps=config.train.logging_steps,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -152,7 +152,7 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> tuple[lis
 def hosts(directory: Path, show: Campaign) -> None:
     """Every way to start on two hosts, against one."""
     recipe = launching.tiny_recipe(directory)
-    done = launching.run(2, str(recipe), f"run_dir={directory / 'one'}")
+    done = launching.run(2, str(recipe), f"output_dir={directory / 'one'}")
     assert done.returncode == 0, done.stdout
     expected = losses(directory / "one")
     address, port = HOSTS["emo-a"], "29511"
@@ -172,7 +172,7 @@ def hosts(directory: Path, show: Campaign) -> None:
         time.sleep(1)
         for number, (way, (where, starts)) in enumerate(ways.items()):
             run_dir = directory / f"two-{number}"
-            commands = [[*start, *script, f"run_dir={run_dir}"] for start in starts]
+            commands = [[*start, *script, f"output_dir={run_dir}"] for start in starts]
             codes, output = finish(start_on(where, commands, environment))
             _compare(show, way, codes, output, losses(run_dir), expected)
         command = [
@@ -182,7 +182,7 @@ def hosts(directory: Path, show: Campaign) -> None:
             "preflight",
             str(recipe),
         ]
-        command.append(f"run_dir={directory / 'one'}")
+        command.append(f"output_dir={directory / 'one'}")
         codes, output = finish(start_on(["emo-a"], [command], environment))
         seen = all(name in output for name in HOSTS) and "2 ranks" in output and "all-reduce" in output
         show("hosts", "preflight on both", "both seen" if seen else output[-600:], seen and codes == [0])
@@ -203,7 +203,12 @@ def _lose_a_host(
     """Kill the remote rank of a pdsh run: all end soon, and the same command resumes."""
     run_dir = directory / "lost"
     where, (start,) = ways["deepspeed --hostfile (pdsh)"]
-    extra = [f"run_dir={run_dir}", "train.steps=3000", "train.save_every=2", "train.schedule=constant"]
+    extra = [
+        f"output_dir={run_dir}",
+        "train.max_steps=3000",
+        "train.save_steps=2",
+        "train.lr_scheduler_type=constant",
+    ]
     command = [*start, "launch/continual.sh", str(recipe), *extra]
     processes = start_on(where, [command], environment)
     wait_for_step(run_dir, 5)

@@ -8,7 +8,7 @@ other `python` blocks are run. What a reader has, and a machine without network 
 small: a hub cache with tiny models by the names used, files of texts and answers, tasks. Words in capitals
 are filled in, and `--data hub` becomes a directory.
 
-A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry-run`), its
+A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), its
 arguments parsed by the program that would read them, its job files read. `make` is asked what it would do:
 its targets are campaigns of their own. The table says of each command which of these it was. Writes
 runs/docs.json; exits 1 when a command failed.
@@ -164,7 +164,7 @@ class Scratch:
             return self.run(f"{command} --help", "--help")
         if words[1] in ("sweep", "table"):  # a table wants the runs done
             runs = shlex.join(["emo", "sweep", *words[2:]])
-            return self.run(f"{runs.removesuffix(' --dry-run')} --dry-run", "dry run")
+            return self.run(f"{runs.removesuffix(' --dry_run')} --dry_run", "dry run")
         if words[1] in ("plan", "preflight", "score"):
             return self.run(command)
         room = "data_prep" if COMMANDS[words[1]].function == DATA else "eval"
@@ -187,7 +187,7 @@ class Scratch:
         parsed = self._parse(launcher, [*before, script, *after])
         if parsed.code:
             return parsed
-        return self.run(shlex.join(["python", script, *after, "--dry-run", "--ranks", "8"]), "dry run")
+        return self.run(shlex.join(["python", script, *after, "--dry_run", "--ranks", "8"]), "dry run")
 
     def _job(self, words: list[str]) -> Done:
         """A Slurm job: what its file would run with these arguments."""
@@ -251,7 +251,7 @@ def filled(text: str) -> str:
 def attempt(command: str, block: Block, scratch: Scratch) -> Done:
     """A command, run or checked."""
     if command.startswith("make "):
-        return scratch.run(command.replace("make ", "make --dry-run ", 1), "make --dry-run")
+        return scratch.run(command.replace("make ", "make --dry_run ", 1), "make --dry_run")
     if block.needs and "--slurm" not in command:  # which only writes a file
         return scratch.check(command)
     return scratch.run(command)

@@ -114,12 +114,12 @@ def lines(rows: Any) -> str:
 
 def recipes() -> dict[str, dict[str, Any]]:
     """Return the `data` sections by name; the first trains the tokenizer that the others use."""
-    instruct = {"kind": "instruct", "validation_fraction": 0.1, "block": 384}
+    instruct = {"kind": "instruct", "validation_fraction": 0.1, "sequence_len": 384}
     documents = {"files": "documents.jsonl"}
     return {
         "text": {"sources": [documents], "train_tokenizer": 420, "validation_fraction": 0.05},
         "lines": {"sources": [{"files": "lines.txt", "format": "lines"}], "shards": 3},
-        "paragraphs": {"sources": [{"files": "paragraphs.txt", "format": "paragraphs"}], "block": 48},
+        "paragraphs": {"sources": [{"files": "paragraphs.txt", "format": "paragraphs"}], "sequence_len": 48},
         "wikitext": {"sources": [{"files": "wiki.txt", "format": "wikitext"}]},
         "table": {"sources": [{"files": "table.csv", "column": "text"}], "dedup": "none"},
         "ids": {"sources": [{"files": "ids.jsonl", "format": "tokens"}]},
@@ -165,7 +165,7 @@ def run(*command: str | Path) -> str:
 def write_recipe(path: Path, root: Path, name: str, data: dict[str, Any]) -> None:
     """Write the recipe of a `data` section, with a tiny model to train."""
     tokenizer = {} if "train_tokenizer" in data else {"tokenizer": str(root / "data" / "text" / "tokenizer")}
-    common = {"dir": str(root / "data" / name), "root": str(root), "block": 64, "shards": 2}
+    common = {"dir": str(root / "data" / name), "root": str(root), "sequence_len": 64, "shards": 2}
     model = {
         "model_type": "llama",
         "vocab_size": 420,
@@ -176,11 +176,18 @@ def write_recipe(path: Path, root: Path, name: str, data: dict[str, Any]) -> Non
         "max_position_embeddings": 512,
     }
     recipe = {
-        "run_dir": str(root / "runs" / name),
+        "output_dir": str(root / "runs" / name),
         "data": common | tokenizer | data,
         "model": {"architecture": model, "dtype": "float32"},
         "objective": {"name": "emo"},
-        "train": {"steps": 12, "batch": 8, "micro_batch": 2, "lr": 2e-3, "log_every": 1, "eval_every": 6},
+        "train": {
+            "max_steps": 12,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "learning_rate": 2e-3,
+            "logging_steps": 1,
+            "eval_steps": 6,
+        },
     }
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
 
@@ -256,7 +263,7 @@ def predictions(root: Path, name: str) -> dict[str, str]:
     """Evaluate an export on the embedded tasks and return the digest of each task's predictions in order."""
     run(BIN / "python", "-m", "emo", "world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
-    options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--out", root / "results"]
+    options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
     run(BIN / "python", "-m", "emo", "eval", *model, *options)
     digests = {}
     for identity in (root / "results").glob("store/*/identity.json"):

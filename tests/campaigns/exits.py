@@ -24,7 +24,7 @@ from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 
 PYTHON = str(launching.BIN / "python")
-LONG = ["train.steps=100000", "train.schedule=constant", "train.save_every=0"]
+LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 ABRT = signal.SIGABRT  # as NCCL's watchdog
 # Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the
@@ -79,7 +79,7 @@ class Run:
     def __init__(self, command: list[str], run_dir: Path, *options: str) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".log")
-        arguments = [str(run_dir.parent / "recipe.yaml"), f"run_dir={run_dir}", *options]
+        arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *options]
         self.process = launching.popen([*command, *arguments], stdout=self.log.open("a"))
 
     def hit(self, victim: str, number: int) -> None:
@@ -130,7 +130,7 @@ def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: st
 
 def mistake(name: str, home: Path) -> int:
     """The exit code of a recipe with a mistake."""
-    run = Run(command(name), home / f"mistake-{name}", "train.lr=-1")
+    run = Run(command(name), home / f"mistake-{name}", "train.learning_rate=-1")
     return run.process.wait(120)
 
 

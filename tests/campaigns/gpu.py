@@ -1,6 +1,6 @@
 """What a GPU has to show, in under 25 minutes on one: correctness, speed and memory beside their targets.
 
-    python -m tests.campaigns.gpu [--parts 1 2 3] [--out DIR] [--quick]
+    python -m tests.campaigns.gpu [--parts 1 2 3] [--output_path DIR] [--quick]
 
 1 kernels     Triton kernels beside PyTorch's and float64
 2 speed       the fused loss beside its peers and beside bare matrix products; a whole step
@@ -14,7 +14,7 @@
 
 Needs no network, no pytest and no installation of the project: what the trainer imports is enough, and what
 else is missing is left out with a line. Every part runs in a process of its own that is killed when its time
-is over. Figures go to DIR/results.json as they come (without --out: runs/gpu), traces and the end of the
+is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and the end of the
 output beside it: a few MB. Weights, data and runs are in runs/gpu/work whatever DIR is. Parts that are run
 again replace their figures, so that several commands can share the work. Exits 1 when a target is missed or a
 part failed.
@@ -79,7 +79,7 @@ def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
     part = PARTS[number]
     log = out / f"{part.name}.log"
     output, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
-    command = [sys.executable, "-m", "tests.campaigns.gpu", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
     with log.open("w") as file:
         process = _start(command, file)
@@ -136,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The campaign; 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/gpu, or runs/gpu-quick")
+    parser.add_argument(
+        "--output_path", type=Path, metavar="DIR", help="default: runs/gpu, or runs/gpu-quick"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # the child's: number, end, work
     given = parser.parse_args(arguments)

@@ -97,11 +97,11 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
     needs(*TRAINER)
     out = show.work
     content: dict[str, Any] = {
-        "run_dir": str(out / "runs" / "unnamed"),
+        "output_dir": str(out / "runs" / "unnamed"),
         "data": {
             "dir": str(out / f"data-{block}"),
             "train_tokenizer": 600 if show.quick else 1600,
-            "block": block,
+            "sequence_len": block,
             "shards": 1,
             "sources": [{"embedded": "world", "limit": 400 if show.quick else 3000}],
             "validation_fraction": 0.02,
@@ -109,14 +109,13 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
         "model": {"path": str(model_directory(out, size)), "dtype": "bfloat16"},
         "objective": {"name": "emo"},
         "train": {
-            "steps": 1000,
-            "batch": micro,
-            "micro_batch": micro,
-            "lr": 1e-5,
-            "schedule": "constant",
-            "log_every": 1,
+            "max_steps": 1000,
+            "global_batch_size": micro,
+            "micro_batch_size": micro,
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
             "eval_rows": micro,
-            "tensorboard": False,
         },
         "deepspeed": "ds_configs/zero3.json",
     }
@@ -203,7 +202,7 @@ def measure(
     results = run_dir.with_suffix(".json")
     results.unlink(missing_ok=True)
     arguments = ["-m", WORKER, "--to", str(results), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"run_dir={run_dir}", *options], show.limit(seconds), **changes)
+    run([*arguments, f"output_dir={run_dir}", *options], show.limit(seconds), **changes)
     return json.loads(results.read_text())
 
 

@@ -34,7 +34,11 @@ PATIENCE = 90.0  # seconds for a run to come to where it is wanted
 def stops(show: Figures) -> None:
     """Part 7: one run left alone, with its saves timed; the same one stopped by SIGTERM and resumed."""
     size, block, micro, steps = ("toy", 64, 2, 60) if show.quick else ("220M", 1024, 8, 200)
-    options = [f"train.steps={steps}", f"train.save_every={steps // 2}", "train.schedule=constant"]
+    options = [
+        f"train.max_steps={steps}",
+        f"train.save_steps={steps // 2}",
+        "train.lr_scheduler_type=constant",
+    ]
     path, finished = None, False
     with show.attempt("a run left alone"):
         show.need_seconds(20)
@@ -67,7 +71,7 @@ def _command(show: Figures, path: Path, run_dir: Path, options: list[str]) -> li
 
     So it is, too, where it only has to be tried: the launchers take longer than all else.
     """
-    arguments = [str(path), f"run_dir={run_dir}", *options]
+    arguments = [str(path), f"output_dir={run_dir}", *options]
     beside = Path(sys.executable).parent / "deepspeed"
     if show.quick or not (beside.exists() or shutil.which("deepspeed")):
         return [sys.executable, "launch/continual.sh", *arguments]

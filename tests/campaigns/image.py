@@ -187,7 +187,7 @@ class Running:
             "2",
             "--",
             "/emo/runs/recipe.yaml",
-            f"run_dir=/emo/runs/{run}",
+            f"output_dir=/emo/runs/{run}",
         ]
         options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
         command = image.command(*arguments, *extra, options=options)
@@ -234,7 +234,7 @@ def stops(image: Image, show: Campaign) -> None:
     (image.volume / "recipe.yaml").write_text(text.replace(str(host), "/emo/runs"))
     code, out = image.run("prepare", "/emo/runs/recipe.yaml")
     show("stops", "prepare", out.strip().splitlines()[-1][:70] if code == 0 else out[-800:], code == 0)
-    long = ("train.steps=120", "train.save_every=5", "train.schedule=constant")
+    long = ("train.max_steps=120", "train.save_steps=5", "train.lr_scheduler_type=constant")
     alone = Running(image, "alone", *long)
     code = alone.end()
     show("stops", "a run left alone", "exit code 0" if code == 0 else alone.said(), code == 0)
@@ -263,7 +263,7 @@ def last_step(run_dir: Path) -> int:
 
 def healths(image: Image, show: Campaign) -> None:
     """A rank that hangs makes the container unhealthy; one that goes on, healthy again."""
-    extra = ("train.steps=200000", "train.save_every=100000", "train.schedule=constant")
+    extra = ("train.max_steps=200000", "train.save_steps=100000", "train.lr_scheduler_type=constant")
     run = Running(image, "hangs", *extra, options=("--env", "HANG_SECONDS=15"))
     wait_for_step(run.run_dir, 3)
     show("stops", "health of a run", "healthy", run.healthy())
@@ -289,7 +289,7 @@ def evaluation(image: Image, show: Campaign) -> None:
     for path in (image.volume, *image.volume.rglob("*")):
         os.chown(path, UNKNOWN, UNKNOWN)
     on = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
-    model = ("--model", "/emo/runs/evaluated/export", "--name", "tiny", "--out", "/emo/runs/results")
+    model = ("--model", "/emo/runs/evaluated/export", "--name", "tiny", "--output_path", "/emo/runs/results")
     code, out = image.run("evaluate", *model, *on, user=UNKNOWN)
     show("evaluation", "evaluate", "exit code 0" if code == 0 else out[-800:], code == 0)
     code, out = image.run("watch", "/emo/runs/evaluated", "--once", *on, user=UNKNOWN)

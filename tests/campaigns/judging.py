@@ -63,11 +63,34 @@ def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[list[objec
     """What is killed: answers of one model, then verdicts on them and the other's."""
     questions, folder = root / "questions.jsonl", "answers/questions-greedy"
     sets: list[list[object]] = [
-        ["answer", "--model", root / name, "--questions", questions, "--tokens", 40, "--out", out]
+        [
+            "answer",
+            "--model",
+            root / name,
+            "--questions",
+            questions,
+            "--max_new_tokens",
+            40,
+            "--output_path",
+            out,
+        ]
         for name in ("mle", "emo")
     ]
     a, b = (out / "models" / name / folder for name in ("mle", "emo"))
-    asked = ["--a", a, "--b", b, "--model", judge, "--tokens", tokens, "--name", "v", "--out", out]
+    asked = [
+        "--a",
+        a,
+        "--b",
+        b,
+        "--model",
+        judge,
+        "--max_new_tokens",
+        tokens,
+        "--name",
+        "v",
+        "--output_path",
+        out,
+    ]
     return [*sets, ["judge", "--judge", "pandalm", *asked]]
 
 

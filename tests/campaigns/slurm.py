@@ -94,7 +94,13 @@ class Job:
         options = [option for option in extra if option.startswith("--")]
         overrides = [option for option in extra if not option.startswith("--")]
         command = ["sbatch", "--parsable", *self.SHAPE, *options, f"--output={self.log}"]
-        command += ["launch/slurm/train.sbatch", "continual", str(recipe), f"run_dir={run_dir}", *overrides]
+        command += [
+            "launch/slurm/train.sbatch",
+            "continual",
+            str(recipe),
+            f"output_dir={run_dir}",
+            *overrides,
+        ]
         self.id = self._call(*command)
         self.began = time.monotonic()
         self.history: list[str] = []
@@ -148,7 +154,9 @@ def cores_of_ranks(environment: dict[str, str], recipe: Path, run_dir: Path, sho
     """One rank that asks for all cores of the node: the step that srun starts must have them."""
     cores = os.cpu_count() or 1
     shape = ("--ntasks-per-node=1", f"--cpus-per-task={cores}", "--gpus-per-node=1")
-    job = Job(environment, recipe, run_dir, *shape, "train.steps=200000", "train.schedule=constant")
+    job = Job(
+        environment, recipe, run_dir, *shape, "train.max_steps=200000", "train.lr_scheduler_type=constant"
+    )
 
     def step() -> str:
         return ask(environment, "scontrol", "show", "step", f"{job.id}.0")
@@ -164,13 +172,13 @@ def cores_of_ranks(environment: dict[str, str], recipe: Path, run_dir: Path, sho
 def slurm(directory: Path, show: Campaign) -> None:
     """train.sbatch: the warning before the time limit, the queue again, the end, and a mistake."""
     recipe = launching.tiny_recipe(directory)
-    done = launching.run(2, str(recipe), f"run_dir={directory / 'plain'}")
+    done = launching.run(2, str(recipe), f"output_dir={directory / 'plain'}")
     assert done.returncode == 0, done.stdout
     home = directory / "slurm"
     home.mkdir()
     with slurm_cluster(home) as environment:
         run_dir = directory / "by-slurm"
-        job = Job(environment, recipe, run_dir, "train.save_every=3")
+        job = Job(environment, recipe, run_dir, "train.save_steps=3")
         state = job.wait(lambda _: False)
         good = "COMPLETED" in state and losses(run_dir) == losses(directory / "plain")
         show("slurm", "a whole run", "losses equal" if good else job.story(), good)
@@ -183,8 +191,8 @@ def slurm(directory: Path, show: Campaign) -> None:
             environment,
             recipe,
             directory / "warned",
-            "train.steps=200000",
-            "train.schedule=constant",
+            "train.max_steps=200000",
+            "train.lr_scheduler_type=constant",
             *limits,
         )
         state = job.wait(lambda s: "Restarts=0" not in s)
@@ -200,7 +208,7 @@ def slurm(directory: Path, show: Campaign) -> None:
         show("slurm", "a later life", "resumed from the checkpoint" if resumed else job.story(), resumed)
         job.cancel()
 
-        job = Job(environment, recipe, directory / "mistake", "train.lr=-1")
+        job = Job(environment, recipe, directory / "mistake", "train.learning_rate=-1")
         state = job.wait(lambda _: False)
         good = "FAILED" in state and "ExitCode=2:0" in state and "Restarts=0" in state
         show("slurm", "a mistake is not tried again", "exit code 2" if good else job.story(), good)
@@ -227,7 +235,7 @@ def after_training(environment: dict[str, str], recipe: Path, data: Path, show: 
     longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
     for name, extra, expected, words in (
         ("good", longer, "COMPLETED", "waited, then evaluated the export"),
-        ("bad", "train.lr=-1", "CANCELLED", "cancelled when the training had failed"),
+        ("bad", "train.learning_rate=-1", "CANCELLED", "cancelled when the training had failed"),
     ):
         run_dir, log = directory / name, directory / f"{name}.evaluation"
         training = Job(environment, recipe, run_dir, extra)

@@ -40,7 +40,7 @@ from tests.helpers.launching import Losses, losses
 
 
 def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
-    done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+    done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     return losses(run_dir)
 
@@ -53,10 +53,10 @@ VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING
 
 def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
     """Disturb one run `count` times; whether it ended with the right losses and told the truth each time."""
-    options = [f"train.steps={50 * count}", "train.save_every=5", "train.eval_rows=2"]
+    options = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *options)
     run_dir = recipe.parent / "killed"
-    arguments = [str(recipe), f"run_dir={run_dir}", *options]
+    arguments = [str(recipe), f"output_dir={run_dir}", *options]
     resumed, slowest, honest, unheard = 0, 0.0, True, 0
     order = [victim for _ in range(-(-count // len(VICTIMS))) for victim in rng.sample(VICTIMS, len(VICTIMS))]
     for number, victim in enumerate(order[:count]):
@@ -183,7 +183,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 def damage(recipe: Path, show: Campaign) -> bool:
     """Every damage to the newest checkpoint, one after the other."""
-    options = ["train.steps=12", "train.save_every=3", "train.keep_last=3", "train.eval_rows=2"]
+    options = ["train.max_steps=12", "train.save_steps=3", "train.save_total_limit=3", "train.eval_rows=2"]
     origin = recipe.parent / "origin"
     expected = undisturbed(recipe, origin, *options)
     shutil.rmtree(origin / "export")
@@ -192,7 +192,7 @@ def damage(recipe: Path, show: Campaign) -> bool:
         run_dir = recipe.parent / name.replace(" ", "-")
         shutil.copytree(origin, run_dir)
         harm(checkpoints(run_dir)[-1])
-        done = launching.run(2, str(recipe), f"run_dir={run_dir}", *options)
+        done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
         right = done.returncode == 0 and losses(run_dir) == expected and "step-000009" in done.stdout
         show("damage", name, "resumed from step 9" if right else done.stdout[-300:], right)
         good = good and right
@@ -215,8 +215,8 @@ def disks(recipe: Path, show: Campaign) -> bool:
                 show("disks", case, "skipped: mounting needs root", True)
                 continue
             try:
-                options = ["train.steps=40", "train.save_every=2", "train.keep_last=99"]
-                done = launching.run(2, str(recipe), f"run_dir={mount / 'run'}", *options)
+                options = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
+                done = launching.run(2, str(recipe), f"output_dir={mount / 'run'}", *options)
                 output = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
                 remaining = checkpoints(mount / "run")
                 right = done.returncode not in (0, 75) and len(output) == 1 and bool(remaining)
@@ -237,7 +237,7 @@ def stops(recipe: Path, show: Campaign) -> bool:
         for times in (cold, warm):
             before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
             begun = time.monotonic()
-            process = launching.start(2, str(recipe), f"run_dir={run_dir}", "train.steps=5000")
+            process = launching.start(2, str(recipe), f"output_dir={run_dir}", "train.max_steps=5000")
             launching.wait_for_step(run_dir, int(before) + 1)
             times.append(time.monotonic() - begun)
             (run_dir / "STOP").touch()

@@ -110,7 +110,7 @@ def main() -> int:
     args = parser.parse_args()
     show = Campaign("sweep")
     with tempfile.TemporaryDirectory() as directory:
-        path = sweep(Path(directory), tiny_recipe(Path(directory), steps=3))
+        path = sweep(Path(directory), tiny_recipe(Path(directory), max_steps=3))
         began = time.monotonic()
         expected = finished(path, Path(directory) / "undisturbed")
         took = time.monotonic() - began

@@ -32,17 +32,17 @@ def recipe(tmp_path: Path) -> Path:
     for stage in (0, 1):
         (tmp_path / f"stage{stage}.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     tree = {
-        "run_dir": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "run"),
         "data": {
             "dir": str(tmp_path / "data"),
             "root": str(tmp_path),
             "train_tokenizer": 384,
-            "block": 32,
+            "sequence_len": 32,
             "shards": 1,
             "sources": [{"files": "text.txt", "format": "lines"}],
         },
         "model": {"architecture": yaml.safe_load(LLAMA)},
-        "train": {"steps": 3, "batch": 8},
+        "train": {"max_steps": 3, "global_batch_size": 8},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "recipe.yaml"
@@ -70,20 +70,19 @@ def cured(attempt: Attempt, recipe: Path, mistake: list[str], advice: str, cure:
 @pytest.mark.parametrize(
     ("mistake", "advice", "cure"),
     [
-        (["train.batch=7"], "set train.batch=6", ["train.batch=6"]),
-        (["train.batch=10", "train.micro_batch=4"], "set train.micro_batch=1", ["train.micro_batch=1"]),
+        (["train.global_batch_size=7"], "set train.global_batch_size=6", ["train.global_batch_size=6"]),
+        (
+            ["train.global_batch_size=10", "train.micro_batch_size=4"],
+            "set train.micro_batch_size=1",
+            ["train.micro_batch_size=1"],
+        ),
         (
             ["model.compile=true", "deepspeed=ds_configs/zero3.json"],
             "set deepspeed=ds_configs/zero1.json",
             ["deepspeed=ds_configs/zero1.json"],
         ),
         (
-            ["train.optimizer=muon", "train.muon_lr=0.02", "train.clip=0", "model.lora={r: 2}"],
-            "set train.optimizer=adamw without muon_lr",
-            ["train.optimizer=adamw", "train.muon_lr=null"],
-        ),
-        (
-            ["train.optimizer=muon", "train.muon_lr=0.02", "train.clip=0", f"model.architecture={GPT2}"],
+            ["train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0", "model.lora={r: 2}"],
             "set train.optimizer=adamw without muon_lr",
             ["train.optimizer=adamw", "train.muon_lr=null"],
         ),
@@ -91,7 +90,17 @@ def cured(attempt: Attempt, recipe: Path, mistake: list[str], advice: str, cure:
             [
                 "train.optimizer=muon",
                 "train.muon_lr=0.02",
-                "train.clip=0",
+                "train.max_grad_norm=0",
+                f"model.architecture={GPT2}",
+            ],
+            "set train.optimizer=adamw without muon_lr",
+            ["train.optimizer=adamw", "train.muon_lr=null"],
+        ),
+        (
+            [
+                "train.optimizer=muon",
+                "train.muon_lr=0.02",
+                "train.max_grad_norm=0",
                 "deepspeed=ds_configs/zero3_offload.json",
             ],
             "set deepspeed=ds_configs/zero2.json",
@@ -119,11 +128,15 @@ def test_advice_on_training(recipe: Path, mistake: list[str], advice: str, cure:
             "set a larger one",
             ["data.validation_fraction=0.2"],
         ),
-        (["data.block=8192", "data.shards=4"], "set a smaller data.block", ["data.block=32"]),
+        (
+            ["data.sequence_len=8192", "data.shards=4"],
+            "set a smaller data.sequence_len",
+            ["data.sequence_len=32"],
+        ),
         (
             ["data.sources=[{files: chats.jsonl}]"],
             "set data.kind=instruct",
-            ["data.kind=instruct", "data.block=256"],
+            ["data.kind=instruct", "data.sequence_len=256"],
         ),
         (
             ["data.kind=instruct", "data.sources=[{files: text.jsonl}]"],

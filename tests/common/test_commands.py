@@ -36,7 +36,7 @@ def test_the_command_lists_its_commands_and_its_version(capsys: pytest.CaptureFi
         ("prepar", "prepare"),
         ("prepare x --wrkers 3", "--workers"),
         ("eval --model m --data d --lmit=10", "--limit"),
-        ("sweep oracle.yaml --dry-rnu", "--dry-run"),
+        ("sweep oracle.yaml --dry-rnu", "--dry_run"),
         ("prepare", ""),
         ("quickstart now", ""),
     ],

@@ -38,7 +38,7 @@ COMMANDS = {
     "eval": ["eval", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
     "watch": ["watch", "DIR", "--data", "DIR", "--once"],
     "report of results": ["report", "DIR/results"],
-    "export": ["export", "DIR", "--format", "hf", "--out", "DIR/x"],
+    "export": ["export", "DIR", "--format", "hf", "--output_path", "DIR/x"],
     "compare": ["compare", "a", "b", "--results", "DIR"],
     "generate": ["generate", "--model", "DIR", "--data", "DIR"],
     "quality": ["quality", "DIR"],

@@ -19,10 +19,10 @@ from emo.pipeline.cli import main as pipeline
 from emo.pipeline.config import RunConfig, load_config
 
 GOOD = (
-    "run_dir: runs/x\n"
+    "output_dir: runs/x\n"
     "data: { dir: d, tokenizer: t, sources: [{ files: a.txt }] }\n"
     "model: { architecture: { model_type: llama } }\n"
-    "train: { steps: 10, lr: 1.0e-3 }\n"
+    "train: { max_steps: 10, learning_rate: 1.0e-3 }\n"
 )
 
 
@@ -41,20 +41,20 @@ UNREADABLE: list[bytes | str] = [
     "",
     "- 1\n- 2\n",
     GOOD + "---\n" + GOOD,
-    "train: {lr: [\n",
+    "train: {learning_rate: [\n",
     "train:\n\tlr: 1\n",
     "train: *x\n",
     "train: !!python/object:os.system {}\n",
-    GOOD.replace("steps: 10", "steps: 2024-13-45"),
+    GOOD.replace("max_steps: 10", "steps: 2024-13-45"),
     "train: !!timestamp x\n",
-    GOOD + "run_dir: runs/y\n",
-    GOOD.replace("steps: 10", "steps: 10, steps: 20"),
+    GOOD + "output_dir: runs/y\n",
+    GOOD.replace("max_steps: 10", "max_steps: 10, max_steps: 20"),
     f"a: &a [x, x]\nb: [{'*a, ' * 60}]\n",  # a bomb of aliases
-    "train: &t {lr: *t}\n",
+    "train: &t {learning_rate: *t}\n",
     "train: " + "[" * 5000 + "]" * 5000,
     GOOD + "# " + "x" * 300_000,
     GOOD + "extends: .\n",
-    'run_dir: "\\ud800\\udc00"\n',  # half characters
+    'output_dir: "\\ud800\\udc00"\n',  # half characters
 ]
 FILES: list[tuple[bytes | str, str]] = [
     *((content, "recipe-unreadable") for content in UNREADABLE),
@@ -66,18 +66,40 @@ FILES: list[tuple[bytes | str, str]] = [
     (GOOD + "extends: /etc/hostname\n", "extends"),
     (GOOD + "extends: nowhere.yaml\n", "no-recipe"),
     (GOOD + "extends: recipe.yaml\n", "recipe-circle"),
-    (GOOD.replace("steps: 10", "steps: 10, copy_to: 'https://me:hunter2@host/x'"), "secret"),
+    (GOOD.replace("max_steps: 10", "max_steps: 10, copy_to: 'https://me:hunter2@host/x'"), "secret"),
 ]
 OVERRIDES = {
     "bad-override": [
-        *("train.lr=[", "data.dir=*x", "train.lr={a: 1, a: 2}", "train.lr=2024-13-45"),
-        *("train.lr=" + "9" * 5000, "data.sources.0.files=x", "train..lr=1", "=1", "train.=1", "train.lr"),
+        *(
+            "train.learning_rate=[",
+            "data.dir=*x",
+            "train.learning_rate={a: 1, a: 2}",
+            "train.learning_rate=2024-13-45",
+        ),
+        *(
+            "train.learning_rate=" + "9" * 5000,
+            "data.sources.0.files=x",
+            "train..lr=1",
+            "=1",
+            "train.=1",
+            "train.learning_rate",
+        ),
     ],
     "bad-value": [
-        *("train.betas=[2,3]", "train.betas=[0.9]", "train.betas=[0.9, -0.1]", "data.block=1e30"),
-        *("data.block=100000000000", "data.block=1.5", "data.shards=1e30", "train.steps=1e30"),
-        *("train.seed=-1e30", "train.seed=100000000000000000", "train.lr=.inf", "train.lr=nan"),
-        *("train.steps=true", "objective.params={ratio_cap: yes}"),
+        *("train.betas=[2,3]", "train.betas=[0.9]", "train.betas=[0.9, -0.1]", "data.sequence_len=1e30"),
+        *(
+            "data.sequence_len=100000000000",
+            "data.sequence_len=1.5",
+            "data.shards=1e30",
+            "train.max_steps=1e30",
+        ),
+        *(
+            "train.seed=-1e30",
+            "train.seed=100000000000000000",
+            "train.learning_rate=.inf",
+            "train.learning_rate=nan",
+        ),
+        *("train.max_steps=true", "objective.params={ratio_cap: yes}"),
     ],
     "unknown-key": ["trian.lr=1", "dta.dir=/x"],
 }
@@ -112,11 +134,12 @@ def test_what_yaml_allows_still_reads(tmp_path: Path) -> None:
     """Anchors, merges, a byte order mark, exponents without a point."""
     text = (
         "data: { dir: d, tokenizer: t, sources: [&s {files: a.txt, weight: 2}, {<<: *s, files: b.txt}] }\n"
-        "run_dir: runs/x\nmodel: { architecture: { model_type: llama } }\ntrain: { steps: 10, lr: 2e-5 }\n"
+        "output_dir: runs/x\nmodel: { architecture: { model_type: llama } }\ntrain: "
+        "{ max_steps: 10, learning_rate: 2e-5 }\n"
     )
     config = load(tmp_path, b"\xef\xbb\xbf" + text.encode(), "train.eps=1e-7")
     assert [source.weight for source in config.data.sources] == [2, 2]
-    assert (config.train.lr, config.train.eps) == (2e-5, 1e-7)
+    assert (config.train.learning_rate, config.train.eps) == (2e-5, 1e-7)
 
 
 def test_an_override_changes_one_place_only(tmp_path: Path) -> None:
@@ -179,18 +202,18 @@ def test_overrides_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixt
             parse_arguments(parser, line.split())
     (tmp_path / "recipe.yaml").write_text(GOOD)
     recipe = str(tmp_path / "recipe.yaml")
-    assert data_prep(["prepare", recipe, "--workers", "1", "data.blok=3"]) == 2
-    assert pipeline(["plan", recipe, "--gpus", "1xA100-80G", "train.stps=3"]) == 2
-    assert re.findall(r"mean (\w+)\?", capsys.readouterr().err) == ["block", "steps"]
+    assert data_prep(["prepare", recipe, "--workers", "1", "data.sequence_length=3"]) == 2
+    assert pipeline(["plan", recipe, "--gpus", "1xA100-80G", "train.max_stps=3"]) == 2
+    assert re.findall(r"mean (\w+)\?", capsys.readouterr().err) == ["sequence_len", "max_steps"]
 
 
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("train.learning_rate", "train.lr"),
-        ("train.leraning_rate", "train.lr"),
-        ("data.max_seq_length", "data.block"),
-        ("output_dir", "run_dir"),
+        ("train.lr", "train.learning_rate"),
+        ("train.leraning_rate", "train.learning_rate"),
+        ("data.max_seq_length", "data.sequence_len"),
+        ("run_dir", "output_dir"),
         ("train.wamup_ratio", "warmup_ratio"),
     ],
 )

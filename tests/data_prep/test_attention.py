@@ -33,7 +33,7 @@ def packed(tmp_path: Path, kind: str) -> TokenDataset:
     rows = alpaca_rows(12) if kind == "instruct" else [{"text": text} for text in texts(40, sentences=2)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     block = 512 if kind == "instruct" else 96
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind=kind, block=block, shards=1)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind=kind, sequence_len=block, shards=1)
     run(config)
     return train_set(config)
 

@@ -212,7 +212,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 def config_with(tmp_path: Path, tokenizer: Path, **more: Any) -> Any:
-    own = {"kind": "instruct", "template": "chat_template", "block": 64, "tokenizer": str(tokenizer)}
+    own = {"kind": "instruct", "template": "chat_template", "sequence_len": 64, "tokenizer": str(tokenizer)}
     return data_config(tmp_path, **(own | {"sources": [{"files": "a.jsonl"}]} | more))
 
 

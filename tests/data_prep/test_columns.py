@@ -76,7 +76,7 @@ def test_columns_of_a_recipe_give_the_data_of_known_names(tmp_path: Path) -> Non
     write_jsonl(tmp_path / "own.jsonl", ({names[k]: v for k, v in row.items()} | {"n": 1} for row in rows))
     manifests = []
     for source in ({"files": "known.jsonl"}, {"files": "own.jsonl", "columns": names}):
-        kind = {"kind": "instruct", "block": 200, "dir": str(tmp_path / f"of {source['files']}")}
+        kind = {"kind": "instruct", "sequence_len": 200, "dir": str(tmp_path / f"of {source['files']}")}
         run(config := data_config(tmp_path, sources=[source], **kind))
         manifests.append(train_set(config).manifest)
     assert manifests[0].fingerprint == manifests[1].fingerprint
@@ -281,7 +281,7 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
                 if weight is not None and message["role"] == "assistant":
                     message["weight"] = weight
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-        more = {"kind": "instruct", "template": template, "block": 400, "dedup": "none", "shards": 1}
+        more = {"kind": "instruct", "template": template, "sequence_len": 400, "dedup": "none", "shards": 1}
         more |= {"tokenizer": str(tmp_path / "tokenizer"), "dir": str(tmp_path / name)}
         config = data_config(tmp_path, sources=[{"files": f"{name}.jsonl"}], **more)
         run(config)

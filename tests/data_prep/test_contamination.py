@@ -90,7 +90,7 @@ def test_grams_are_saved_whole(tmp_path: Path) -> None:
 def test_known_overlap_of_real_tasks(shared_data: Path, tmp_path: Path) -> None:
     """SST-2's test sentences largely come from Rotten Tomatoes, whose train split is a text here."""
     sources = [{"files": str(shared_data / "nlu/rotten_tomatoes/train.jsonl.zst")}]
-    config = data_config(tmp_path, sources=sources, contamination=str(shared_data / "nlu"), block=128)
+    config = data_config(tmp_path, sources=sources, contamination=str(shared_data / "nlu"), sequence_len=128)
     run(config)
     found = json.loads((config.dir / "train/contamination.json").read_text())["tasks"]
     assert found["sst2"]["contained"] > 400

@@ -105,7 +105,9 @@ def test_json_on_one_line(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 99}]
     (tmp_path / "b.json").write_text(json.dumps({"messages": talk}))
     source = {"files": "b.json"}
-    config = data_config(tmp_path, dir=str(tmp_path / "b"), kind="instruct", block=512, sources=[source])
+    config = data_config(
+        tmp_path, dir=str(tmp_path / "b"), kind="instruct", sequence_len=512, sources=[source]
+    )
     run(config)
     assert train_set(config).manifest.documents == 1
 
@@ -146,7 +148,7 @@ def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
     rows = [[1, 5, 6, 7], [1, 9, 1, 8], [1, 4, 4, 4]]
     write_jsonl(tmp_path / "t.jsonl", [{"ids": ids, "text": "not read"} for ids in rows])
     config = data_config(
-        tmp_path, block=4, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}], dedup="none"
+        tmp_path, sequence_len=4, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}], dedup="none"
     )
     run(config)
     assert [ids for ids, _ in segments(train_set(config))] == rows
@@ -164,6 +166,8 @@ def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
 )
 def test_tokens_that_are_none_are_told(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "t.jsonl", [{"ids": [1, 2]}, row])
-    config = data_config(tmp_path, block=2, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}])
+    config = data_config(
+        tmp_path, sequence_len=2, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}]
+    )
     with pytest.raises(UserError, match=said):
         run(config)

@@ -30,7 +30,7 @@ class Job:
     def __init__(self, root: Path, out: Path, *arguments: str) -> None:
         recipe = root / f"{out.name}.yaml"
         recipe.write_text(
-            f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, block: 64, shards: 6, "
+            f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, sequence_len: 64, shards: 6, "
             "validation_fraction: 0.2, sources: [{files: a.jsonl}]}"
         )
         command = [sys.executable, "-m", "emo", "prepare", str(recipe), *arguments]
@@ -54,7 +54,7 @@ def config_of(root: Path, out: Path) -> DataConfig:
     return data_config(
         root,
         dir=str(out),
-        block=64,
+        sequence_len=64,
         shards=6,
         validation_fraction=0.2,
         sources=[{"files": "a.jsonl"}],

@@ -62,7 +62,7 @@ def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: st
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
         rows: Any = ({"text": text} for text in texts(150, seed))
         write_jsonl(tmp_path / name, rows if kind == "text" else alpaca_rows(90, seed))
-    common = {"kind": kind, "block": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
+    common = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
     tokenizer = word_tokenizer(tmp_path)
     config = data_config(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
     run(config)
@@ -90,7 +90,12 @@ def mixed(root: Path, kind: str = "text", **data: Any) -> DataConfig:
     """Four files of three domains, one of them in two, and two validation sets that share rows."""
     for seed, name in enumerate("abcdef"):
         write_source(root / f"{name}.jsonl", kind, seed, 50 + 10 * seed)
-    default = {"kind": kind, "block": 32 if kind == "text" else 200, "sources": MIXED, "validation": SETS}
+    default = {
+        "kind": kind,
+        "sequence_len": 32 if kind == "text" else 200,
+        "sources": MIXED,
+        "validation": SETS,
+    }
     return data_config(root, **(default | data))
 
 

@@ -26,7 +26,9 @@ from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_toke
 def prepared(tmp_path: Path) -> Path:
     """Instructions, prepared in one shard."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(12))
-    config = data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, block=512)
+    config = data_config(
+        tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, sequence_len=512
+    )
     run(config)
     return config.dir
 
@@ -157,7 +159,7 @@ def test_names_of_files_cannot_act_on_the_terminal(
     recipe = {
         "data": {
             "dir": str(tmp_path / "out"), "root": str(tmp_path), "tokenizer": str(tiny_tokenizer()),
-            "sources": [{"files": "*.jsonl"}], "block": 32,
+            "sources": [{"files": "*.jsonl"}], "sequence_len": 32,
         }
     }  # fmt: skip
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "the saved tokenizer is gone": (lambda d: shutil.rmtree(d / "tokenizer"), "tokenizer-changed"),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
-    "settings are edited": (lambda d: edit(d / "settings.json", block=64), "settings-differ"),
+    "settings are edited": (lambda d: edit(d / "settings.json", sequence_len=64), "settings-differ"),
     "settings are a list": (lambda d: (d / "settings.json").write_text("[]"), "settings-damaged"),
     "the plan is cut": (lambda d: os.truncate(d / "plan.parquet", 500), "plan-damaged"),
     "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
@@ -250,7 +250,7 @@ def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
 
 # Edits of the recipe after preparation.
 EDITS: dict[str, dict[str, Any]] = {
-    "data.block": {"block": 64},
+    "data.sequence_len": {"sequence_len": 64},
     "data.seed": {"seed": 1},
     "data.kind": {"kind": "instruct"},
     "data.tokenizer": {"tokenizer": None, "train_tokenizer": 400},
@@ -329,7 +329,7 @@ def test_files_put_beside_the_data_survive(config: DataConfig, force: bool) -> N
             (config.dir / "plan.parquet").unlink(missing_ok=True)
         before = listing(config.dir)
         with pytest.raises(UserError, match=rf"{name} was not made by prepare|holds prepared data"):
-            run(config_of(config.root, block=32 if not force else 64), force=force)
+            run(config_of(config.root, sequence_len=32 if not force else 64), force=force)
         assert listing(config.dir) == before
         own.unlink()
         if own.parent.name == "old":
@@ -446,7 +446,7 @@ def test_a_killed_force_is_run_again(config: DataConfig) -> None:
     """Killed at any moment of clearing and beginning anew, the same command ends in the same bytes."""
     recipe = config.root / "recipe.yaml"
     recipe.write_text(
-        f"data: {{dir: {config.dir}, root: {config.root}, tokenizer: tokenizer, block: 48, shards: 3, "
+        f"data: {{dir: {config.dir}, root: {config.root}, tokenizer: tokenizer, sequence_len: 48, shards: 3, "
         "validation_fraction: 0.2, sources: [{files: '*.jsonl'}]}\n"
     )
     script = KILL_AT_EVERY_STEP.replace("DIRECTORY", str(config.dir))

@@ -140,7 +140,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
             Path(folder),
             kind="instruct",
             template="chat",
-            block=256,
+            sequence_len=256,
             overlong="drop",
             dedup="none",
             sources=[{"files": "a.jsonl"}],
@@ -213,7 +213,7 @@ def test_messages_and_alpaca_rows_mean_the_same(tmp_path: Path) -> None:
             tmp_path,
             dir=str(tmp_path / name),
             kind="instruct",
-            block=200,
+            sequence_len=200,
             sources=[{"files": f"{name}.jsonl"}],
         )
         run(config)

@@ -97,7 +97,7 @@ def test_runs_are_the_same_beside_any_other_text() -> None:
 
 def rejected(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> dict[str, int]:
     write_jsonl(tmp_path / "a.jsonl", rows)
-    common = {"kind": "instruct", "block": 1024, "shards": 1, "dedup": "near"}
+    common = {"kind": "instruct", "sequence_len": 1024, "shards": 1, "dedup": "near"}
     run(config := data_config(tmp_path, sources=[{"files": "a.jsonl"}], **(common | data)))
     summary = Plan.load(config.dir / "plan.parquet").summary
     found: dict[str, int] = summary["rejected"]

@@ -61,7 +61,7 @@ def test_bytes_do_not_depend_on_workers_or_jobs(tmp_path: Path, kind: str) -> No
         documents(tmp_path)
     else:
         write_jsonl(tmp_path / "a.jsonl", alpaca_rows(1500))
-    common = {"kind": kind, "block": 128, "shards": 3, "validation_fraction": 0.1, "dedup": "near"}
+    common = {"kind": kind, "sequence_len": 128, "shards": 3, "validation_fraction": 0.1, "dedup": "near"}
     common |= {"sources": [{"files": "a.jsonl"}]}
     found = []
     for name, workers, jobs in (
@@ -209,7 +209,7 @@ def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
     config = data_config(
         tmp_path,
-        block=4,
+        sequence_len=4,
         sources=[{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}],
     )
     run(config)
@@ -345,7 +345,7 @@ def test_rows_longer_than_the_models_context_are_refused(
     model = tmp_path / "model"
     shutil.copytree(tiny_tokenizer(), model)
     (model / "config.json").write_text('{"max_position_embeddings": 32}')
-    data = {"dir": f"{tmp_path / 'd'}", "tokenizer": str(model), "block": 64, "shards": 1}
+    data = {"dir": f"{tmp_path / 'd'}", "tokenizer": str(model), "sequence_len": 64, "shards": 1}
     tree: dict[str, Any] = {"data": data | {"sources": [{"files": str(tmp_path / "a.jsonl")}]}}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(tree | {"model": {"path": str(model)}}))

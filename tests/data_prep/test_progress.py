@@ -62,7 +62,7 @@ def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
     rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}, {"conversations": talk}]
     write_jsonl(tmp_path / "a.jsonl", rows)
     config = data_config(
-        tmp_path, kind="instruct", block=150, overlong="drop", sources=[{"files": "a.jsonl"}]
+        tmp_path, kind="instruct", sequence_len=150, overlong="drop", sources=[{"files": "a.jsonl"}]
     )
     first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
     for line in (first, second, again):
@@ -72,6 +72,6 @@ def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
     assert second == again != first
     write_jsonl(tmp_path / "b.jsonl", alpaca_rows(9))
     config = data_config(
-        tmp_path, dir=str(tmp_path / "b"), kind="instruct", block=512, sources=[{"files": "b.jsonl"}]
+        tmp_path, dir=str(tmp_path / "b"), kind="instruct", sequence_len=512, sources=[{"files": "b.jsonl"}]
     )
     assert run(config)[-1] == f"{config.dir}: cut or dropped: nothing"

@@ -36,18 +36,23 @@ SORTS: dict[str, tuple[dict[str, Any], bool]] = {
         True,
     ),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}]}, True),
-    "instructions": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 400}, True),
-    "cut short": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 150}, False),
+    "instructions": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 400}, True),
+    "cut short": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 150}, False),
     "split": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 60, "overlong": "split"},
+        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 60, "overlong": "split"},
         False,
     ),
     "a transcript": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 300, "template": "chat"},
+        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 300, "template": "chat"},
         True,
     ),
     "a chat_template": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "block": 300, "template": "chat_template"},
+        {
+            "kind": "instruct",
+            "sources": [{"files": "i.jsonl"}],
+            "sequence_len": 300,
+            "template": "chat_template",
+        },
         False,
     ),
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),

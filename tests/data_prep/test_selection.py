@@ -79,7 +79,7 @@ def test_limit_of_tokens_is_exact_with_long_documents(
     """A quarter was missing, since shards of unequal documents had equal quotas."""
     with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
         (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
-    common = {"sources": [{"files": "a.txt"}], "shards": shards, "block": 64}
+    common = {"sources": [{"files": "a.txt"}], "shards": shards, "sequence_len": 64}
     config = prepared(tmp_path, "out", limit_tokens=limit, **common)
     assert train_set(config).manifest.tokens == limit // 64 * 64
 
@@ -88,7 +88,11 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
     """... copies counted; and what is less than the limit is used whole."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(600, seed=1))
     write_jsonl(tmp_path / "b.jsonl", alpaca_rows(200, seed=2))
-    common = {"kind": "instruct", "block": 256, "sources": [{"files": "a.jsonl"}, {"files": "b.jsonl"}]}
+    common = {
+        "kind": "instruct",
+        "sequence_len": 256,
+        "sources": [{"files": "a.jsonl"}, {"files": "b.jsonl"}],
+    }
     common["sources"][1] |= {"weight": 2.0}
     whole = train_set(prepared(tmp_path, "whole", limit_tokens=10**9, **common)).manifest
     half = train_set(prepared(tmp_path, "half", limit_tokens=whole.tokens // 2, **common)).manifest

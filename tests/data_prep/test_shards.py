@@ -42,7 +42,7 @@ def text_config(tmp_path: Path) -> DataConfig:
 @pytest.fixture
 def instruct_config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", block=512)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=512)
     run(config)
     return config
 
@@ -52,7 +52,7 @@ def split_config(tmp_path: Path) -> DataConfig:
     """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
     config = data_config(
-        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", block=180, overlong="split"
+        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=180, overlong="split"
     )
     run(config)
     return config
@@ -87,7 +87,7 @@ def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> N
         rows = [{"instruction": "Say it.", "input": "", "output": text} for text in texts(40, sentences=30)]
         write_jsonl(tmp_path / "a.jsonl", rows)
         wholes = [row["output"] for row in rows]
-        options = {"kind": "instruct", "overlong": "split", "block": 100}
+        options = {"kind": "instruct", "overlong": "split", "sequence_len": 100}
     config = data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
     run(config)
     data = train_set(config)

@@ -178,7 +178,7 @@ def test_rows_without_tokens_go_to_no_other_split(tmp_path: Path, overlong: str)
         tmp_path,
         kind="instruct",
         template="chat",
-        block=150,
+        sequence_len=150,
         overlong=overlong,
         limit_tokens=10**6,
         sources=[{"files": "a.jsonl"}],

@@ -94,7 +94,7 @@ def test_a_table_gives_the_shards_of_the_same_rows_as_json(tmp_path: Path) -> No
         writer.writerows(rows)
     found = []
     for name in ("a.jsonl", "b.csv"):
-        more = {"kind": "instruct", "block": 200, "shards": 3, "sources": [{"files": name}]}
+        more = {"kind": "instruct", "sequence_len": 200, "shards": 3, "sources": [{"files": name}]}
         one = data_config(tmp_path, dir=str(tmp_path / f"{name}-one"), **more)
         many = data_config(tmp_path, dir=str(tmp_path / f"{name}-many"), **more)
         run(one)
@@ -167,7 +167,9 @@ def test_rows_are_read_a_few_times_however_many_shards(
             return real(self, start)
 
         monkeypatch.setattr(kind, "_opened", counting)
-    config = data_config(tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.002, block=8)
+    config = data_config(
+        tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.002, sequence_len=8
+    )
     with contextlib.suppress(UserError):  # so few rows are held out that some shards have none
         run(config)
     assert len(opened) <= 4  # to compare words with texts, for each split, and once more

@@ -218,7 +218,12 @@ def test_prepare_compares_both_ways_on_real_rows(
         write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(500)))
     else:
         write_jsonl(tmp_path / "a.jsonl", alpaca_rows(500))
-    common = {"kind": kind, "block": 256, "sources": [{"files": "a.jsonl"}], "validation_fraction": 0.1}
+    common = {
+        "kind": kind,
+        "sequence_len": 256,
+        "sources": [{"files": "a.jsonl"}],
+        "validation_fraction": 0.1,
+    }
     right = data_config(tmp_path, dir=str(tmp_path / "right"), **common)
     run(right)
     monkeypatch.setattr(words, "word_rule", lambda tree: (r"[^e]*e|[^e]+", " "))

@@ -97,7 +97,7 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], tmp_path: P
         with pytest.raises(UserError) as error:
             refuse(a, b)
         assert "trec" in str(error.value) and "\n" not in str(error.value)
-    for options in ([], ["--fail-on-regression"]):
+    for options in ([], ["--fail_on_regression"]):
         code, out, err = command("compare", "a", "b", "--results", tmp_path, *options)
         assert code == 2 and not out and len(lines(err)) == 1
 
@@ -184,7 +184,7 @@ def test_a_gate_on_named_tasks_heeds_no_others(tmp_path: Path) -> None:
     fabricated(tmp_path, "new", {"sst2": bad, "trec": good})
 
     def gate(*tasks: str) -> tuple[int, str, str]:
-        return command("compare", "base", "new", "--results", tmp_path, "--fail-on-regression", *tasks)
+        return command("compare", "base", "new", "--results", tmp_path, "--fail_on_regression", *tasks)
 
     assert gate()[0] == 3 and gate("sst2")[0] == 3 and gate("sst2,trec")[0] == 3
     code, out, _ = gate("trec")

@@ -67,7 +67,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def refused(results: Path, form: str, *options: object, to: Path = tmp_path / "to") -> bool:
-        code, _, err = command("export", results, "--format", form, "--out", to, *options)
+        code, _, err = command("export", results, "--format", form, "--output_path", to, *options)
         return code == 2 and err.count("error: ") == 1 and not (tmp_path / "to").exists()
 
     assert refused(out, "lm_eval") and refused(tmp_path / "none", "hf")
@@ -110,7 +110,7 @@ def test_results_that_do_not_follow_from_their_rows_are_not_exported(change: Any
         change(records)
         chunk.write_text(store.seal(records))
     for form in ("lm-eval", "hf"):
-        assert command("export", tmp_path, "--format", form, "--out", tmp_path / "to")[0] == 2
+        assert command("export", tmp_path, "--format", form, "--output_path", tmp_path / "to")[0] == 2
         assert not (tmp_path / "to").exists()
 
 
@@ -118,7 +118,7 @@ def test_all_models_of_all_directories_are_exported(tmp_path: Path) -> None:
     for name in ("a", "b"):
         finished(tmp_path / name, name)
     write_model(tmp_path / "a", "described")
-    arguments = ["--format", "lm-eval", "--out", tmp_path / "there"]
+    arguments = ["--format", "lm-eval", "--output_path", tmp_path / "there"]
     code, out, _ = command("export", tmp_path / "a", tmp_path / "b", *arguments)
     assert code == 0 and "described has no finished result: left out" in out
     assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["a", "b"]

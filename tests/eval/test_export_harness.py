@@ -38,9 +38,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
     arguments = ["--tasks", ",".join(TASKS), "--data", root / "data"]
-    evaluate = ["eval", "--model", model, "--name", "m", "--out", root / "out", "--limit", 6, *arguments]
+    evaluate = [
+        "eval",
+        "--model",
+        model,
+        "--name",
+        "m",
+        "--output_path",
+        root / "out",
+        "--limit",
+        6,
+        *arguments,
+    ]
     assert command(*evaluate)[0] == 0
-    export = ["export", root / "out", "--format", "lm-eval", "--out", root / "there", "--data", root / "data"]
+    export = [
+        "export",
+        root / "out",
+        "--format",
+        "lm-eval",
+        "--output_path",
+        root / "there",
+        "--data",
+        root / "data",
+    ]
     assert command(*export)[0] == 0
     yield root
     del os.environ["EVAL_CACHE"]
@@ -182,7 +202,9 @@ def test_exporting_again_writes_the_same(
 
 
 def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -> None:
-    code, out, _ = command("export", world / "out", "--format", "lm-eval", "--out", tmp_path / "there")
+    code, out, _ = command(
+        "export", world / "out", "--format", "lm-eval", "--output_path", tmp_path / "there"
+    )
     assert code == 0 and "samples" in out.splitlines()[-1]
     (path,) = (tmp_path / "there" / "m").iterdir()
     alone, whole = json.loads(path.read_text()), read(world / "there", "m")
@@ -192,7 +214,7 @@ def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -
 
 def test_other_rows_than_those_of_the_evaluation_are_refused(world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "data", tmp_path / "data")
-    arguments = ["export", world / "out", "--format", "lm-eval", "--out", tmp_path / "there"]
+    arguments = ["export", world / "out", "--format", "lm-eval", "--output_path", tmp_path / "there"]
     for split in ("test", "train"):
         path = tmp_path / "data" / "sst2" / f"{split}.jsonl"
         content = path.read_text()

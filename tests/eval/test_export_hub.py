@@ -138,7 +138,7 @@ def test_a_card_that_cannot_be_read_is_left_alone(front: str, tmp_path: Path) ->
     finished(tmp_path / "out")
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# x\n")
     before = tree(tmp_path)
-    assert command("export", tmp_path / "out", "--format", "hf", "--out", tmp_path)[0] == 2
+    assert command("export", tmp_path / "out", "--format", "hf", "--output_path", tmp_path)[0] == 2
     assert tree(tmp_path) == before
 
 
@@ -150,7 +150,7 @@ def test_a_directory_with_other_weights_is_refused(tmp_path: Path) -> None:
         path.write_text(path.read_text().replace(store.digest("emo"), digest))
     (directories[0] / "README.md").write_text("---\nlicense: mit\n---\n# m\n\nFrom /home/me/base/model.\n")
     before = tree(directories[1])
-    arguments = ["export", tmp_path / "out", "--format", "hf", "--out"]
+    arguments = ["export", tmp_path / "out", "--format", "hf", "--output_path"]
     assert command(*arguments, directories[1])[0] == 2
     assert tree(directories[1]) == before
     code, out, _ = command(*arguments, directories[0])

@@ -21,7 +21,9 @@ from tests.helpers.results import RIGHT, finish, finished, write_model, write_re
 
 def training_run(directory: Path, project: str | None = "emo-test") -> Path:
     directory.mkdir(parents=True)
-    (directory / CONFIG).write_text(json.dumps({"train": {"wandb": project}}))
+    (directory / CONFIG).write_text(
+        json.dumps({"train": {"report_to": ["wandb"] if project else [], "project": project}})
+    )
     (directory / WANDB_ID).write_text("0123456789abcdef")
     return directory
 
@@ -59,7 +61,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     unsent = run / "wandb" / "offline-run-1-0123456789abcdef"
     unsent.mkdir(parents=True)
     (run / tracking.SENT).write_text(json.dumps({"sent": {}, "sending": unsent.name}))
-    code, messages, err = command("export", out, "--format", "wandb", "--out", run)
+    code, messages, err = command("export", out, "--format", "wandb", "--output_path", run)
     assert code == 0, err
     assert (
         "another: not of the run" in messages and "2 points of 3 models" in messages and not unsent.exists()
@@ -79,7 +81,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [point["eval/sst2/accuracy"] for point in points] == pytest.approx([4 / 7, 5 / 7])
     assert points[0]["eval/sst2/accuracy_stderr"] == pytest.approx(math.sqrt(4 / 7 * 3 / 7 / 6))
     assert points[0]["eval/mean_accuracy"] == points[0]["eval/sst2/accuracy"]
-    code, messages, _ = command("export", out, "--format", "wandb", "--out", run)
+    code, messages, _ = command("export", out, "--format", "wandb", "--output_path", run)
     assert code == 0 and "0 points of 3 models" in messages
     assert len(list(run.glob("wandb/offline-run-*"))) == 1
 
@@ -87,7 +89,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_wandb_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = training_run(tmp_path / "emo"), tmp_path / "out"
     finished(out, tokens=5, run=str(run))
-    arguments = ["export", out, "--format", "wandb", "--out"]
+    arguments = ["export", out, "--format", "wandb", "--output_path"]
 
     def refused(directory: Path) -> bool:
         return command(*arguments, directory)[0] == 2 and not (run / tracking.SENT).exists()
@@ -115,7 +117,7 @@ def test_nobody_logged_in_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     run = training_run(tmp_path / "emo")
     finished(tmp_path / "out", tokens=5, run=str(run))
     wandb.teardown()  # it keeps what it has read from the environment
-    code, _, err = command("export", tmp_path / "out", "--format", "wandb", "--out", run)
+    code, _, err = command("export", tmp_path / "out", "--format", "wandb", "--output_path", run)
     wandb.teardown()
     assert code == 2 and "set WANDB_API_KEY, or WANDB_MODE=offline" in err
     assert not (run / tracking.SENT).exists()

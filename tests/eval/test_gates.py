@@ -1,4 +1,4 @@
-"""--fail-on-regression is a function of stored results: who computed them, and when, makes no difference."""
+"""--fail_on_regression is a function of stored results: who computed them, and when, makes no difference."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def evaluated(run: Path, name: str) -> None:
 
 
 def watch(run: Path, data: Path, *options: Any) -> int:
-    arguments = ["watch", run, "--once", "--no-report", "--tasks", "sst2", "--data", data]
-    return command(*arguments, "--fail-on-regression", "base", *options)[0]
+    arguments = ["watch", run, "--once", "--no_report", "--tasks", "sst2", "--data", data]
+    return command(*arguments, "--fail_on_regression", "base", *options)[0]
 
 
 def test_a_watch_answers_the_same_however_often_it_is_asked(world: Path, tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_compare_gives_no_verdict_where_a_result_is_damaged(damaged: str, tmp_pa
         fabricated(tmp_path, name, {"sst2": GOOD, "trec": GOOD})
         if damaged in (name, "both"):
             (tmp_path / "models" / name / "trec.json").write_text("{", encoding="utf-8")
-    code, _, err = command("compare", "base", "new", "--results", tmp_path, "--fail-on-regression")
+    code, _, err = command("compare", "base", "new", "--results", tmp_path, "--fail_on_regression")
     assert code == 2 and "trec" in err
-    assert command("compare", "base", "new", "--results", tmp_path, "--fail-on-regression", "sst2")[0] == 0
+    assert command("compare", "base", "new", "--results", tmp_path, "--fail_on_regression", "sst2")[0] == 0
 
 
 def test_run_gives_no_verdict_where_a_task_is_missing(world: Path, tmp_path: Path) -> None:
-    arguments = ["eval", "--model", world / "model", "--data", world / "data", "--out", tmp_path]
-    gated = [*arguments, "--name", "new", "--fail-on-regression", "base", "--tasks"]
+    arguments = ["eval", "--model", world / "model", "--data", world / "data", "--output_path", tmp_path]
+    gated = [*arguments, "--name", "new", "--fail_on_regression", "base", "--tasks"]
     assert command(*arguments, "--name", "base", "--tasks", "sst2")[0] == 0
     assert [command(*gated, "sst2,trec")[0] for _ in range(2)] == [2, 2]
     assert command(*arguments, "--name", "base", "--tasks", "sst2,trec")[0] == 0
@@ -86,19 +86,29 @@ def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> Non
     fabricated(tmp_path, "base", {"sst2": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD})
     compare = ["compare", "base", "new", "--results", tmp_path]
-    run = ["eval", "--model", world / "model", "--data", world / "data", "--out", tmp_path, "--tasks", "sst2"]
-    assert command(*compare, "--fail-on-regression", "--max-drop", "nan")[0] == 2
-    assert command(*compare, "--max-drop", 1)[0] == 2  # alone it would decide nothing
-    assert command(*run, "--max-drop", 1)[0] == 2
-    assert command(*run, "--name", "base", "--fail-on-regression", "base")[0] == 2
-    assert command("compare", "new", "new", "--results", tmp_path, "--fail-on-regression")[0] == 2
+    run = [
+        "eval",
+        "--model",
+        world / "model",
+        "--data",
+        world / "data",
+        "--output_path",
+        tmp_path,
+        "--tasks",
+        "sst2",
+    ]
+    assert command(*compare, "--fail_on_regression", "--max_drop", "nan")[0] == 2
+    assert command(*compare, "--max_drop", 1)[0] == 2  # alone it would decide nothing
+    assert command(*run, "--max_drop", 1)[0] == 2
+    assert command(*run, "--name", "base", "--fail_on_regression", "base")[0] == 2
+    assert command("compare", "new", "new", "--results", tmp_path, "--fail_on_regression")[0] == 2
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(world: Path, tmp_path: Path) -> None:
     """As in `eval run | head -1`: 141, as after SIGPIPE, and not a word."""
     arguments = ["eval", "--model", world / "model", "--data", world / "data", "--tasks", "sst2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "emo", *map(str, arguments), "--out", str(tmp_path)],
+        [sys.executable, "-m", "emo", *map(str, arguments), "--output_path", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

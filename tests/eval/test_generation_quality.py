@@ -33,8 +33,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     lines = [f"the cat number {i} sat on the mat and looked at the door of the house again" for i in range(6)]
     (root / "data" / "ptb").mkdir(parents=True)
     (root / "data" / "ptb" / "test.txt").write_text("\n".join(["", " = A title = ", *lines, "too short"]))
-    arguments = ["--corpus", "ptb", "--data", root / "data", "--tokens", 9, "--samples", 2, "--seeds", "0,1"]
-    code, out, _ = command("generate", "--model", root / "small", "--out", root / "out", *arguments)
+    arguments = [
+        "--corpus",
+        "ptb",
+        "--data",
+        root / "data",
+        "--max_new_tokens",
+        9,
+        "--samples",
+        2,
+        "--seeds",
+        "0,1",
+    ]
+    code, out, _ = command("generate", "--model", root / "small", "--output_path", root / "out", *arguments)
     assert code == 0 and "24 texts" in out and "1 texts left out" in out
     yield root
     del os.environ["EVAL_CACHE"]
@@ -96,7 +107,7 @@ def naive_per_token(path: Path, pairs: list[tuple[list[int], list[int]]]) -> flo
 def test_perplexities_equal_naive_ones(world: Path, sampled: Path) -> None:
     """PPL_oracle, its floor, PPL_test and cross-entropies, to 1e-6."""
     options = ["--oracle", world / "oracle", "--reference", world / "oracle"]
-    assert command("quality", sampled, "--out", world / "out", *options)[0] == 0
+    assert command("quality", sampled, "--output_path", world / "out", *options)[0] == 0
     result = json.loads((sampled / "quality.json").read_text())
     _, actual = read_records(sampled)
     model = EvaluatedModel(str(world / "oracle"))
@@ -125,24 +136,41 @@ def test_perplexities_equal_naive_ones(world: Path, sampled: Path) -> None:
 
 
 def test_the_oracle_of_its_own_samples_is_at_its_floor(world: Path, sampled: Path) -> None:
-    arguments = ["--corpus", "ptb", "--data", world / "data", "--tokens", 9, "--samples", 2, "--seeds", "0,1"]
-    assert command("generate", "--model", world / "oracle", "--out", world / "out", *arguments)[0] == 0
+    arguments = [
+        "--corpus",
+        "ptb",
+        "--data",
+        world / "data",
+        "--max_new_tokens",
+        9,
+        "--samples",
+        2,
+        "--seeds",
+        "0,1",
+    ]
+    assert (
+        command("generate", "--model", world / "oracle", "--output_path", world / "out", *arguments)[0] == 0
+    )
     self_score = sampled.parents[2] / "oracle" / "generated" / "ptb-unbiased"
-    assert command("quality", self_score, "--out", world / "out", "--oracle", world / "oracle")[0] == 0
+    assert (
+        command("quality", self_score, "--output_path", world / "out", "--oracle", world / "oracle")[0] == 0
+    )
     result = json.loads((self_score / "quality.json").read_text())
     assert result["ppl_oracle"] == result["ppl_oracle_floor"]
 
 
 def test_models_are_compared_on_the_same_prefixes(world: Path, sampled: Path) -> None:
     """The difference of each measure is that of the means; other prefixes are said, not paired."""
-    arguments = ["--data", world / "data", "--tokens", 9, "--samples", 2, "--seeds", "0,1"]
+    arguments = ["--data", world / "data", "--max_new_tokens", 9, "--samples", 2, "--seeds", "0,1"]
     directories = [sampled]
     for number, options in enumerate((["--corpus", "ptb"], ["--prefix", "the cat", "--prefix", "a dog"])):
         name = f"other-{number}"
-        common = ["--model", world / "oracle", "--name", name, "--out", world / "out"]
+        common = ["--model", world / "oracle", "--name", name, "--output_path", world / "out"]
         assert command("generate", *common, *options, *arguments[number and 2 :])[0] == 0
         directories += (world / "out/models" / name / "generated").iterdir()
-    code, out, _ = command("quality", *directories, "--out", world / "out", "--oracle", world / "oracle")
+    code, out, _ = command(
+        "quality", *directories, "--output_path", world / "out", "--oracle", world / "oracle"
+    )
     assert code == 0 and "prefixes are not the same" in out and "(6 prefixes)" in out
     first, same, other = (json.loads((d / "quality.json").read_text()) for d in directories)
     assert "differences" not in first and isinstance(other["differences"], str)
@@ -225,7 +253,7 @@ def test_mistakes_are_one_line(
     (world / "plain.jsonl").write_text('{"txt": "a"}\n')
     (world / "long.txt").write_text("the cat sat on the mat " * 40)
     for arguments in (
-        ["--tokens", 0],
+        ["--max_new_tokens", 0],
         ["--samples", 0],
         ["--corpus", "pbt"],
         ["--corpus", "webtext", "--data", world / "data"],
@@ -235,18 +263,18 @@ def test_mistakes_are_one_line(
         ["--prefixes", world / "empty.txt"],
         ["--prefixes", world / "plain.jsonl"],
         ["--prefixes", world / "long.txt"],  # longer than the context
-        ["--tokens", 96],
+        ["--max_new_tokens", 96],
         ["--seeds", "1,x"],
         ["--seeds", "1,1"],
         ["--greedy", "--samples", 2],
         ["--temperature", 0],
     ):
-        code, _, err = command("generate", "--model", world / "small", "--out", tmp_path, *arguments)
+        code, _, err = command("generate", "--model", world / "small", "--output_path", tmp_path, *arguments)
         assert code == 2 and len(lines(err)) == 1, (arguments, err)
     assert not list(tmp_path.rglob("records.jsonl"))
     for options in (["--protocol", "releasd"], ["--oracle", world / "nowhere"]):
-        assert command("quality", sampled, "--out", tmp_path, *options)[0] == 2
-    assert command("quality", sampled.parent, "--out", tmp_path)[0] == 2
+        assert command("quality", sampled, "--output_path", tmp_path, *options)[0] == 2
+    assert command("quality", sampled.parent, "--output_path", tmp_path)[0] == 2
     with pytest.raises(UserError):
         closeness.require_texts(60, 200)
     monkeypatch.setattr(closeness.importlib.util, "find_spec", lambda name: None)
@@ -259,12 +287,12 @@ def test_weights_that_are_not_numbers_give_no_number(world: Path, sampled: Path,
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     model.save_pretrained(broken)
-    code, _, err = command("generate", "--model", broken, "--out", tmp_path, "--tokens", 4)
+    code, _, err = command("generate", "--model", broken, "--output_path", tmp_path, "--max_new_tokens", 4)
     assert code == 2 and len(lines(err)) == 1
     assert not list(tmp_path.rglob("records.jsonl")) and not list(tmp_path.rglob("chunks/*.json"))
     content = tmp_path / "out"
     for option in ("--oracle", "--reference"):
         (sampled / "quality.json").unlink(missing_ok=True)
-        code, _, err = command("quality", sampled, "--out", content, option, broken)
+        code, _, err = command("quality", sampled, "--output_path", content, option, broken)
         assert code == 2, err
         assert not (sampled / "quality.json").exists()

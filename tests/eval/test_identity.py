@@ -271,7 +271,7 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Pa
         run(name, dtype)
     assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's own dtype is float32
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
-    code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail-on-regression")
+    code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
     assert code == 2 and not out and "dtype: float32 and bfloat16" in err
     messages.clear()
     run("a", "bfloat16")
@@ -284,13 +284,13 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Pa
 
 def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: Path) -> None:
     arguments = ["eval", "--model", str(root / "model"), "--data", str(root / "data"), "--tasks", "sst2"]
-    assert command(*arguments, "--out", tmp_path)[0] == 0
+    assert command(*arguments, "--output_path", tmp_path)[0] == 0
     heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
     program = (
         "import sys; from emo.eval.cli import main; code = main(); "
         f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr); sys.exit(code)"
     )
-    arguments = [sys.executable, "-c", program, *arguments, "--out", str(tmp_path)]
+    arguments = [sys.executable, "-c", program, *arguments, "--output_path", str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0 and "already known" in done.stdout, done.stderr
     assert done.stderr.strip().endswith("[]"), done.stderr
@@ -298,14 +298,14 @@ def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: P
 
 def test_results_and_texts_of_other_settings_under_one_name_are_said(root: Path, tmp_path: Path) -> None:
     run = ["eval", "--model", root / "model", "--data", root / "data", "--tasks", "sst2", "--limit"]
-    generate = ["generate", "--model", root / "model", "--samples", 1, "--tokens"]
+    generate = ["generate", "--model", root / "model", "--samples", 1, "--max_new_tokens"]
     for arguments in (run, generate):
-        lines = [command(*arguments, number, "--out", tmp_path)[1] for number in (3, 3, 4)]
+        lines = [command(*arguments, number, "--output_path", tmp_path)[1] for number in (3, 3, 4)]
         assert ["--name" in text for text in lines] == [False, False, True]
     files = []
     for i in range(3):
         row = {"instruction": "q", "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b"}
         files.append(tmp_path / f"{i // 2}.json")
         files[-1].write_text(json.dumps([row | {"preference": 1 + i % 2}]), encoding="utf-8")
-    judge = ["judge", "--judge", "alpaca_eval", "--out", tmp_path, "--from"]
+    judge = ["judge", "--judge", "alpaca_eval", "--output_path", tmp_path, "--from"]
     assert ["other from" in command(*judge, file)[1] for file in files] == [False, False, True]

@@ -57,7 +57,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def answer(world: Path, out: Path, *options: object) -> tuple[int, str, str]:
-    common = ["--model", world / "tuned", "--questions", world / "questions.jsonl", "--out", out]
+    common = ["--model", world / "tuned", "--questions", world / "questions.jsonl", "--output_path", out]
     return command("answer", *common, *options)
 
 
@@ -67,7 +67,7 @@ def outputs(out: Path, decoding: str = "greedy") -> Path:
 
 def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
     """Each greedy answer equals a plain argmax loop after BOS and the Alpaca prompt."""
-    code, out, _ = answer(world, tmp_path, "--tokens", 6)
+    code, out, _ = answer(world, tmp_path, "--max_new_tokens", 6)
     rows = json.loads(outputs(tmp_path).read_text())
     assert code == 0 and "7 answers (0 already known)" in out
     assert all({"dataset", "instruction", "output", "generator"} <= row.keys() for row in rows)
@@ -151,7 +151,18 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
 def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) -> None:
     texts = []
     for i, (seed, batch) in enumerate([(0, 64), (0, 2), (1, 64)]):
-        options = ["--tokens", 8, "--temperature", 0.9, "--top-p", 0.95, "--seed", seed, "--batch", batch]
+        options = [
+            "--max_new_tokens",
+            8,
+            "--temperature",
+            0.9,
+            "--top_p",
+            0.95,
+            "--seed",
+            seed,
+            "--batch_size",
+            batch,
+        ]
         assert answer(world, tmp_path / str(i), *options)[0] == 0
         name = "t0.9-p0.95" + (f"-s{seed}" if seed else "")
         texts.append(outputs(tmp_path / str(i), name).read_text())
@@ -161,7 +172,7 @@ def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) 
 def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
     """One question longer than the context, one that leaves a few tokens: kept, and said."""
     write(tmp_path / "long.jsonl", [{"text": "why " * 300}, {"text": "why " * 90}, {"text": "why?"}])
-    common = ["--model", world / "tuned", "--out", tmp_path, "--tokens", 400]
+    common = ["--model", world / "tuned", "--output_path", tmp_path, "--max_new_tokens", 400]
     code, out, _ = command("answer", *common, "--questions", tmp_path / "long.jsonl")
     rows = json.loads((tmp_path / "models/tuned/answers/long-greedy/model_outputs.json").read_text())
     assert code == 0 and [row["fits"] for row in rows] == [False, True, True]
@@ -194,8 +205,9 @@ BAD = {
 }  # fmt: skip
 OPTIONS = (
     ["--questions", "nothing.jsonl"], ["--questions", "vicuna"],
-    ["--tokens", 0], ["--limit", 0], ["--top-p", 0.5], ["--temperature", 0], ["--engine", "llama.cpp"],
-    ["--batch", 0], ["--template", "vicuna"], ["--template", "chat_template"],
+    ["--max_new_tokens", 0], ["--limit", 0], ["--top_p", 0.5], ["--temperature", 0],
+    ["--engine", "llama.cpp"],
+    ["--batch_size", 0], ["--template", "vicuna"], ["--template", "chat_template"],
 )  # fmt: skip
 
 

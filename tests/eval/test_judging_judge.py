@@ -53,7 +53,7 @@ def answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Pat
 
 def judge(world: Path, out: Path, *options: object, name: str = "pandalm") -> tuple[int, str, str]:
     both = ["--a", world / "a.json", "--b", world / "b.json"]
-    return command("judge", "--judge", name, *both, "--out", out, *options)
+    return command("judge", "--judge", name, *both, "--output_path", out, *options)
 
 
 def read(out: Path, name: str = "v") -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -65,7 +65,9 @@ def read(out: Path, name: str = "v") -> tuple[dict[str, Any], list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def judged(world: Path) -> Path:
-    code, _, err = judge(world, world / "out", "--model", world / "judge", "--tokens", 1, "--name", "v")
+    code, _, err = judge(
+        world, world / "out", "--model", world / "judge", "--max_new_tokens", 1, "--name", "v"
+    )
     assert code == 0, err
     return world / "out"
 
@@ -92,7 +94,7 @@ def test_every_reply_is_kept_and_both_orders_count(world: Path, judged: Path) ->
 
 def test_asking_again_costs_nothing_and_other_answers_are_asked_anew(world: Path, judged: Path) -> None:
     stores = set((judged / "store").iterdir())
-    options = ["--model", world / "judge", "--tokens", 1, "--name=v"]
+    options = ["--model", world / "judge", "--max_new_tokens", 1, "--name=v"]
     before = (judged / "judgements" / "v.jsonl").read_bytes()
     assert judge(world, judged, *options)[0] == 0
     assert set((judged / "store").iterdir()) == stores
@@ -114,7 +116,7 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     answers(tmp_path / "a.json", rows, "mle")
     answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
     common = ["judge", "--judge", "pandalm", "--a", tmp_path / "a.json", "--b", tmp_path / "b.json"]
-    common += ["--model", short, "--tokens", 1, "--name", "v", "--out", tmp_path]
+    common += ["--model", short, "--max_new_tokens", 1, "--name", "v", "--output_path", tmp_path]
     code, _, _ = command(*common)
     numbers, (fits, cut, absent) = read(tmp_path)
     assert code == 0
@@ -128,7 +130,7 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
         for options in (0, 1)
     ]  # fmt: skip
     assert max(tokens[0]) + 1 <= 320 < max(tokens[1]) + 1
-    assert command(*common, "--tokens", 400)[0] == 2
+    assert command(*common, "--max_new_tokens", 400)[0] == 2
 
 
 def test_a_judge_with_a_chat_template_gets_messages(world: Path, tmp_path: Path) -> None:
@@ -136,7 +138,9 @@ def test_a_judge_with_a_chat_template_gets_messages(world: Path, tmp_path: Path)
     (chat / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
     )
-    code, _, _ = judge(world, tmp_path, "--model", chat, "--tokens", 2, "--name", "v", name="alpaca_eval")
+    code, _, _ = judge(
+        world, tmp_path, "--model", chat, "--max_new_tokens", 2, "--name", "v", name="alpaca_eval"
+    )
     numbers, _ = read(tmp_path)
     assert code == 0 and numbers["facts"]["chat_template"] is True
     assert numbers["read"] == 1  # the identical pair remains
@@ -228,11 +232,21 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path, code: str) -> 
 
 
 def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp_path: Path) -> None:
-    same = ["judge", "--judge", "auto-j", "--a", world / "a.json", "--b", world / "a.json", "--out", tmp_path]
+    same = [
+        "judge",
+        "--judge",
+        "auto-j",
+        "--a",
+        world / "a.json",
+        "--b",
+        world / "a.json",
+        "--output_path",
+        tmp_path,
+    ]
     code, out, _ = command(*same, "--export", tmp_path / "p.jsonl")
     assert code == 0 and "0 prompts on 10 pairs" in out and (tmp_path / "p.jsonl").read_text() == ""
     for setting in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
-        assert command(*same, *setting, "--tokens", 9, "--name", "v")[0] == 0
+        assert command(*same, *setting, "--max_new_tokens", 9, "--name", "v")[0] == 0
         numbers, _ = read(tmp_path)
         assert numbers["win_rate"]["value"] == 0.5 and numbers["counts"]["identical"] == 10
 
@@ -281,7 +295,7 @@ BOTH = ["--a", "a.json", "--b", "b.json"]
 )
 def test_bad_options_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch, options: list[Any]) -> None:
     monkeypatch.chdir(world)
-    code, _, err = command("judge", "--judge", *options, "--out", "nothing")
+    code, _, err = command("judge", "--judge", *options, "--output_path", "nothing")
     assert code == 2 and len(lines(err)) == 1
     assert not (world / "nothing").exists() and not (world / "p").exists()
 
@@ -307,7 +321,7 @@ def test_published_files_have_odd_answers(tmp_path: Path) -> None:
         tmp_path / "t.json",
         "--from",
         tmp_path / "v.json",
-        "--out",
+        "--output_path",
         tmp_path,
         "--name",
         "v",
@@ -325,7 +339,7 @@ def test_judgements_of_one_name_are_not_written_over_each_other(tmp_path: Path) 
     files = [tmp_path / "v.json", tmp_path / "w.json"]
     for i, file in enumerate(files):
         file.write_text(json.dumps([first | {f"annotator{k}": i for k in (1, 2, 3)}]))
-    assert command("judge", "--judge", "pandalm", "--from", *files, "--out", tmp_path / "o")[0] == 2
+    assert command("judge", "--judge", "pandalm", "--from", *files, "--output_path", tmp_path / "o")[0] == 2
     assert not (tmp_path / "o").exists()
 
 

@@ -74,7 +74,7 @@ def test_run_and_generate_publish_nothing_of_a_spoilt_model(
 ) -> None:
     """Also where every weight is finite, and the scores are not."""
     change(copy, edit)
-    common = ["--model", copy, "--out", tmp_path / "out"]
+    common = ["--model", copy, "--output_path", tmp_path / "out"]
     run = command("eval", *common, "--data", root / "data", "--tasks", "sst2", "--retriever", "random")
     for code, _, err in (run, command("generate", *common, "--samples", 1)):
         assert code == 2 and len(lines(err)) == 1
@@ -148,12 +148,12 @@ def test_names_from_directories_are_usable() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "--tokens", 0],
+        ["generate", "--max_new_tokens", 0],
         ["generate", "--samples", 0],
-        ["generate", "--samples", 1, "--tokens", 2000],
-        ["eval", "--max-tokens", 2000],
-        ["eval", "--shots", 99],
-        ["eval", "--max-drop", "nan"],
+        ["generate", "--samples", 1, "--max_new_tokens", 2000],
+        ["eval", "--max_tokens", 2000],
+        ["eval", "--num_fewshot", 99],
+        ["eval", "--max_drop", "nan"],
         ["watch", "--poll", 0],
     ],
 )
@@ -161,7 +161,7 @@ def test_impossible_numbers_are_one_line(arguments: list[Any], root: Path, tmp_p
     options: list[Any] = [root] if arguments[0] == "watch" else ["--model", root / "whole"]
     if arguments[0] != "generate":
         options += ["--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
-    code, _, err = command(*arguments, *options, "--out", tmp_path / "out")
+    code, _, err = command(*arguments, *options, "--output_path", tmp_path / "out")
     assert code == 2 and len(lines(err)) == 1
 
 
@@ -169,7 +169,7 @@ def test_a_result_says_under_which_conditions(root: Path, tmp_path: Path) -> Non
     arguments = ["eval", "--model", root / "whole", "--tasks", "sst2", "--retriever", "random"]
 
     def conditions(out: str, *options: Any, data: Path = root / "data") -> dict[str, Any]:
-        command(*arguments, "--data", data, "--out", tmp_path / out, *options)
+        command(*arguments, "--data", data, "--output_path", tmp_path / out, *options)
         view = json.loads((tmp_path / out / "models" / "whole" / "sst2.json").read_text())
         return view["result"]["conditions"]
 
@@ -179,11 +179,11 @@ def test_a_result_says_under_which_conditions(root: Path, tmp_path: Path) -> Non
     test = other / "sst2" / "test.jsonl"
     test.write_text(test.read_text().replace('{"text": "', '{"text": "well, ', 1))  # the same gold labels
     for out, options, data, key in [
-        ("b", ["--shots", 2], root / "data", "shots"),
+        ("b", ["--num_fewshot", 2], root / "data", "shots"),
         ("c", ["--limit", 3], root / "data", "test_rows"),
         ("d", ["--retriever", "bm25"], root / "data", "retriever"),
         ("e", [], other, "test_rows"),
-        ("f", ["--max-tokens", 300], root / "data", "max_tokens"),
+        ("f", ["--max_tokens", 300], root / "data", "max_tokens"),
     ]:
         actual = conditions(out, *options, data=data)["compared"]
         assert {k for k in actual if actual[k] != usual["compared"][k]} == {key}

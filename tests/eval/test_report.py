@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         path = tiny_model(root / "models" / name, seed=step + len(objective) * (objective == "emo"))
         facts = {"step": step, "tokens": step * 4096, "objective": objective, "run": str(run)}
         (path / "export.json").write_text(json.dumps(facts))
-        arguments = ["--model", path, "--name", name, "--out", root / "out"]
+        arguments = ["--model", path, "--name", name, "--output_path", root / "out"]
         assert command("eval", *arguments, "--tasks", TASKS, "--data", root / "data")[0] == 0
         prepared = root / "prepared" / objective / "train"
         for folder in (run, prepared):
@@ -48,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         overlap = {"tasks": {"sst2": {"overlapping_rows": {"0": 0.5, "3": 1.0, "777": 1.0}}}}
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")
-    assert command("generate", *arguments, "--samples", 2, "--tokens", 12)[0] == 0
+    assert command("generate", *arguments, "--samples", 2, "--max_new_tokens", 12)[0] == 0
     yield root
     del os.environ["EVAL_CACHE"]
 
@@ -57,7 +57,7 @@ def test_the_report_of_real_evaluations(world: Path, tmp_path: Path) -> None:
     """Its sections, three formats with the same numbers, and the spread over seeds."""
     runs = [f"--run={o}-200={world / 'runs' / o}" for o in ("mle", "emo")]
     options = [*runs, "--notice", "Toy <b>.", "--seeds", "both=emo-200,mle-200"]
-    code, out, _ = command("report", world / "out", "--out", f"{tmp_path}/", *options)
+    code, out, _ = command("report", world / "out", "--output_path", f"{tmp_path}/", *options)
     assert code == 0 and "report of 3 models on 2 tasks" in out
     text, markdown = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
     page, data = Page(text), results_json(tmp_path)
@@ -99,12 +99,12 @@ def test_rows_of_the_training_text_are_set_aside(world: Path) -> None:
         ["OUT", "--run", "emo-200=nowhere"],
         ["OUT", "--seeds", "emo=a,b"],
         ["OUT", "OUT"],
-        ["OUT", "--out", "x.pdf"],
+        ["OUT", "--output_path", "x.pdf"],
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], world: Path, tmp_path: Path) -> None:
     arguments = [str(world / "out") if a == "OUT" else a for a in arguments]
-    code, _, err = command("report", "--out", tmp_path / "r", *arguments)
+    code, _, err = command("report", "--output_path", tmp_path / "r", *arguments)
     assert code == 2 and len(lines(err)) == 1 and not (tmp_path / "r").exists()
 
 
@@ -124,10 +124,10 @@ def test_run_fails_on_a_regression(world: Path) -> None:
         means[model.name] = np.mean([result["accuracy"] for result in model.results.values()])
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
     assert means[best] > means[worst]
-    rest = ["--data", world / "data", "--tasks", TASKS, "--out", world / "out", "--max-drop", 0.0]
+    rest = ["--data", world / "data", "--tasks", TASKS, "--output_path", world / "out", "--max_drop", 0.0]
     for name, baseline, expected in ((worst, best, 3), (best, worst, 0), (best, "nobody", 2)):
         arguments = ["--model", world / "models" / name, "--name", name, *rest]
-        code, out, _ = command("eval", *arguments, "--fail-on-regression", baseline)
+        code, out, _ = command("eval", *arguments, "--fail_on_regression", baseline)
         assert code == expected and ("regression: " in out) == (code == 3)
 
 
@@ -275,7 +275,7 @@ def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
     described, run = scored(tmp_path, "EMO", run="runs/mine-f32", objective="emo"), tmp_path / "mine"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "nll": 1.0}\n')
-    (run / "config.yaml").write_text("run_dir: runs/mine\n")
+    (run / "config.yaml").write_text("output_dir: runs/mine\n")
     code, _, err = command("report", tmp_path, f"--run=EMO={run}")
     assert code == 0
     for text in (
@@ -283,7 +283,7 @@ def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
         *((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md")),
     ):
         assert f"--run EMO={run}: " in text.replace("\\", "")
-    (run / "config.yaml").write_text("run_dir: runs/mine-f32\n")
+    (run / "config.yaml").write_text("output_dir: runs/mine-f32\n")
     assert gather([tmp_path], {"EMO": run}).remarks == []
     (run / "config.yaml").unlink()
     assert len(gather([tmp_path], {"EMO": run}).remarks) == 1

@@ -172,7 +172,7 @@ def test_asking_twice_costs_nothing_and_another_model_is_asked_itself(world: Pat
     assert len(list(tmp_path.glob("store/*/result.json"))) == 6
 
 
-def test_every_choice_is_part_of_the_key_but_the_budget(world: Path, tmp_path: Path) -> None:
+def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
     changes: list[dict[str, Any]] = [
         {}, {"shots": 2}, {"limit": 10}, {"score": "suffix_sum"}, {"max_tokens": 100},
@@ -181,7 +181,7 @@ def test_every_choice_is_part_of_the_key_but_the_budget(world: Path, tmp_path: P
     for count, change in enumerate(changes, start=1):
         Job(model, Settings(data=str(world / "data"), **change), tmp_path).run(task)
         assert len(list(tmp_path.glob("store/*/result.json"))) == count
-    Job(model, Settings(data=str(world / "data"), budget=512), tmp_path).run(task)
+    Job(model, Settings(data=str(world / "data"), batch_size=2), tmp_path).run(task)
     assert len(list(tmp_path.glob("store/*/result.json"))) == len(changes)
 
 
@@ -239,7 +239,16 @@ def test_exit_codes_tell_what_may_pass(
         raise error
 
     monkeypatch.setattr(job, "run_all", fail)
-    options = ["--model", world / "model", "--data", world / "data", "--tasks", "sst2", "--out", tmp_path]
+    options = [
+        "--model",
+        world / "model",
+        "--data",
+        world / "data",
+        "--tasks",
+        "sst2",
+        "--output_path",
+        tmp_path,
+    ]
     status, _, err = command("eval", *options)
     assert status == code and len(lines(err)) == 1
 

@@ -265,7 +265,7 @@ def test_passes_remember_how_long_a_checkpoint_rests(world: Path, tmp_path: Path
 
 
 def test_a_checkpoint_that_stays_cut_short_has_failed(world: Path, tmp_path: Path) -> None:
-    """Its writer is gone. It is said once, `--until-finished` can end, and what is written again counts."""
+    """Its writer is gone. It is said once, `--until_finished` can end, and what is written again counts."""
     run = tmp_path / "run"
     weights = trainer_checkpoint(world, run, 5, age=3600) / "model.safetensors"
     content = weights.read_bytes()
@@ -302,7 +302,7 @@ def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path)
     assert (passed("sst2", shots=2), passed("sst2", shots=2)) == (1, 0)
     assert passed("sst2", "released") == 1
     assert passed("sst2") == passed("sst2,trec") == 0  # both are remembered
-    assert passed("sst2", budget=4096) == 0  # decides nothing
+    assert passed("sst2", batch_size=2) == 0  # decides nothing
     rows = (data / "sst2" / "test.jsonl").read_text().splitlines()
     (data / "sst2" / "test.jsonl").write_text("\n".join(rows[:-1]) + "\n")
     assert (passed("sst2"), passed("sst2")) == (1, 0)
@@ -482,11 +482,11 @@ def test_an_export_that_fails_stops_nothing(world: Path, tmp_path: Path) -> None
 def test_wandb_waits_for_the_end_of_the_run(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two writers would spoil the run's lines there; `--until-finished` ends after both."""
+    """Two writers would spoil the run's lines there; `--until_finished` ends after both."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     shutil.copytree(world / "models" / "4", run / "export")
-    (run / "config.yaml").write_text("train: {wandb: emo-test}\n")
+    (run / "config.yaml").write_text("train: {report_to: [wandb], project: emo-test}\n")
     (run / "wandb-id").write_text("0123456789abcdef")
     settings, tasks = Settings(data=str(world / "data")), select_tasks("sst2")
     messages: list[str] = []

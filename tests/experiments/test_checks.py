@@ -14,13 +14,13 @@ from emo.experiments.sweep import Sweep
 from tests.helpers.sweeping import sweep
 
 RECIPE = """
-run_dir: {root}/run
+output_dir: {root}/run
 data:
   {{ dir: {root}/data, root: {root}, train_tokenizer: 384, sources: [{{ files: text.txt, format: lines }}] }}
 model:
   architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
     num_hidden_layers: 2, num_attention_heads: 2 }}
-train: {{ steps: 3 }}
+train: {{ max_steps: 3 }}
 """
 
 

@@ -13,13 +13,13 @@ from emo.experiments.design import chosen, expand, read_experiment, trials
 
 AXES = {
     "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
-    "lr": {"train.lr": [0.1, 0.2]},
+    "lr": {"train.learning_rate": [0.1, 0.2]},
     "seed": {"train.seed": [1, 2, 3]},
 }
 FILE: dict[str, Any] = {
     "out": "runs/x",
     "recipe": "launch/recipes/quickstart-continue.yaml",
-    "set": {"train.log_every": 3},
+    "set": {"train.logging_steps": 3},
     "axes": AXES,
     "repeat": "seed",
     "choose": {"axis": "lr"},
@@ -42,7 +42,10 @@ def measures(**sources: dict[str, str]) -> dict[str, Any]:
 
 
 AGAINST = {"gap": {"command": "python -c pass {baseline}", "read": {"x": "x.json:x"}}}
-TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a": 1}, "1-1": {"a": 2}})
+TWICE = axes(
+    lr={"a-1": {"train.learning_rate": 1}, "a": {"train.learning_rate": 2}},
+    seed={"1": {"a": 1}, "1-1": {"a": 2}},
+)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +76,13 @@ TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a":
         # labels
         (axes(lr={"slow": 3}), "axes.lr.slow"),
         (axes(seed={"train.seed": [1, 1]}), "train.seed is given '1' more than once"),
-        (axes(lr={"train.lr": [1.0e-3, 0.001]}), "'0.001' more than once"),
-        (axes(lr={"a": {"train.lr": 1}, "b": {"train.lr": 1}}), "a and b are the same"),
+        (axes(lr={"train.learning_rate": [1.0e-3, 0.001]}), "'0.001' more than once"),
+        (axes(lr={"a": {"train.learning_rate": 1}, "b": {"train.learning_rate": 1}}), "a and b are the same"),
         (axes(seed={"train.seed": []}), "axes.seed has no labels"),
-        (axes(lr={"../../x": {"train.lr": 1}, "emo": {"train.lr": 2}}), "'../../x' cannot be part"),
+        (
+            axes(lr={"../../x": {"train.learning_rate": 1}, "emo": {"train.learning_rate": 2}}),
+            "'../../x' cannot be part",
+        ),
         (TWICE, "both called mle-a-1-1"),
         # measures
         ({"measures": {"train": {"command": "python -c pass"}}}, "train is measured twice"),
@@ -91,7 +97,7 @@ TWICE = axes(lr={"a-1": {"train.lr": 1}, "a": {"train.lr": 2}}, seed={"1": {"a":
 def test_mistakes_are_one_line(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sweep", str(write(tmp_path, **changes)), "--dry-run"]) == 2
+    assert main(["sweep", str(write(tmp_path, **changes)), "--dry_run"]) == 2
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
@@ -101,7 +107,12 @@ def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
     runs = expand(read_experiment(write(tmp_path), []))
     assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
     assert len(runs) == 12
-    expected = {"train.log_every": 3, "objective.name": "emo", "train.lr": 0.2, "train.seed": 3}
+    expected = {
+        "train.logging_steps": 3,
+        "objective.name": "emo",
+        "train.learning_rate": 0.2,
+        "train.seed": 3,
+    }
     assert runs[-1].overrides == expected
 
 
@@ -131,7 +142,7 @@ def test_an_axis_may_belong_to_some_labels_alone(tmp_path: Path) -> None:
     runs = expand(experiment)
     names = [run.name for run in runs]
     assert names[:4] == ["mle-1", "mle-2", "mle-3", "emo-0.1-1"] and len(names) == 3 + 6
-    assert "train.lr" not in runs[0].overrides
+    assert "train.learning_rate" not in runs[0].overrides
     assert [run.name for run in trials(experiment, runs)] == ["emo-0.1-1", "emo-0.2-1"]
     reported = chosen(experiment, runs, {"emo-0.1-1": 2.0, "emo-0.2-1": 1.0})
     assert [run.name for run in reported[:4]] == ["mle-1", "mle-2", "mle-3", "emo-0.2-1"]
@@ -157,7 +168,7 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
-    assert main(["sweep", str(path), "--dry-run", "--jobs", "2"]) == 0
+    assert main(["sweep", str(path), "--dry_run", "--jobs", "2"]) == 0
     output = capsys.readouterr().out
     assert "12 combinations; to do now 4 of 4 runs" in output
     assert "about 4 minutes with 2 at a time" in output

@@ -29,8 +29,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(root: Path, texts: int) -> int:
-    counts = ["--train", str(texts), "--dev", "5", "--test", "4", "--tokens", str(TOKENS)]
-    return corpus.main(["--oracle", str(root / "oracle"), "--out", str(root / "corpus"), *counts])
+    counts = ["--train", str(texts), "--dev", "5", "--test", "4", "--max_new_tokens", str(TOKENS)]
+    return corpus.main(["--oracle", str(root / "oracle"), "--output_path", str(root / "corpus"), *counts])
 
 
 def rows(path: Path) -> list[list[int]]:
@@ -77,7 +77,7 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
 
 
 def test_the_oracle_is_no_different_from_itself(root: Path) -> None:
-    same = ["--model", str(root / "oracle"), "--samples", "7", "--tokens", str(TOKENS)]
+    same = ["--model", str(root / "oracle"), "--samples", "7", "--max_new_tokens", str(TOKENS)]
     results = measured(root, *same, "--baseline", str(root / "oracle"))
     assert results["at_1"]["js"] == results["at_1"]["kl_pq"] == 0
     assert results["at_1"]["test_nats"] == results["at_1"]["floor_nats"]
@@ -121,12 +121,12 @@ def test_a_padded_head_is_cut(root: Path) -> None:
 @pytest.mark.parametrize("line", ["{", "3", "{}", '{"ids": [1, 99999]}', '{"ids": ["a"]}', '{"text": 3}'])
 def test_what_is_no_row_is_refused(line: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "bad.jsonl").write_text('{"ids": [1, 2]}\n' + line + "\n")
-    assert run(root, "--texts", root / "bad.jsonl", "--out", root / "none.json") == 2
+    assert run(root, "--texts", root / "bad.jsonl", "--output_path", root / "none.json") == 2
     assert "bad.jsonl, line 2: " in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(root, "--out", root / "corpus/test.jsonl/out.json") == 2
+    assert run(root, "--output_path", root / "corpus/test.jsonl/out.json") == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 

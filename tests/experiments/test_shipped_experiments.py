@@ -62,7 +62,7 @@ def test_the_command_in_a_header_can_be_run(
     assert command[:2] == ["emo", "sweep"]
     assert REPO / command[2] == path
     arguments = [str(tmp_path / word) if word.endswith(".sbatch") else word for word in command[2:]]
-    assert main(["sweep", *arguments, "--dry-run", f"out={tmp_path / 'out'}"]) == 0
+    assert main(["sweep", *arguments, "--dry_run", f"out={tmp_path / 'out'}"]) == 0
     assert "to do" in capsys.readouterr().out
     for script in tmp_path.glob("*.sbatch"):
         assert f"#SBATCH --gpus={experiment(path).ranks}\n" in script.read_text()
@@ -70,7 +70,7 @@ def test_the_command_in_a_header_can_be_run(
 
 @every_experiment
 def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
-    """A result below OUT/models/NAME or OUT/judgements belongs to a command with this --out and --name."""
+    """A result below OUT/models/NAME or OUT/judgements is of a command with this --output_path and --name."""
     sweep = Sweep(experiment(path))
     first, last = sweep.runs[0], sweep.runs[-1]  # the first is of the baseline, which some compare with
     written = []
@@ -96,9 +96,11 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
     last = {run.label("objective"): run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
-        overrides = [*Sweep.overrides(run), "run_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
+        overrides = [*Sweep.overrides(run), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
-        assert check(config, experiment(path).ranks, local=False).batch.batch == config.train.batch
+        assert (
+            check(config, experiment(path).ranks, local=False).batch.batch == config.train.global_batch_size
+        )
 
 
 @pytest.mark.parametrize("name", PAPER_ORDER)

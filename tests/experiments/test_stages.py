@@ -33,10 +33,10 @@ def finished(tmp_path: Path) -> Path:
     """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
     data = {"dir": f"{tmp_path}/data", "root": str(tmp_path), "train_tokenizer": 384}
     tree = {
-        "run_dir": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "run"),
         "data": data | {"sources": [{"files": "text.txt"}], "validation_fraction": 0.1},
         "model": {"path": str(tmp_path / "weights")},
-        "train": {"steps": 3, "lr": 0.1, "eval_rows": 8},
+        "train": {"max_steps": 3, "learning_rate": 0.1, "eval_rows": 8},
         "deepspeed": str(tmp_path / "ds.json"),
     }
     (tmp_path / "weights").mkdir()
@@ -67,7 +67,7 @@ def recipe(content: str) -> Edit:
 
 def base(root: Path) -> None:
     content = (root / "base.yaml").read_text()
-    (root / "base.yaml").write_text(content.replace("lr: 0.1", "lr: 0.3"))
+    (root / "base.yaml").write_text(content.replace("learning_rate: 0.1", "learning_rate: 0.3"))
 
 
 VALIDATION = "data: {validation: [{files: other.txt}], validation_fraction: 0}"
@@ -77,8 +77,8 @@ STAGE_2 = '{"zero_optimization": {"stage": 2}}'
 @pytest.mark.parametrize(
     ("edit", "key"),
     [
-        (recipe("train: {lr: 0.2}"), r"train\.lr=0\.1, now 0\.2"),
-        (base, r"train\.lr=0\.1, now 0\.3"),
+        (recipe("train: {learning_rate: 0.2}"), r"train\.learning_rate=0\.1, now 0\.2"),
+        (base, r"train\.learning_rate=0\.1, now 0\.3"),
         (recipe("train: {eval_rows: 4}"), r"train\.eval_rows=8, now 4"),
         (recipe(VALIDATION), r"data\.validation"),
         (text("ds.json", STAGE_2), r"deepspeed\.zero_optimization\.stage=1, now 2"),
@@ -99,7 +99,7 @@ def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, edit: Edit
 @pytest.mark.parametrize(
     "edit",
     [
-        recipe("train: {log_every: 99, save_every: 7, micro_batch: 1}"),
+        recipe("train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}"),
         recipe("# a comment"),
         lambda root: shutil.rmtree(root / "weights"),  # nothing that is done needs them
         text("ds.json", '{"zero_optimization":  {"stage": 1}}'),
@@ -113,7 +113,7 @@ def test_what_changes_no_result_is_not_refused(finished: Path, edit: Edit) -> No
 
 
 def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
-    recipe("train: {lr: 0.2}")(finished)
+    recipe("train: {learning_rate: 0.2}")(finished)
     shutil.rmtree(finished / "out/runs")
     work = opened(finished)
     work.refuse_changes()
@@ -136,7 +136,7 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
     shutil.rmtree(finished / "out/runs/emo-2")
     work = opened(finished)
     task = next(task for task in work.tasks() if task.run.name == "emo-2")
-    recipe("train: {lr: 0.2}")(finished)
+    recipe("train: {learning_rate: 0.2}")(finished)
     with pytest.raises(UserError) as error:
         work.advance(task)
     assert error.value.code == "stage-changed"

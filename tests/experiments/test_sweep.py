@@ -32,7 +32,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     tree = {
-        "run_dir": "unused",
+        "output_dir": "unused",
         "data": {
             "dir": "unused",
             "train_tokenizer": 384,
@@ -40,7 +40,7 @@ def recipe(tmp_path: Path) -> Path:
             "validation_fraction": 0.1,
         },
         "model": {"architecture": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
-        "train": {"steps": 3, "batch": 8},
+        "train": {"max_steps": 3, "global_batch_size": 8},
     }
     (tmp_path / "text.txt").write_text("A line.\n")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
@@ -76,7 +76,7 @@ def test_a_killed_sweep_repeats_nothing(
 ) -> None:
     """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
-    assert main(["sweep", str(path), "--dry-run"]) == 0  # libraries are loaded once, for all forks
+    assert main(["sweep", str(path), "--dry_run"]) == 0  # libraries are loaded once, for all forks
     draw, before, kills = random.Random(0), dict[str, int](), 0
     while True:
         process = FORK.Process(target=_run, args=(path,))
@@ -242,7 +242,7 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
     axes = {
         "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
-        "gamma": {"train.lr": [0.1, 0.25]},
+        "gamma": {"train.learning_rate": [0.1, 0.25]},
         "seed": {"train.seed": [1, 2]},
     }
     letters = "{out}/{run}.json:letters.0"

@@ -85,7 +85,7 @@ def tiny_tokenizer() -> Path:
 
 def data_config(root: Path, **data: Any) -> DataConfig:
     """A configuration with the tiny tokenizer; data go to root/prepared."""
-    default = {"dir": str(root / "prepared"), "root": str(root), "block": 32, "shards": 2}
+    default = {"dir": str(root / "prepared"), "root": str(root), "sequence_len": 32, "shards": 2}
     if "train_tokenizer" not in data:
         default["tokenizer"] = str(tiny_tokenizer())
     return parse_section(DataConfig, default | data, "data")

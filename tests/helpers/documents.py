@@ -190,7 +190,7 @@ def _names(text: str) -> Iterator[str]:
 
 
 def is_key(key: str) -> bool:
-    """Whether recipes have a key such as `train.lr`; below free dictionaries (objective.params) all are."""
+    """Whether recipes have a key such as `train.seed`; below free dictionaries (objective.params) all are."""
     section: Any = RunConfig
     for part in key.split("."):
         parts = set(_parts(section))

@@ -42,7 +42,7 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: 
 
 
 def tiny_judge(directory: Path, seed: int = 7, **config: Any) -> Path:
-    """A model whose every token is `1` or `2`, by what it read: with --tokens 1, verdicts as PandaLM's."""
+    """A model whose every token is `1` or `2`, by what it read: one token is a verdict as PandaLM's."""
     tiny_model(directory, seed, **config)
     model, tokenizer = load(directory)
     marks = tokenizer("12", add_special_tokens=False).input_ids[-2:]

@@ -61,7 +61,9 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
 def recipe(directory: Path) -> None:
     from emo.pipeline.config import dump_config, load_config
 
-    dump_config(load_config(directory / "b.yaml", ["train.batch=32", "objective.params.ratio_cap=2"]))
+    dump_config(
+        load_config(directory / "b.yaml", ["train.global_batch_size=32", "objective.params.ratio_cap=2"])
+    )
 
 
 @target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()), "a.yaml")

@@ -59,12 +59,12 @@ def tiny_recipe(
     held_out_of = {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets}
     held_out_share = 0.0 if sets else 0.1
     recipe = {
-        "run_dir": str(directory / "run"),
+        "output_dir": str(directory / "run"),
         "data": {
             "dir": str(directory / "data"),
             "root": str(directory),
             "train_tokenizer": 384,
-            "block": 32,
+            "sequence_len": 32,
             "shards": 1,
             "sources": [{"files": "text.txt", "format": "lines"}],
             "validation": held_out_of or [],
@@ -85,13 +85,12 @@ def tiny_recipe(
         },
         "objective": {"name": "emo"},
         "train": {
-            "steps": 8,
-            "batch": 8,
-            "micro_batch": 2,
-            "lr": 1e-3,
-            "log_every": 1,
+            "max_steps": 8,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
             "eval_rows": 6,
-            "tensorboard": False,
             **train,
         },
     }
@@ -269,7 +268,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            ours = f"run_dir={run_dir}" in process.cmdline()
+            ours = f"output_dir={run_dir}" in process.cmdline()
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

@@ -25,8 +25,8 @@ from tests.conftest import REPO
 from tests.helpers.families import tiny_llama
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 8, 4
-ADAM = ["train.lr=1e-2", "train.eps=1e-3"]  # a tiny eps would amplify rounding
-MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.clip=0"]
+ADAM = ["train.learning_rate=1e-2", "train.eps=1e-3"]  # a tiny eps would amplify rounding
+MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.max_grad_norm=0"]
 CASES = {
     **{f"adamw-{stage}": [*ADAM, f"deepspeed=ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
     "adamw-offload": [*ADAM, "deepspeed=ds_configs/zero3_offload.json"],
@@ -44,7 +44,12 @@ RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-1-bf16", "muon-2-bf16", "
 
 def recipe(overrides: list[str]) -> RunConfig:
     """A recipe whose training section is that of the test."""
-    given = ["train.epochs=null", f"train.steps={STEPS}", f"train.batch={ROWS}", "train.schedule=linear"]
+    given = [
+        "train.num_train_epochs=null",
+        f"train.max_steps={STEPS}",
+        f"train.global_batch_size={ROWS}",
+        "train.lr_scheduler_type=linear",
+    ]
     given += ["train.warmup_ratio=0", "train.weight_decay=0.1", "model.dtype=float32", *overrides]
     return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", given)
 
@@ -147,8 +152,8 @@ def plain(config: RunConfig) -> dict[str, Any]:
         sums = model(**batch(step))
         loss = sums.loss / sums.tokens
         loss.backward()
-        if train.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        if train.max_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         for group in adam.param_groups:
             group["lr"] = lr
         adam.step()
@@ -157,7 +162,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
                 weight, gradient = named[name], named[name].grad
                 momentum.lerp_(gradient, 1 - 0.95)
                 update = orthogonal(gradient.lerp(momentum, 0.95))
-                rate = lr * train.muon_lr / train.lr
+                rate = lr * train.muon_lr / train.learning_rate
                 weight.mul_(1 - rate * train.weight_decay)
                 weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
         losses.append(loss.detach())

@@ -28,7 +28,7 @@ keys when a recipe begins with this line:
 # yaml-language-server: $schema=docs/recipe.schema.json
 ```
 
-On the command line a key is set as `train.lr=2e-5`. A recipe that `extends: other.yaml` completes that one
+On the command line a key is set as `train.seed=7`. A recipe that `extends: other.yaml` completes that one
 key by key. *Free* keys may change when a run resumes; a change of any other is refused.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

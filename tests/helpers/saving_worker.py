@@ -80,6 +80,6 @@ def damaged(run_dir: Path) -> None:
 
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
-    (run_dir,) = (a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir="))
+    (run_dir,) = (a.removeprefix("output_dir=") for a in arguments if a.startswith("output_dir="))
     {"late": late, "limited": limited, "hung": hung, "damaged": damaged}[what](Path(run_dir))
     leave(run_recipe(Watch(), arguments))

@@ -31,7 +31,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _best(name: str, gpus: str, *overrides: str, network: float = 1600.0) -> Choice:
     """Of a run that nobody has started: `make quickstart` may have been run in this checkout."""
-    config = load_config(RECIPES / f"{name}.yaml", ["run_dir=runs/unstarted", *overrides])
+    config = load_config(RECIPES / f"{name}.yaml", ["output_dir=runs/unstarted", *overrides])
     return print_best(config, parse_cluster(gpus, network))
 
 
@@ -82,7 +82,7 @@ def test_models_of_all_sizes_get_an_answer(recipe: str, gpus: str, file: str, ch
 
 
 def test_a_second_copy_of_weights_is_for_several_nodes() -> None:
-    config = load_config(RECIPES / "llama-13b-alpaca-gpt4.yaml", ["train.batch=192"])
+    config = load_config(RECIPES / "llama-13b-alpaca-gpt4.yaml", ["train.global_batch_size=192"])
     for gpus, offered in (("8xA100-80G", False), ("12xA100-80G", False), ("16xA100-80G", True)):
         files = {choice.file.name for choice in _every(config, gpus)}
         assert ("zero3_hpz.json" in files) == offered, gpus
@@ -97,7 +97,7 @@ def test_what_is_refused_before_or_after_the_search(
     existing, cluster = tmp_path / "mine.yaml", ["--gpus", "8xA100-80G"]
     existing.write_text("mine")
     for code, argv in (
-        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", "data.block=65536"]),
+        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", "data.sequence_len=65536"]),
         (ExitCode.MISTAKE, ["--gpus", "3xA100-80G", "--best"]),
         (ExitCode.MISTAKE, [*cluster, "--write", "x.yaml"]),
         (ExitCode.MISTAKE, [*cluster, "--best", "--write", str(existing)]),
@@ -112,12 +112,21 @@ def test_what_is_written_is_a_recipe_with_the_same_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "fast.yaml"
-    argv = ["plan", str(LLAMA), "--gpus", "8xA100-80G", "train.batch=64", "--best", "--write", str(file)]
+    argv = [
+        "plan",
+        str(LLAMA),
+        "--gpus",
+        "8xA100-80G",
+        "train.global_batch_size=64",
+        "--best",
+        "--write",
+        str(file),
+    ]
     assert main([*argv, "objective.name=mle"]) == ExitCode.DONE
     name, checkpointing, compiled, micro, memory, speed, *_ = _rows(capsys.readouterr().out)["1"]
     config = load_config(file, [])
-    assert (config.train.batch, config.objective.name) == (64, "mle")
-    assert (str(config.deepspeed), config.train.micro_batch) == (f"ds_configs/{name}", int(micro))
+    assert (config.train.global_batch_size, config.objective.name) == (64, "mle")
+    assert (str(config.deepspeed), config.train.micro_batch_size) == (f"ds_configs/{name}", int(micro))
     assert str(config.model.activation_checkpointing).lower() == checkpointing
     assert str(config.model.compile).lower() == compiled
     assert config.data == load_config(LLAMA, []).data
@@ -171,7 +180,7 @@ def test_shipped_llama_recipes_follow_the_advice(path: Path) -> None:
         if choice.file == config.deepspeed
         and choice.setup.checkpointing == config.model.activation_checkpointing
         and not choice.setup.compiled
-        and choice.setup.micro == min(config.train.micro_batch, config.train.batch // gpus)
+        and choice.setup.micro == min(config.train.micro_batch_size, config.train.global_batch_size // gpus)
     )
     assert mine.speed > 0.97 * max(choice.speed for choice in fitting if not choice.setup.compiled)
 

@@ -50,7 +50,7 @@ def test_overrides_are_read_wherever_they_stand(
     command: str, first: list[str], second: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A mistake in one shows that it was read."""
-    right, wrong = "train.batch=64", "train.btch=1"
+    right, wrong = "train.global_batch_size=64", "train.btch=1"
     for argv in (
         [str(RECIPE), wrong, *first, *second, right],
         [str(RECIPE), right, *first, wrong, *second],
@@ -65,7 +65,7 @@ def test_overrides_are_read_wherever_they_stand(
 
 def test_a_mistake_is_a_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Nothing()
-    assert cli.run_recipe(watch, [str(RECIPE), "train.batch=0"]) == ExitCode.MISTAKE == watch.code
+    assert cli.run_recipe(watch, [str(RECIPE), "train.global_batch_size=0"]) == ExitCode.MISTAKE == watch.code
     output = capsys.readouterr().err.splitlines()
     assert output[-1] == "exit code 2"
     assert output[-2].startswith("error: ")

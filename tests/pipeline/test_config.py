@@ -22,10 +22,10 @@ from emo.pipeline.config import (
 from tests.conftest import REPO
 
 RECIPE = """
-run_dir: runs/x
+output_dir: runs/x
 data: { dir: d, tokenizer: t, sources: [{ files: a.txt }] }
 model: { architecture: { model_type: llama } }
-train: { steps: 10, lr: 1.0e-3 }
+train: { max_steps: 10, learning_rate: 1.0e-3 }
 """
 
 
@@ -37,9 +37,11 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> None:
-    config = load_config(recipe, ["train.lr=2e-5", "data.block=64", "objective.params.ratio_cap=3"])
-    assert config.train.lr == 2e-5
-    assert config.data.block == 64
+    config = load_config(
+        recipe, ["train.learning_rate=2e-5", "data.sequence_len=64", "objective.params.ratio_cap=3"]
+    )
+    assert config.train.learning_rate == 2e-5
+    assert config.data.sequence_len == 64
     assert config.objective.params == {"ratio_cap": 3}
     dumped = tmp_path / "dumped.yaml"
     dumped.write_text(dump_config(config))
@@ -52,11 +54,14 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.learning_rat=1", "unknown key train.learning_rat"),
         ("train.warmup_ration=0.1", "did you mean warmup_ratio?"),
         ("trian.lr=1", "did you mean train?"),
-        ("train.lr", "must read key.sub=value"),
-        ("train.lr=fast", "train.lr: Input should be a valid number"),
-        ("train.lr=-1", "train.lr: Input should be greater than 0"),
-        ("train.epochs=2", "exactly one of epochs and steps: train.steps="),
-        ("train.epochs=2", " train.epochs=null, or train.epochs=2 train.steps=null"),
+        ("train.learning_rate", "must read key.sub=value"),
+        ("train.learning_rate=fast", "train.learning_rate: Input should be a valid number"),
+        ("train.learning_rate=-1", "train.learning_rate: Input should be greater than 0"),
+        ("train.num_train_epochs=2", "exactly one of num_train_epochs and max_steps: train.max_steps="),
+        (
+            "train.num_train_epochs=2",
+            " train.num_train_epochs=null, or train.num_train_epochs=2 train.max_steps=null",
+        ),
         ("train.optimizer=muon", "optimizer muon needs muon_lr"),
         ("train.muon_lr=0.02", "which adamw does not read"),
         ("run_dir.x=2", "run_dir is a value, not a section"),
@@ -74,10 +79,11 @@ def test_a_mistake_gets_one_line(recipe: Path, override: str, message: str) -> N
 def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Path, recipe: Path) -> None:
     child = tmp_path / "child.yaml"
     child.write_text(
-        "extends: recipe.yaml\ntrain: {lr: 5.0e-4}\nmodel: {architecture: {model_type: gpt2, n_embd: 8}}\n"
+        "extends: recipe.yaml\ntrain: {learning_rate: 5.0e-4}\nmodel: "
+        "{architecture: {model_type: gpt2, n_embd: 8}}\n"
     )
     tree = read_recipe(child, [])
-    assert tree["train"] == {"steps": 10, "lr": 5e-4}
+    assert tree["train"] == {"max_steps": 10, "learning_rate": 5e-4}
     assert tree["model"]["architecture"] == {"model_type": "gpt2", "n_embd": 8}
 
 
@@ -93,15 +99,15 @@ def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
             solved = solve_batch(batch, micro, ranks)
         except UserError as error:
             key, _, value = str(error).rpartition("; set ")[2].split(" ")[0].partition("=")
-            assert key in ("train.batch", "train.micro_batch")
-            batch, micro = (int(value), micro) if key == "train.batch" else (batch, int(value))
+            assert key in ("train.global_batch_size", "train.micro_batch_size")
+            batch, micro = (int(value), micro) if key == "train.global_batch_size" else (batch, int(value))
     assert solved.micro * solved.accumulation * solved.ranks == batch
     assert solved.micro <= micro
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_peaks_and_falls(schedule: str) -> None:
-    train = TrainConfig(steps=100, lr=1.0, schedule=schedule, warmup_ratio=0.1)  # type: ignore[arg-type]
+    train = TrainConfig(max_steps=100, learning_rate=1.0, lr_scheduler_type=schedule, warmup_ratio=0.1)  # type: ignore[arg-type]
     rates = [lr_at(train, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert max(rates) == pytest.approx(1.0)

@@ -28,9 +28,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory,
         data={"sources": sources},
         mixture={"shares": SHARES},
-        log_every=2,
-        save_every=3,
-        keep_last=5,
+        logging_steps=2,
+        save_steps=3,
+        save_total_limit=5,
     )
 
 
@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixed(recipe: Path) -> Path:
     """The run directory of a finished run on two ranks, in several passes each."""
     run_dir = recipe.parent / "mixed"
-    done = launching.run_ranks(2, str(recipe), f"run_dir={run_dir}")
+    done = launching.run_ranks(2, str(recipe), f"output_dir={run_dir}")
     assert done.returncode == 0, done.stdout
     assert "domain home: 28.6% to 50.0% of tokens" in done.stdout
     return run_dir
@@ -81,7 +81,7 @@ def test_a_mixture_changes_at_a_resume(recipe: Path, mixed: Path) -> None:
     shutil.rmtree(run_dir / EXPORT)
     for step in (6, 8):
         shutil.rmtree(step_directory(run_dir, step))
-    arguments = (str(recipe), f"run_dir={run_dir}", f"train.mixture={json.dumps({'shares': LATER})}")
+    arguments = (str(recipe), f"output_dir={run_dir}", f"train.mixture={json.dumps({'shares': LATER})}")
     done = launching.run_ranks(2, *arguments, "train.mixture_from=3")
     assert done.returncode == 0, done.stdout
     history = [first_mixture(), Holding(3, MixtureConfig.model_validate({"shares": LATER}))]

@@ -44,8 +44,8 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
         if result:
             (tools / name).symlink_to(result)
     done = subprocess.run(
-        [str(launching.BIN / "python"), "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
-         f"model.architecture={shape}", "model.lora.r=4", "train.steps=2", "train.lr=0.1"],
+        [str(launching.BIN / "python"), "launch/continual.sh", str(recipe), f"output_dir={run_dir}",
+         f"model.architecture={shape}", "model.lora.r=4", "train.max_steps=2", "train.learning_rate=0.1"],
         cwd=launching.REPO,
         env=launching.ENVIRONMENT | {"PATH": f"{launching.BIN}:{tools}"},
         stdout=subprocess.PIPE,
@@ -66,8 +66,12 @@ def test_adapters_on_gpt2_reach_their_export_on_a_host_without_git(recipe: Path,
 def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Path, stage: int) -> None:
     run_dir, objective = tmp_path / "run", tmp_path / "lost.py"
     objective.write_text(LOST)
-    options = ["train.steps=2", f"deepspeed=ds_configs/zero{stage}.json", f"objective.name={objective}:lost"]
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *options)
+    options = [
+        "train.max_steps=2",
+        f"deepspeed=ds_configs/zero{stage}.json",
+        f"objective.name={objective}:lost",
+    ]
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
     assert len((run_dir / BAD_BATCHES).read_text(encoding="utf-8").splitlines()) == 2
     first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
@@ -79,8 +83,8 @@ def test_adapters_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "base", tmp_path / "run"
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
-    options = [str(recipe), f"run_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
-    options += ["model.lora.r=2", "train.steps=3", "train.save_every=1", "objective.name=mle"]
+    options = [str(recipe), f"output_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
+    options += ["model.lora.r=2", "train.max_steps=3", "train.save_steps=1", "objective.name=mle"]
     done = launching.run_ranks(2, *options)
     assert done.returncode == 0, done.stdout
     for name in ("step-000003", "export"):
@@ -105,8 +109,8 @@ def test_muon_with_copies_of_weights_in_each_host(recipe: Path, tmp_path: Path) 
     # as in a model of real size, no parameter is small enough to stay whole
     tree["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     file.write_text(json.dumps(tree))
-    options = [str(recipe), f"run_dir={run_dir}", f"deepspeed={file}", "train.optimizer=muon"]
-    options += ["train.muon_lr=0.02", "train.clip=0", "train.weight_decay=0.1"]
+    options = [str(recipe), f"output_dir={run_dir}", f"deepspeed={file}", "train.optimizer=muon"]
+    options += ["train.muon_lr=0.02", "train.max_grad_norm=0", "train.weight_decay=0.1"]
     done = launching.run_ranks(2, *options)
     assert done.returncode == 0, done.stdout
     nll = [result for _, result, _ in losses(run_dir)]

@@ -28,10 +28,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def long_run(recipe: Path) -> list[str]:
     """Arguments of a run that does not end by itself within a test."""
-    return [str(recipe), "train.steps=5000", "train.schedule=constant", "train.save_every=3"]
+    return [str(recipe), "train.max_steps=5000", "train.lr_scheduler_type=constant", "train.save_steps=3"]
 
 
-SAVES = ["train.save_every=1", "train.keep_last=2", "train.keep_every=3"]
+SAVES = ["train.save_steps=1", "train.save_total_limit=2", "train.keep_every=3"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def whole(recipe: Path) -> Path:
     """A finished run of one rank that saved beside training; its copies are in `copies` beside it."""
     run_dir = recipe.parent / "whole"
     options = [*SAVES, f"train.copy_to={recipe.parent / 'copies'}", "train.async_save=true"]
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *options)
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     return run_dir
 
@@ -58,7 +58,7 @@ def test_kept_copied_and_alive(recipe: Path, whole: Path, tmp_path: Path) -> Non
     (again / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     for source in (copies / "step-000006", run_dir / "initial"):
         shutil.copytree(source, again / source.name)
-    done = launching.run_alone(str(recipe), f"run_dir={again}")
+    done = launching.run_alone(str(recipe), f"output_dir={again}")
     assert done.returncode == 0, done.stdout
     assert "resumed from" in done.stdout
     assert losses(again) == losses(run_dir)[6:]
@@ -66,7 +66,7 @@ def test_kept_copied_and_alive(recipe: Path, whole: Path, tmp_path: Path) -> Non
 
 def test_saving_aside_or_at_once_is_the_same(recipe: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", *SAVES, "train.async_save=false")
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *SAVES, "train.async_save=false")
     assert done.returncode == 0, done.stdout
     assert losses(run_dir) == losses(whole)
     compared = 0
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(
     shutil.copytree(whole, run_dir)
     for directory in ("step-000007", "step-000008", "export"):
         shutil.rmtree(run_dir / directory)
-    arguments = [str(recipe), f"run_dir={run_dir}", *SAVES]
+    arguments = [str(recipe), f"output_dir={run_dir}", *SAVES]
     command = [str(launching.BIN / "python"), "launch/continual.sh", *arguments]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 50; exec "$@"', "limited", *command],
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(
 
 def test_a_rank_that_hangs_is_given_up(long_run: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.timeout_minutes=0.05")
+    process = launching.start(2, *long_run, f"output_dir={run_dir}", "train.timeout_minutes=0.05")
     wait_for_step(run_dir, 4)
     first, hanging = launching.ranks_of(process)
     hanging.send_signal(signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_a_rank_that_hangs_is_given_up(long_run: list[str], tmp_path: Path) -> N
 
 def test_a_stop_is_honoured_within_two_steps(long_run: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = launching.start(2, *long_run, f"run_dir={run_dir}", "train.save_every=0")
+    process = launching.start(2, *long_run, f"output_dir={run_dir}", "train.save_steps=0")
     wait_for_step(run_dir, 3)
     (run_dir / "STOP").touch()
     last = read_metrics(run_dir)[-1]["step"]
@@ -152,8 +152,8 @@ def test_torchrun_restarts_what_was_killed(recipe: Path, tmp_path: Path) -> None
     run_dir = tmp_path / "run"
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     process = subprocess.Popen(
-        [str(launching.BIN / "torchrun"), *options, "launch/continual.sh", str(recipe), f"run_dir={run_dir}",
-         "train.steps=40", "train.save_every=3"],
+        [str(launching.BIN / "torchrun"), *options, "launch/continual.sh", str(recipe),
+         f"output_dir={run_dir}", "train.max_steps=40", "train.save_steps=3"],
         cwd=launching.REPO,
         env=launching.ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,

@@ -39,14 +39,14 @@ SETS = ("home", "abroad")
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"), SETS, eval_every=3)
+    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"), SETS, eval_steps=3)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
     """The run directory of a finished, undisturbed run."""
     run_dir = recipe.parent / "undisturbed"
-    done = launching.run(2, str(recipe), f"run_dir={run_dir}", "train.save_every=3")
+    done = launching.run(2, str(recipe), f"output_dir={run_dir}", "train.save_steps=3")
     assert done.returncode == 0, done.stdout
     return run_dir
 
@@ -78,7 +78,7 @@ def killed(recipe: Path) -> Path:
     """The run directory of a run that was killed and started again, and that sampled text at its saves."""
     run_dir = recipe.parent / "killed"
     samples = (f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=6")
-    arguments = (str(recipe), f"run_dir={run_dir}", "train.save_every=3", *samples)
+    arguments = (str(recipe), f"output_dir={run_dir}", "train.save_steps=3", *samples)
     process = launching.start(2, *arguments)
     wait_for_step(run_dir, 5)
     launching.kill_all(process)
@@ -177,7 +177,7 @@ def test_launches_are_recorded(undisturbed: Path, killed: Path) -> None:
 
 def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(undisturbed: Path, recipe: Path) -> None:
     run_dir = recipe.parent / "stopped"
-    arguments = (str(recipe), f"run_dir={run_dir}")
+    arguments = (str(recipe), f"output_dir={run_dir}")
     process = launching.start(2, *arguments)
     wait_for_step(run_dir, 2)
     launching.ranks_of(process)[1].send_signal(signal.SIGTERM)
@@ -199,7 +199,7 @@ def test_a_torn_newest_checkpoint_is_passed_over(undisturbed: Path, recipe: Path
     newest = checkpoints(run_dir)[-1]
     victim = max((p for p in (newest / "state").rglob("*.pt")), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-10])
-    done = launching.run_ranks(2, str(recipe), f"run_dir={run_dir}", "train.save_every=3")
+    done = launching.run_ranks(2, str(recipe), f"output_dir={run_dir}", "train.save_steps=3")
     assert done.returncode == 0, done.stdout
     assert "step-000008 is not used" in done.stdout
     assert "resumed from" in done.stdout and "step-000006" in done.stdout
@@ -209,14 +209,17 @@ def test_a_torn_newest_checkpoint_is_passed_over(undisturbed: Path, recipe: Path
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lr=0.5", "was started with train.lr=0.001, and the recipe now has train.lr=0.5"),
+        (
+            "train.learning_rate=0.5",
+            "was started with train.learning_rate=0.001, and the recipe now has train.learning_rate=0.5",
+        ),
         ("model.architecture.vocab_size=100", "head has 100"),
         ("model.path=nobody/no-such-model", "neither a directory here nor a hub model"),
     ],
 )
 def test_a_mistake_ends_with_one_line(undisturbed: Path, recipe: Path, override: str, message: str) -> None:
-    run_dir = undisturbed if override.startswith("train.lr") else recipe.parent / "refused"
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}", override)
+    run_dir = undisturbed if override.startswith("train.learning_rate") else recipe.parent / "refused"
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", override)
     errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2, done.stdout
     assert len(errors) == 1, done.stdout
@@ -230,7 +233,7 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
     shutil.copytree(undisturbed, run_dir)
     shutil.rmtree(run_dir / "export")
     checkpoint.remove(run_dir / "step-000008")
-    done = launching.run_alone(str(recipe), f"run_dir={run_dir}")
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}")
     assert done.returncode == 0, done.stdout
     assert "was saved by 2 ranks: converting it for 1" in done.stdout
     for result, expected in zip(losses(run_dir), losses(undisturbed), strict=True):

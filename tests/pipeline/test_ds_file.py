@@ -76,7 +76,7 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, named: 
     assert "\n" not in message and len(message) < 2500
 
 
-MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.clip=0")
+MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")
 OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
 
 

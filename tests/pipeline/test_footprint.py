@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[
     recipe = str(REPO / "launch/recipes/llama-7b-wikitext103.yaml")
     assert main(["plan", recipe, "--gpus", "8xA100-80G"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "MFU" in printed and "largest train.micro_batch that surely fits" in printed
+    assert "MFU" in printed and "largest train.micro_batch_size that surely fits" in printed
     assert main(["plan", recipe, "--gpus", "1xA100-80G"]) == 1
     assert "NO; " in capsys.readouterr().out
     setup = Setup(4, 3, 16, 2048)
@@ -343,12 +343,17 @@ def test_measured_memory(recipe: Path, tmp_path: Path) -> None:
     for name, change in (("small", {}), ("large", shape)):
         tree["model"]["architecture"].update(change)
         tree["model"]["dtype"] = "bfloat16"
-        tree["run_dir"] = str(tmp_path / name)
-        tree["train"] |= {"batch": micro, "micro_batch": micro, "steps": 2, "save_every": 0}
+        tree["output_dir"] = str(tmp_path / name)
+        tree["train"] |= {
+            "global_batch_size": micro,
+            "micro_batch_size": micro,
+            "max_steps": 2,
+            "save_steps": 0,
+        }
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         config = load_config(path, [])
-        setup = Setup(1, 3, micro, config.data.block, chunk_mb=48, fused_adam=False)
+        setup = Setup(1, 3, micro, config.data.sequence_len, chunk_mb=48, fused_adam=False)
         predicted.append(footprint.memory(model_sizes(config), setup).total)
         measured.append(_peak(path))
     difference = measured[1] - measured[0]

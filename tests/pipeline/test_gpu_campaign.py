@@ -25,7 +25,7 @@ def test_parts_run_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two parts run as real processes, and one that needs a GPU is left out."""
-    out = ["--out", str(tmp_path)]
+    out = ["--output_path", str(tmp_path)]
     monkeypatch.setattr(gpu, "RUNS", tmp_path / "runs")
     assert gpu.main(["--quick", "--parts", "6", "9", *out]) == 0
     result = records(tmp_path)

@@ -23,7 +23,7 @@ def sums(nll: float, applied: bool = True) -> Sums:
 
 
 def guard(run_dir: Path, **train: Any) -> Guard:
-    return Guard(run_dir, TrainConfig(steps=1, **train), writes=True)
+    return Guard(run_dir, TrainConfig(max_steps=1, **train), writes=True)
 
 
 def recorded(run_dir: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ OWN = "examples/my_objective.py:unsure"
 
 
 def config(run_dir: Path, *overrides: str) -> RunConfig:
-    return load_config(RECIPE, [f"run_dir={run_dir}", *overrides])
+    return load_config(RECIPE, [f"output_dir={run_dir}", *overrides])
 
 
 def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     parts = f"[{{name: mle}}, {{name: '{OWN}'}}]"
     recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ sum: {parts} }}"))
     with pytest.raises(UserError, match="no recipe has one run by itself"):
-        load_config(recipe, [f"run_dir=runs/{OWN}"])
+        load_config(recipe, [f"output_dir=runs/{OWN}"])
     assert load_config(recipe, [f"objective.sum={parts}"]).objective.sum
     assert config(tmp_path, f"objective.name={OWN}").objective.name == OWN
 
@@ -122,6 +122,6 @@ def test_a_model_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     names = config(
         tmp_path / "emo", f"data.sources=[{{files: {tmp_path}/mine/*.jsonl}}]", "model.path=/m/base"
     )
-    card = _model_card(names, {"run": str(tmp_path / "emo"), "objective_params": {"cost": "/mnt/x/cost.pt"}})
+    card = _model_card(names, {"run": str(tmp_path / "emo"), "params": {"cost": "/mnt/x/cost.pt"}})
     assert str(tmp_path) not in card and "/mnt" not in card and "/m/" not in card
     assert "| run | emo |" in card and "Trained from base with" in card and ".jsonl" in card

@@ -45,7 +45,7 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A copy of the recipe and its data, and an objective in a file with a module that it imports."""
     shutil.copytree(prepared.parent, tmp_path, dirs_exist_ok=True)
     tree = yaml.safe_load(prepared.read_text(encoding="utf-8"))
-    tree["run_dir"], tree["data"]["dir"] = str(tmp_path / "run"), str(tmp_path / "data")
+    tree["output_dir"], tree["data"]["dir"] = str(tmp_path / "run"), str(tmp_path / "data")
     tree["data"]["root"] = str(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     (tmp_path / "mine.py").write_text(PLUGIN)
@@ -62,7 +62,7 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 def begun(config: RunConfig) -> None:
     """What the first launch of a run leaves."""
-    config.run_dir.mkdir(exist_ok=True)
+    config.output_dir.mkdir(exist_ok=True)
     identity.claim(config, check(config, ranks=1, local=True).identity)
     check(config, ranks=1, local=True)
 
@@ -163,18 +163,20 @@ def test_a_changed_deepspeed_file(folder: Path) -> None:
 def test_a_pass_over_fewer_rows(folder: Path) -> None:
     """`mile` divides weights by the mean of those that go through together; others do not care."""
     for name, code in (("emo", None), ("mile", "changed-normalisation")):
-        config = recipe(folder, f"objective.name={name}", f"run_dir={folder / name}")
+        config = recipe(folder, f"objective.name={name}", f"output_dir={folder / name}")
         begun(config)
-        for changed, ranks in (({"micro_batch": 1}, 1), ({}, 2)):
+        for changed, ranks in (({"micro_batch_size": 1}, 1), ({}, 2)):
             other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
             if code is None:
                 check(other, ranks=ranks, local=True)
             else:
                 refused(other, code, ranks)
-    whole = recipe(folder, "objective.name=mile", "train.micro_batch=8", f"run_dir={folder / 'whole'}")
+    whole = recipe(
+        folder, "objective.name=mile", "train.micro_batch_size=8", f"output_dir={folder / 'whole'}"
+    )
     begun(whole)
     check(
-        recipe(folder, "objective.name=mile", "train.micro_batch=4", f"run_dir={whole.run_dir}"),
+        recipe(folder, "objective.name=mile", "train.micro_batch_size=4", f"output_dir={whole.run_dir}"),
         2,
         local=True,
     )

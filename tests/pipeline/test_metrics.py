@@ -26,8 +26,7 @@ from tests.conftest import REPO
 
 def config(run_dir: Path, **train: object) -> RunConfig:
     overrides = [
-        f"run_dir={run_dir}",
-        "train.tensorboard=false",
+        f"output_dir={run_dir}",
         *(f"train.{k}={v}" for k, v in train.items()),
     ]
     return load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
@@ -46,7 +45,7 @@ def reporter(run_dir: Path, step: int = 0) -> Metrics:
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     """Steps that were skipped count, and do not spoil the mean; records say when and how far."""
     before = time.time()
-    metrics = Metrics(config(tmp_path, batch=8), 0, 10, active=True, rows=32)
+    metrics = Metrics(config(tmp_path, global_batch_size=8), 0, 10, active=True, rows=32)
     metrics.validation(0, 0, "home", Sums(1.0, 2.0, 3.0, 4, False), documents(1.0))
     metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False), 0.4)
     metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False), 0.6)
@@ -137,7 +136,7 @@ def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
     """In TensorBoard; what is no number, the set's name among it, is none there."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = Metrics(config(tmp_path, tensorboard="true"), 0, 10, active=True)
+    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
     for name in ("validation", "home"):
         metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
     metrics.close()
@@ -193,7 +192,7 @@ def test_recomputation_counts_once() -> None:
 def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     """Two seconds a step; an hour's pause slows no token down, and is counted in what is left."""
     clock, stream = Clock(), io.StringIO()
-    run, console = config(tmp_path, eval_every=25, save_every=40), Console("lines", stream, clock=clock)
+    run, console = config(tmp_path, eval_steps=25, save_steps=40), Console("lines", stream, clock=clock)
     metrics = Metrics(
         run, 0, 100, active=True, peak_share=0.01, clock=clock, console=console, domains=("a", "b")
     )
@@ -273,7 +272,7 @@ def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ids = []
     for run_dir in (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        metrics = Metrics(config(run_dir, wandb="emo-test"), 0, 10, active=True)
+        metrics = Metrics(config(run_dir, report_to="[wandb]", project="emo-test"), 0, 10, active=True)
         assert wandb.run is not None and wandb.run.project == "emo-test"
         ids.append(wandb.run.id)
         metrics.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)

@@ -140,8 +140,8 @@ def saved(
 
 def run_config(path: str, directory: Path, **model: Any) -> RunConfig:
     data = {"dir": directory, "tokenizer": "x", "sources": [{"files": "x"}]}
-    tree = {"run_dir": directory, "data": data, "model": {"path": path, "dtype": "float32"} | model}
-    return RunConfig(**tree, train={"steps": 1})  # type: ignore[arg-type]
+    tree = {"output_dir": directory, "data": data, "model": {"path": path, "dtype": "float32"} | model}
+    return RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
 
 
 def set_nan(tensors: dict[str, Tensor]) -> None:
@@ -258,7 +258,7 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
     check_fits(config, new, manifest())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"use 62 token ids but the model's head has 61"):
         check_fits(config, new, manifest(vocab_size=62))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"longer than the model's context of 64; set data.block=64"):
+    with pytest.raises(UserError, match=r"longer than the model's context of 64; set data.sequence_len=64"):
         check_fits(config, new, manifest(block=65))  # type: ignore[arg-type]
     stories = shared_data / "models" / "stories260K"
     losses = tokenizer_fingerprint(load_tokenizer(stories))

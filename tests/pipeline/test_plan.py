@@ -27,7 +27,7 @@ OTHERS = [p for p in RECIPES if p not in ALONE and not p.stem.startswith("storie
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda p: p.stem)
 def test_every_recipe_plans(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(path, [f"run_dir={tmp_path / 'run'}"])  # the recipe's own may hold a run
+    config = load_config(path, [f"output_dir={tmp_path / 'run'}"])  # the recipe's own may hold a run
     if config.model.architecture is None:  # continues an export that `make quickstart` writes
         config = config.model_copy(update={"model": load_config(QUICKSTART, []).model})
     print_plan(config, ranks=4)
@@ -59,9 +59,9 @@ def two_domains(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     directory = tmp_path_factory.mktemp("domains")
     limits = {"home": 30, "abroad": 60}
     sources = [{"embedded": f"world-{name}", "limit": n, "domain": name} for name, n in limits.items()]
-    overrides = [f"run_dir={directory}/run", f"data.dir={directory}/data", "data.block=32"]
-    overrides += [f"data.sources={json.dumps(sources)}", "data.train_tokenizer=384", "train.steps=200"]
-    overrides += ["train.epochs=null", "data.validation_fraction=0"]
+    overrides = [f"output_dir={directory}/run", f"data.dir={directory}/data", "data.sequence_len=32"]
+    overrides += [f"data.sources={json.dumps(sources)}", "data.train_tokenizer=384", "train.max_steps=200"]
+    overrides += ["train.num_train_epochs=null", "data.validation_fraction=0"]
     corpus.run(load_data_config(QUICKSTART, overrides))
     return overrides
 
@@ -127,12 +127,14 @@ def test_a_misspelt_domain_is_refused_before_preparation(two_domains: list[str],
 
 
 def test_what_a_user_may_not_expect_is_remarked(two_domains: list[str]) -> None:
-    settings = [*two_domains, "train.steps=null", "train.epochs=1", "model.dtype=bfloat16"]
-    long = load_config(QUICKSTART, [*settings, "train.batch=1", "train.micro_batch=1"])
+    settings = [*two_domains, "train.max_steps=null", "train.num_train_epochs=1", "model.dtype=bfloat16"]
+    long = load_config(QUICKSTART, [*settings, "train.global_batch_size=1", "train.micro_batch_size=1"])
     ready = check(long, 1, local=False)
     assert remarks(long, ready, on_cpu=False) == []
     rows = len(ready.data or ())
-    short = load_config(QUICKSTART, [*settings, f"train.batch={rows}", "train.micro_batch=1"])
+    short = load_config(
+        QUICKSTART, [*settings, f"train.global_batch_size={rows}", "train.micro_batch_size=1"]
+    )
     slow, few = remarks(short, check(short, 1, local=False), on_cpu=True)
     assert "model.dtype=float32" in slow
     assert few.startswith(f"only 1 step: 1 epoch of {rows} packed rows of ")

@@ -30,7 +30,7 @@ CHECKS = "GPUs,C compiler,threads,2 ranks,/dev/shm,open files,run directory,vers
 
 
 def test_a_fit_host(recipe: Path, tmp_path: Path) -> None:
-    done = preflight(recipe, f"run_dir={tmp_path / 'run'}", ranks=2)
+    done = preflight(recipe, f"output_dir={tmp_path / 'run'}", ranks=2)
     assert done.returncode == 0 and all(check in done.stdout for check in CHECKS.split(",")), done.stdout
     assert not (tmp_path / "run").exists()  # nothing stays behind
 
@@ -38,9 +38,9 @@ def test_a_fit_host(recipe: Path, tmp_path: Path) -> None:
 def test_an_unfit_host(recipe: Path, tmp_path: Path) -> None:
     """No data, and a run directory that cannot be: each with what to do."""
     (tmp_path / "file").write_text("")
-    done = preflight(recipe, f"run_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}")
+    done = preflight(recipe, f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}")
     assert done.returncode == 1, done.stdout
-    cures = ("cannot start", "emo prepare", "set run_dir to where you may write")
+    cures = ("cannot start", "emo prepare", "set output_dir to where you may write")
     assert all(cure in done.stdout for cure in cures), done.stdout
 
 

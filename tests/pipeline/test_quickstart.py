@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, RunConfig]:
     monkeypatch.chdir(REPO)
     settings = [command[4:] for command in commands() if command[:4] == TRAIN]
     result = [load_config(Path(recipe), overrides) for recipe, *overrides in settings]
-    return {config.run_dir.name: config for config in result}
+    return {config.output_dir.name: config for config in result}
 
 
 def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) -> None:
@@ -45,7 +45,7 @@ def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) ->
     parsed = [parser().parse_args(w) for w in words if EVALUATION.split(":")[0] in modules(w[0])]
     for entry in parsed:
         if entry.command in ("eval", "generate"):
-            assert entry.model in {str(config.run_dir / "export") for config in runs.values()}
+            assert entry.model in {str(config.output_dir / "export") for config in runs.values()}
     scored = [entry.name for entry in parsed if entry.command == "eval"]
     (report,) = (entry for entry in parsed if entry.command == "report")
     trained = dict(entry.split("=") for entry in report.run)
@@ -111,6 +111,6 @@ def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.Mo
     print_plan(load_config(Path(recipe), [*overrides, *elsewhere, f"model.path={model}"]), quickstart.RANKS)
     scored = parser().parse_args(evaluate[3:])
     config = load_config(Path(recipe), overrides)
-    assert scored.model == str(config.run_dir / "export")
+    assert scored.model == str(config.output_dir / "export")
     reported = parser().parse_args(report[3:])
-    assert reported.run == [f"{scored.name}={config.run_dir}"] and reported.results == [scored.out]
+    assert reported.run == [f"{scored.name}={config.output_dir}"] and reported.results == [scored.out]

@@ -23,7 +23,7 @@ RECIPE = REPO / "launch/recipes/quickstart-pretrain.yaml"
 
 
 def config(run_dir: Path, *overrides: str) -> RunConfig:
-    return load_config(RECIPE, [f"run_dir={run_dir}", *overrides])
+    return load_config(RECIPE, [f"output_dir={run_dir}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def config(run_dir: Path, *overrides: str) -> RunConfig:
         (["model.lora.r=8"], []),
         ([], ["model.lora.r=8"]),
         (["model.architecture.rope_theta=5000"], []),
-        (["train.clip=0.5"], []),
-        (["train.epochs=null", "train.steps=9"], []),
+        (["train.max_grad_norm=0.5"], []),
+        (["train.num_train_epochs=null", "train.max_steps=9"], []),
     ],
 )
 def test_keys_changed_added_or_removed_are_refused(tmp_path: Path, first: list[str], then: list[str]) -> None:
@@ -64,7 +64,10 @@ def test_a_mixture_changes_by_its_key_alone(tmp_path: Path) -> None:
     for overrides, code in (
         ([OTHER], "changed-mixture"),
         (["train.mixture_from=3"], "mixture-gone"),
-        ([OTHER, "train.mixture_from=3", "train.lr=1"], "changed-key"),  # the key allows nothing else
+        (
+            [OTHER, "train.mixture_from=3", "train.learning_rate=1"],
+            "changed-key",
+        ),  # the key allows nothing else
     ):
         with pytest.raises(UserError) as error:
             identity.compare(config(tmp_path, *overrides), DATA)
@@ -120,15 +123,22 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 
 def test_free_fields_may_change(tmp_path: Path) -> None:
     identity.claim(config(tmp_path), DATA)
-    changed = ["train.log_every=3", "train.wandb=x", "train.profile=[1,2]", "data.root=/elsewhere"]
+    changed = ["train.logging_steps=3", "train.project=x", "train.profile=[1,2]", "data.root=/elsewhere"]
     identity.compare(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
 
 
 def test_what_is_free_changes_nothing_that_is_learned() -> None:
     """A new field is not free unless it says so."""
     free = marked(RunConfig, FREE)
-    assert {"run_dir", "data", "train.micro_batch", "train.save_every", "train.copy_to"} <= free
-    for key in ("train.lr", "train.batch", "train.seed", "train.steps", "objective.params", "model.dtype"):
+    assert {"output_dir", "data", "train.micro_batch_size", "train.save_steps", "train.copy_to"} <= free
+    for key in (
+        "train.learning_rate",
+        "train.global_batch_size",
+        "train.seed",
+        "train.max_steps",
+        "objective.params",
+        "model.dtype",
+    ):
         assert key not in free
 
 

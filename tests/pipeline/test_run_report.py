@@ -44,7 +44,7 @@ def train_record(step: int, **changes: Any) -> dict[str, Any]:
 def make_run(directory: Path, steps: int = 40, more: dict[str, float] | None = None, **facts: Any) -> Path:
     """A run directory as the trainer leaves it after `steps`; more: in its records; facts: of its launch."""
     directory.mkdir(parents=True)
-    config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"lr": 1e-3}}
+    config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
     (directory / CONFIG).write_text(yaml.safe_dump(config))
     for step in range(10, steps + 1, 10):
         append(directory / METRICS, train_record(step, **(more or {})))
@@ -198,7 +198,7 @@ def test_evaluations_beside_the_run_are_linked(tmp_path: Path) -> None:
         for name in ("report.html", "results.json"):
             (folder / name).write_text("")
     page = tmp_path / "pages" / "one.html"
-    assert cli.main(["report", str(run), "--out", str(page)]) == ExitCode.DONE
+    assert cli.main(["report", str(run), "--output_path", str(page)]) == ExitCode.DONE
     links = [a for a in Page(page.read_text(encoding="utf-8")).addresses if not a.startswith("#")]
     assert links == ["../all/a%3Arun%20%231/eval/report.html", "../all/report.html"]
     assert all((page.parent / unquote(link)).is_file() for link in links)
@@ -249,7 +249,7 @@ def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
 
 def test_the_numbers_as_json(runs: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "new.json"
-    arguments = ["report", *map(str, runs), "--json", str(path), "--out", str(tmp_path / "page.html")]
+    arguments = ["report", *map(str, runs), "--json", str(path), "--output_path", str(tmp_path / "page.html")]
     assert cli.main(arguments) == ExitCode.DONE
     first, second, *_, last = rows = json.loads(path.read_text())
     assert [(row["run"], row["set"]) for row in rows] == [
@@ -267,7 +267,7 @@ def test_a_lost_set_is_a_regression(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def report(names: str, *paths: Path) -> tuple[int, list[str]]:
-        code = cli.main(["report", *map(str, paths), "--fail-on-regression", names])
+        code = cli.main(["report", *map(str, paths), "--fail_on_regression", names])
         return code, capsys.readouterr().out.splitlines()
 
     plain, replay = runs
@@ -290,10 +290,10 @@ def test_the_command_writes_where_it_is_told(
     run = str(make_run(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
     for out in ("new/page.html", "."):
-        assert cli.main(["report", run, "--out", out]) == ExitCode.DONE
+        assert cli.main(["report", run, "--output_path", out]) == ExitCode.DONE
         assert Path(capsys.readouterr().out.splitlines()[0].removeprefix("written: ")).is_file()
     assert cli.main(["report", run, "--json", "-"]) == ExitCode.DONE
     assert json.loads(capsys.readouterr().out) == [] and not (tmp_path / "-").exists()
-    assert cli.main(["report", run, "--out", "-"]) == ExitCode.DONE
+    assert cli.main(["report", run, "--output_path", "-"]) == ExitCode.DONE
     assert capsys.readouterr().out.startswith("# ")
-    assert cli.main(["report", run, "--out", "page.pdf"]) == ExitCode.MISTAKE
+    assert cli.main(["report", run, "--output_path", "page.pdf"]) == ExitCode.MISTAKE

@@ -46,5 +46,5 @@ def test_a_resumed_run_drops_what_it_samples_again(recipe: Path, tmp_path: Path)
     lines = ['{"step": 3, "prompt": "a", "text": "b"}', '{"step": 6, "prompt": "a", "text": "c"}', '{"st']
     (tmp_path / SAMPLES).write_text("\n".join(lines))
     for step, writes, steps in ((3, False, [3, 6]), (3, True, [3]), (0, True, [])):
-        Samples(config(recipe, run_dir=tmp_path), step=step, writes=writes)
+        Samples(config(recipe, output_dir=tmp_path), step=step, writes=writes)
         assert [r["step"] for r in read_records(tmp_path / SAMPLES)[0]] == steps

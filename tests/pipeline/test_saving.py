@@ -17,7 +17,12 @@ from emo.pipeline.run_dir import EXPORT, HF, INITIAL, checkpoints, problem, step
 from tests.helpers import launching
 from tests.helpers.saving_worker import LAST, SEEN
 
-OPTIONS = [f"train.steps={LAST}", "train.save_every=2", "train.export_checkpoints=true", "train.eval_rows=2"]
+OPTIONS = [
+    f"train.max_steps={LAST}",
+    "train.save_steps=2",
+    "train.export_checkpoints=true",
+    "train.eval_rows=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,7 @@ def run(
     what: str, ranks: int, recipe: Path, run_dir: Path, *options: str
 ) -> subprocess.CompletedProcess[str]:
     """A run that is disturbed as `what` says."""
-    arguments = [str(recipe), f"run_dir={run_dir}", *OPTIONS, *options]
+    arguments = [str(recipe), f"output_dir={run_dir}", *OPTIONS, *options]
     command = [str(launching.BIN / "python"), "-m", "tests.helpers.saving_worker", what, *arguments]
     return launching.run_group(ranks, command)
 
@@ -45,7 +50,7 @@ def whole(recipe: Path) -> Path:
     """A run of two ranks that trained on while exports were about to be written; beside it `copies`."""
     run_dir = recipe.parent / "whole"
     copies = f"train.copy_to={recipe.parent / 'copies'}"
-    done = run("late", 2, recipe, run_dir, "train.keep_last=1", copies)
+    done = run("late", 2, recipe, run_dir, "train.save_total_limit=1", copies)
     assert done.returncode == 0, done.stdout
     return run_dir
 
@@ -97,7 +102,7 @@ def test_an_export_that_cannot_be_written_ends_all_ranks_alike(
 
 def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
     """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
-    options = ["train.save_every=1", "train.export_checkpoints=false", "train.async_save=false"]
+    options = ["train.save_steps=1", "train.export_checkpoints=false", "train.async_save=false"]
     done = run("damaged", 2, recipe, tmp_path / "run", *options)
     assert done.returncode == ExitCode.MISTAKE, done.stdout
     (line,) = errors(done.stdout)

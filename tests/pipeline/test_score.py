@@ -28,7 +28,7 @@ from tests.helpers.said import lines
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe on prepared data, and the model that it starts from."""
     directory = tmp_path_factory.mktemp("score")
-    recipe = tiny_recipe(directory, steps=2)
+    recipe = tiny_recipe(directory, max_steps=2)
     tree = yaml.safe_load(recipe.read_text())
     keys = {k: v for k, v in tree["model"]["architecture"].items() if k != "model_type"}
     tiny_llama(**keys, initializer_range=0.2).save_pretrained(directory / "model")
@@ -62,7 +62,7 @@ def test_training_reads_them(place: Path) -> None:
     arguments = ["--model", str(place / "model"), "--name", "start"]
     assert main(["score", str(place / "recipe.yaml"), *arguments]) == 0
     run_dir = place / "psft"
-    changes = ["objective.name=psft", "objective.scores=start", f"run_dir={run_dir}"]
+    changes = ["objective.name=psft", "objective.scores=start", f"output_dir={run_dir}"]
     done = run_alone(str(place / "recipe.yaml"), *changes)
     assert done.returncode == 0, done.stderr
     first = next(record for record in read_metrics(run_dir) if "loss" in record)
@@ -77,7 +77,7 @@ def test_ones_own_objective_and_a_schedule_train(place: Path) -> None:
     ramps = [{"from": 1, "to": 0, "steps": 2}, {"from": 0, "to": 1, "steps": 2}]
     parts = [{"name": own, "weight": ramps[0]}, {"name": "mle", "weight": ramps[1]}]
     run_dir = place / "sum"
-    changes = [f"objective.sum={json.dumps(parts)}", f"run_dir={run_dir}", "train.steps=4"]
+    changes = [f"objective.sum={json.dumps(parts)}", f"output_dir={run_dir}", "train.max_steps=4"]
     done = run_alone(str(place / "recipe.yaml"), *changes)
     assert done.returncode == 0, done.stdout
     found = [record for record in read_metrics(run_dir) if "loss" in record]
@@ -88,7 +88,7 @@ def test_ones_own_objective_and_a_schedule_train(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"], ["data.block=16"]]
+    "arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"], ["data.sequence_len=16"]]
 )
 def test_mistakes(place: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "--model" not in arguments:
