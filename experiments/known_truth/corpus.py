@@ -4,8 +4,8 @@
         [--train N] [--dev N] [--test N] [--max_new_tokens N]
 
 A text is what the oracle begins with and at most `--max_new_tokens` draws from its whole distribution, fewer
-where it ends. Texts are kept as token ids (`format: tokens`): written out and tokenised again some of them would
-be other tokens, which the oracle never drew. A corpus of more texts begins with those of a smaller one.
+where it ends. Texts are kept as token ids (`format: tokens`): tokenised again some of them would be
+other tokens, which the oracle never drew. A corpus of more texts begins with those of a smaller one.
 """
 
 from __future__ import annotations
