@@ -339,8 +339,8 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
             trouble=trouble,
         )
     ratios = {
-        "ours / bare DeepSpeed loop, CPU": (_ratio(cpu["ours"], cpu["bare"]), {"at_most": 1.03}),
-        "tokens per CPU second, ours / Trainer": (_ratio(cpu["Trainer"], cpu["ours"]), {"at_least": 1.0}),
+        "ours / bare DeepSpeed loop, CPU": (_ratio(cpu["ours"], cpu["bare"]), {"at_most": 0.96}),
+        "tokens per CPU second, ours / Trainer": (_ratio(cpu["Trainer"], cpu["ours"]), {"at_least": 1.05}),
         "tokens per second, ours / Trainer": (_ratio(wall["Trainer"], wall["ours"]), {}),
         "host / whole step of ours, CPU": (_ratio(host["ours"], cpu["ours"]), {"at_most": 0.02}),
     }
