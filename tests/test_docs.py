@@ -79,7 +79,7 @@ def test_a_walk_names_functions_that_exist() -> None:
         ("```bash\nemo eval --no-such 1\n```", "--no-such"),
         ("```bash\nemo plan RECIPE --seeds 1\n```", "--seeds"),  # eval's
         ("```bash\n./launch/continual.sh launch/recipes/none.yaml\n```", "launch/recipes/none.yaml"),
-        ("```bash\n./launch/continual.sh RECIPE train.learning_rate=1\n```", "train.learning_rate"),
+        ("```bash\n./launch/continual.sh RECIPE train.lr=1\n```", "train.lr"),
         ("`emo prepare --bst`", "--bst"),
         ("`train.saveevery` says how often", "train.saveevery"),
         ("`eval/nothing.py` does it", "eval/nothing.py"),
