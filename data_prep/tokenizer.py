@@ -131,7 +131,7 @@ def tokenizer_facts(directory: Path) -> TokenizerFacts:
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
     content = _content(directory)
-    backend, names = _sound(directory)
+    backend, names = _sound(directory, known=content in _FACTS)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
@@ -253,10 +253,10 @@ def _local(path: str | Path, revision: str | None) -> Path:
     return Path(path) if Path(path).exists() else _download(str(path), revision)
 
 
-def _sound(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _sound(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
     """Return what `_read` does, as data are encoded by it; its errors become one UserError."""
     try:
-        backend, names = _read(path)
+        backend, names = _read(path, known)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
         if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
@@ -288,16 +288,19 @@ def _download(hub: str, revision: str | None) -> Path:
         ) from None
 
 
-def _read(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """The backend and the names of the special tokens, from a directory or a .model file."""
+def _read(path: Path, known: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the backend and the names of the special tokens, from a directory or a .model file.
+
+    known: these very bytes were read before, so that their ids need no second look.
+    """
     if path.is_file():
         return _from_sentencepiece(path)
     if (path / "tokenizer.json").is_file():
         content = read_bytes(path / "tokenizer.json", FILE_BYTES).decode()
-        tree = parse_json(content)
-        _check_ids(
-            [*_ids(tree["model"]["vocab"]), *(token["id"] for token in tree.get("added_tokens") or ())]
-        )
+        if not known:
+            tree = parse_json(content)
+            added = (token["id"] for token in tree.get("added_tokens") or ())
+            _check_ids([*_ids(tree["model"]["vocab"]), *added])
         backend = Tokenizer.from_str(content)
         names = configured(path)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:

@@ -55,8 +55,7 @@ class TextEncoder:
 
     def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
         self.place, self.dtype = directory, dtype
-        content = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        rule = word_rule(json.loads(content)) if by_words else None
+        rule = _rule((directory / "tokenizer.json").read_text(encoding="utf-8")) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
         self.known = KnownWords(self._word)  # as they stand
@@ -134,6 +133,12 @@ def _ends_white(text: str) -> bool:
     return text[-1].isspace() or text[-1] == SPACE
 
 
+@lru_cache(maxsize=1)
+def _rule(content: str) -> tuple[str, str] | None:
+    """Return the `word_rule` of a tokenizer.json's content."""
+    return word_rule(json.loads(content))
+
+
 def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     """A pattern that cuts text into words encoded apart, and what is put before a text; None: cannot be cut.
 
@@ -177,16 +182,14 @@ def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False)
 @lru_cache(maxsize=2)
 def _encoder(content: str, specials: frozenset[str], continuing: bool) -> Tokenizer:
     """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
-    tree = json.loads(content)
-    if continuing:
-        without = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
-        if without == tree:  # as with GPT-2's kind
-            return _encoder(content, specials, False)
-        tree = without
-    specials |= {token["content"] for token in tree["added_tokens"] if token["special"]}
-    backend = _bare(tree)
-    if _spelled(backend, specials - {tree["model"].get("unk_token")}):
-        backend = _bare(_renamed(tree, specials))
+    backend = _bare(content)
+    if continuing and not _drop_prefix(backend):  # as with GPT-2's kind
+        return _encoder(content, specials, False)
+    specials |= {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    if _spelled(backend, specials - {getattr(backend.model, "unk_token", None)}):
+        backend = _bare(json.dumps(_renamed(json.loads(content), specials)))
+        if continuing:
+            _drop_prefix(backend)
     return backend
 
 
@@ -195,11 +198,9 @@ def markup_encoder(directory: Path, continuing: bool = False) -> Tokenizer:
 
     With `continuing` the text continues earlier text: no space is put before it.
     """
-    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    backend = _bare((directory / "tokenizer.json").read_text(encoding="utf-8"))
     if continuing:
-        tree["normalizer"] = _without_prefix(tree["normalizer"])
-        tree["pre_tokenizer"] = _without_prefix(tree["pre_tokenizer"])
-    backend = _bare(tree)
+        _drop_prefix(backend)
     backend.encode_special_tokens = False
     return backend
 
@@ -211,9 +212,9 @@ def special_tokens(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(added | set(special_names(directory).values())))
 
 
-def _bare(tree: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `tree`, the content of a tokenizer.json, describes, as an encoder of plain text."""
-    backend = Tokenizer.from_str(json.dumps(tree))
+def _bare(content: str) -> Tokenizer:
+    """Return the tokenizer that a tokenizer.json describes, as an encoder of plain text."""
+    backend = Tokenizer.from_str(content)
     backend.post_processor = None
     backend.no_padding()
     backend.no_truncation()
@@ -248,6 +249,19 @@ def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
         model["unk_token"] = name(model["unk_token"])
     added = [token | {"content": name(token["content"])} for token in tree["added_tokens"]]
     return tree | {"model": model, "added_tokens": added}
+
+
+def _drop_prefix(backend: Tokenizer) -> bool:
+    """Let a tokenizer put nothing before a text; return whether it did."""
+    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
+    before = {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}
+    after = {name: _without_prefix(part) for name, part in before.items()}
+    if after != before:
+        small = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}, **after}
+        others = Tokenizer.from_str(json.dumps(small))
+        for name in parts:
+            setattr(backend, name, getattr(others, name))
+    return after != before
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:

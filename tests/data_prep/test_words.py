@@ -226,7 +226,7 @@ def test_prepare_compares_both_ways_on_real_rows(
     }
     right = data_config(tmp_path, dir=str(tmp_path / "right"), **common)
     run(right)
-    monkeypatch.setattr(words, "word_rule", lambda tree: (r"[^e]*e|[^e]+", " "))
+    monkeypatch.setattr(words, "_rule", lambda content: (r"[^e]*e|[^e]+", " "))
     wrong = data_config(tmp_path, dir=str(tmp_path / "wrong"), **common)
     run(wrong)
     assert Plan.load(right.dir / "plan.parquet").summary["by_words"]
