@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +28,10 @@ from emo.data_prep.tokenizer import TokenizerFacts
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
 ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
-TOKENS = 1 << 14  # of a document at most, there
-EDGE = 8  # tokens at either end of a stretch whose text may get other ids alone than in its document
-STRETCH = 512  # tokens of a stretch at most
+STRETCH = 512  # tokens of them at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
 Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
-Whole = tuple[list[int], list[int]]  # ids of a whole text, after those that it continues
+Beginning = tuple[list[int], list[int], bool]  # ids before a text, its own, and whether that is all of it
 
 
 class PlainEncoder:
@@ -241,7 +238,7 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
 
 
 def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iterator[bool]:
-    """Yield, for some whole documents or examples of a shard, whether their text gets the ids that they have.
+    """Yield, for some documents or examples of a shard, whether their beginning has the ids of its own text.
 
     Yields nothing where that cannot be answered: ids that were given, a chat_template, a tokenizer that does
     not give back the text.
@@ -249,107 +246,51 @@ def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iter
     sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
     if '"format": "tokens"' in sources or (manifest.template or "").startswith("chat_template"):
         return
-    last = len(shard.valid) - 1
-    for row in np.unique(np.linspace(0, last, DOCUMENTS).astype(np.int64)).tolist() if last >= 0 else ():
-        tokens, segments, *spans = (column.tolist() for column in shard.row(row))
-        ends = np.cumsum(segments).tolist()
-        if spans:
-            pairs = list(zip(spans[0][::2], spans[0][1::2], strict=True))
-            texts = _turns(tokens, ends, pairs, plain)
-        else:
-            pairs = list(pairwise([0, *ends]))
-            texts = _document(shard, row, plain)
-        same = [_same(plain, *text) for text in texts] or [None]
-        if None in same:  # nothing whole that gives back its text: the longest stretch of the row
-            start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
-            same = [_same_within(plain, _bare(tokens[start:end], plain)[:STRETCH])]
-        if None not in same:
-            yield all(same)
+    split, bos = manifest.config.get("overlong") == "split", plain.bos
+    rows = np.linspace(0, len(shard.valid), DOCUMENTS, endpoint=False).astype(np.int64)
+    for row in np.unique(rows).tolist() if len(shard.valid) else ():
+        for later in range(row, len(shard.valid)):
+            tokens, segments, *spans = (column.tolist() for column in shard.row(later))
+            start = len(tokens) - segments[-1]
+            begins, surely = tokens[start : start + len(bos)] == bos, bool(start or later == 0)
+            if not begins and surely and not split:
+                yield False  # every document and example begins with BOS
+                break
+            texts = _beginning(tokens, start, spans, plain) if begins and (bos or surely) else []
+            same = [_same(plain, *text) for text in texts]
+            if same and None not in same:
+                yield all(same)
+                break
 
 
-def _bare(ids: list[int], plain: PlainEncoder) -> list[int]:
-    """Return ids without BOS and EOS at their ends."""
-    ids = ids[len(plain.bos) :] if plain.bos and ids[: len(plain.bos)] == plain.bos else ids
-    return ids[: -len(plain.eos)] if plain.eos and ids[-len(plain.eos) :] == plain.eos else ids
+def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: PlainEncoder) -> list[Beginning]:
+    """Return the beginning of the last document of a row, or prompt and response of its last example."""
+    first = start + len(plain.bos)
+    whole = bool(plain.eos) and tokens[-1] == plain.eos[0]
+    if not spans:
+        return [([], tokens[first : len(tokens) - whole], whole)]
+    begin, stop = next((a, b) for a, b in zip(spans[0][::2], spans[0][1::2], strict=True) if a >= start)
+    prompt, whole = tokens[first:begin], tokens[stop - 1] == plain.eos[0]
+    if plain.eos[0] in prompt or len(prompt) > STRETCH:
+        return []  # an answer before it is not supervised, or it is long
+    return [([], prompt, True), (prompt, tokens[begin : stop - whole], whole)]
 
 
-def _document(shard: Shard, row: int, plain: PlainEncoder) -> list[Whole]:
-    """Return the whole document that begins within a row of text, if one does; it may end rows later."""
-    ends = np.cumsum(shard.row(row)[1]).tolist()
-    if len(ends) < 2:
-        return []
-    start, *following = ends
-    ids: list[int] = shard.row(row)[0][start : following[0]].tolist()
-    whole = len(following) > 1 or (bool(plain.eos) and ids[-1] == plain.eos[0])
-    if not whole and not plain.eos:
-        return []  # nothing tells where it ends
-    while not whole:
-        row += 1
-        if row == len(shard.valid) or shard.domain[row] != shard.domain[row - 1] or len(ids) > TOKENS:
-            return []
-        tokens, segments = shard.row(row)[:2]
-        ids += tokens[: segments[0]].tolist()
-        whole = len(segments) > 1 or ids[-1] == plain.eos[0]
-    inner = ids[len(plain.bos) : len(ids) - len(plain.eos)]
-    return [([], inner)] if inner and ids == [*plain.bos, *inner, *plain.eos] else []
+def _same(plain: PlainEncoder, before: list[int], ids: list[int], whole: bool) -> bool | None:
+    """Return whether ids after others are those of their own text; None where that has no answer.
 
-
-def _turns(
-    tokens: list[int], ends: list[int], spans: list[tuple[int, int]], plain: PlainEncoder
-) -> list[Whole]:
-    """Return the prompts and responses of the last example of a row, if it is a whole one."""
-    start = ([0, *ends])[len(ends) - 1]
-    position = start + len(plain.bos)
-    texts: list[Whole] = []
-    if not plain.bos or tokens[start:position] != plain.bos:
-        return []  # it may be the end of one that was split
-    for begin, end in spans:
-        if begin >= start:
-            prompt, response = tokens[position:begin], tokens[begin : end - 1]
-            if tokens[end - 1] != plain.eos[0] or plain.eos[0] in prompt:
-                return []  # cut short, or with an answer that is not supervised
-            texts += [([], prompt), (prompt, response)]
-            position = end
-    return texts if position == len(tokens) else []
-
-
-def _same(plain: PlainEncoder, before: list[int], ids: list[int]) -> bool | None:
-    """Return whether ids after others are those of their own text; None where that has no answer."""
-    continuing = bool(before)
-    prefix = plain.decode(before) if continuing else ""
-    text = plain.decode(before + ids)
-    if "\ufffd" in text or not text.startswith(prefix) or not plain.specials.keys().isdisjoint(ids):
-        return None
-    again = plain.ids(text[len(prefix) :], continuing)
-    if again == ids:
-        return True
-    return False if plain.decode(before + again) == text and not plain.unsure(text) else None
-
-
-def _same_within(plain: PlainEncoder, ids: list[int]) -> bool | None:
-    """Return whether a stretch has the ids of its text, but for its ends; None where that has no answer.
-
-    It has none for a tokenizer whose ids depend on text that is far away: then not even the ids that it has
-    just given keep within a stretch.
+    The last ones of what is not whole may depend on what follows. It has no answer for a tokenizer whose ids
+    depend on text that is far away: then not even those that it gives a part of the text are the same.
     """
-    if len(ids) < 4 * EDGE or not plain.specials.keys().isdisjoint(ids):
+    whole, ids = whole and len(ids) <= STRETCH, ids[:STRETCH]
+    settled = len(ids) if whole else max(0, len(ids) - MARGIN)
+    if not plain.specials.keys().isdisjoint(ids):
         return None
-    decoded = plain.decode(ids)
-    text = decoded.strip("\ufffd")
-    # An end that cuts a run of bytes decodes to a replacement character a byte; a text's own has 3 bytes.
-    left = 3 * (len(decoded) - len(decoded.lstrip("\ufffd")))
-    right = 3 * (len(decoded) - len(decoded.rstrip("\ufffd")))
-    middle = ids[left + EDGE : max(len(ids) - right - EDGE, 0)]
-    if len(middle) < EDGE:
-        return None
-    again = plain.ids(text, continuing=True)
-    if _contains(again, middle):
+    prefix = plain.decode(before) if before else ""
+    text = plain.decode(before + ids)[len(prefix) :]
+    again = plain.ids(text, continuing=bool(before))
+    if again[:settled] == ids[:settled] and (len(again) == len(ids) or not whole):
         return True
-    if len(again) < 4 * EDGE or plain.unsure(text):
-        return None
-    repeated = plain.ids(plain.decode(again[EDGE:-EDGE]), continuing=True)
-    return False if _contains(repeated, again[2 * EDGE : -2 * EDGE]) else None
-
-
-def _contains(ids: list[int], middle: list[int]) -> bool:
-    return any(ids[start : start + len(middle)] == middle for start in range(len(ids)))
+    part = plain.ids(text[: len(text) // 2], continuing=bool(before))[:-MARGIN]
+    lossy = "\ufffd" in text or plain.decode(before + again)[len(prefix) :] != text
+    return None if lossy or part != again[: len(part)] or plain.unsure(text) else False

@@ -55,8 +55,7 @@ OF_SPLIT = (
     f".*{PART}",
     *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
 )
-EARLIER = ("plan.npz", ".lock", ".in-use")  # what versions before this one made
-OF_ALL = (*SHARED, *EARLIER, HASHES, f".*{PART}")
+OF_ALL = (*SHARED, HASHES, f".*{PART}")
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # of each domain, while rows are written
