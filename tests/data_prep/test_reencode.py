@@ -29,7 +29,7 @@ CHATML = (
 # Settings of what is prepared, and whether verify can tell anything of it.
 SORTS: dict[str, tuple[dict[str, Any], bool]] = {
     "text": ({"validation_fraction": 0.3}, True),
-    "text in few rows": ({"block": 500}, True),
+    "text in few rows": ({"sequence_len": 500}, True),
     "part of a text": ({"limit_tokens": 2000}, True),
     "domains and copies": (
         {"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "other"}]},
