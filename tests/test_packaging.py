@@ -144,7 +144,7 @@ def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_p
     (tmp_path / "launch" / "recipes").mkdir(parents=True)
     (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("output_dir: mine\n")
     code = "from pathlib import Path; from emo.common.recipe import read_recipe; "
-    code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['run_dir'])"
+    code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['output_dir'])"
     assert built.run(code, tmp_path).strip() == "mine"
 
 
@@ -186,7 +186,7 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(built.site)}
     (tmp_path / "mine.yaml").write_text(
         "output_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
-        "model: { architecture: { model_type: llama } }\ntrain: { steps: 1 }\n"
+        "model: { architecture: { model_type: llama } }\ntrain: { max_steps: 1 }\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
     told = (tmp_path / "told").read_text().splitlines()

@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # the child's: number, end, work
     given = parser.parse_args(arguments)
     usual = RUNS / ("gpu-quick" if given.quick else "gpu")
-    out: Path = (given.out or usual).resolve()
+    out: Path = (given.output_path or usual).resolve()
     if given.part is not None:
         number, until, work = given.part
         run_part(int(number), float(until), Path(work), out, given.quick)

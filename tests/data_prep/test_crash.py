@@ -213,7 +213,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         recipe = tmp_path / f"{megabytes}.yaml"
         recipe.write_text(
             f"data: {{dir: {tmp_path}/{megabytes}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-            f"block: 256, shards: 2, sources: [{{files: {megabytes}.jsonl}}]}}"
+            f"sequence_len: 256, shards: 2, sources: [{{files: {megabytes}.jsonl}}]}}"
         )
         done = subprocess.run(
             [sys.executable, "-c", PEAK, "prepare", str(recipe), "--workers", "1"],

@@ -316,7 +316,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-        "sources: [{files: a.jsonl}], block: 32}"
+        "sources: [{files: a.jsonl}], sequence_len: 32}"
     )
     assert main(["prepare", str(recipe), "data.shards=2", "--workers", "1"]) == 0
     assert "shard-00001-of-00002.arrow" in capsys.readouterr().out

@@ -121,10 +121,10 @@ def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequ
     chosen = np.random.default_rng(0).permutation(len(data))
     batch = data.batch(chosen)
     assert {name: (array.dtype, array.shape) for name, array in batch.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (np.dtype(np.int64), (len(rows), config.block))
+        ("input_ids", "labels", "position_ids"), (np.dtype(np.int64), (len(rows), config.sequence_len))
     )
     for i, row in enumerate(chosen):
-        expected = plain_batch(rows[row], config.block)
+        expected = plain_batch(rows[row], config.sequence_len)
         found = tuple(batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids"))
         assert found == expected
         assert data.valid[row] == rows[row]["valid"] == sum(label != -100 for label in expected[1])

@@ -85,7 +85,7 @@ FILES: dict[str, tuple[Any, list[str]]] = {
         lambda p: p.write_bytes(
             zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
         ),
-        ["block: "],
+        ["sequence_len: "],
     ),
     "body.parquet": (
         lambda p: pyarrow.parquet.write_table(pa.table({"id": list(range(90)), "body": texts(90)}), p),
@@ -211,7 +211,7 @@ def test_one_giant_line(tmp_path: Path) -> None:
     rng = random.Random(0)
     (tmp_path / "a.txt").write_text(" ".join(sentence(rng) for _ in range(30_000)))
     printed, recipe = shown(tmp_path / "a.txt")
-    assert printed.count("...") == 1 and len(printed) < 4000 and "block: 1024" in recipe
+    assert printed.count("...") == 1 and len(printed) < 4000 and "sequence_len: 1024" in recipe
 
 
 def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path:
     (place / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(400)))
     _, recipe = shown(tmp_path / "a.jsonl", place)
-    assert "  block: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
+    assert "  sequence_len: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
     assert "  validation_fraction: 0.05\n" in recipe
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
     assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]

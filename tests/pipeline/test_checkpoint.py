@@ -71,7 +71,7 @@ def test_prune_keeps_the_newest_and_clears_partial_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     partial_directory(tmp_path, 4).mkdir()
-    checkpoint.prune(tmp_path, save_total_limit=2)
+    checkpoint.prune(tmp_path, keep_last=2)
     assert sorted(d.name for d in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 

@@ -50,7 +50,7 @@ def test_overrides_are_read_wherever_they_stand(
     command: str, first: list[str], second: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A mistake in one shows that it was read."""
-    right, wrong = "train.global_batch_size=64", "train.btch=1"
+    right, wrong = "train.global_batch_size=64", "train.warmup_ration=1"
     for argv in (
         [str(RECIPE), wrong, *first, *second, right],
         [str(RECIPE), right, *first, wrong, *second],
@@ -60,7 +60,7 @@ def test_overrides_are_read_wherever_they_stand(
     ):
         assert cli.main([command, *argv]) == ExitCode.MISTAKE
         output = capsys.readouterr().err.splitlines()[-1]
-        assert output.startswith("error: unknown key train.btch; did you mean batch"), argv
+        assert output.startswith("error: unknown key train.warmup_ration; did you mean warmup_ratio"), argv
 
 
 def test_a_mistake_is_a_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

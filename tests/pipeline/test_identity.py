@@ -176,7 +176,7 @@ def test_a_pass_over_fewer_rows(folder: Path) -> None:
     )
     begun(whole)
     check(
-        recipe(folder, "objective.name=mile", "train.micro_batch_size=4", f"output_dir={whole.run_dir}"),
+        recipe(folder, "objective.name=mile", "train.micro_batch_size=4", f"output_dir={whole.output_dir}"),
         2,
         local=True,
     )

@@ -39,7 +39,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, RunConfig]:
 def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) -> None:
     base = runs["pretrain"]
     for name in ("mle", "emo"):
-        assert runs[name].model.path == str(base.run_dir / "export")
+        assert runs[name].model.path == str(base.output_dir / "export")
         assert runs[name].data.tokenizer == str(base.data.dir / "tokenizer")
     words = [command[3:] for command in commands() if command[1:3] == ["-m", "emo"]]
     parsed = [parser().parse_args(w) for w in words if EVALUATION.split(":")[0] in modules(w[0])]
@@ -49,7 +49,7 @@ def test_every_step_uses_what_an_earlier_one_made(runs: dict[str, RunConfig]) ->
     scored = [entry.name for entry in parsed if entry.command == "eval"]
     (report,) = (entry for entry in parsed if entry.command == "report")
     trained = dict(entry.split("=") for entry in report.run)
-    assert list(trained) == scored and set(trained.values()) == {str(c.run_dir) for c in runs.values()}
+    assert list(trained) == scored and set(trained.values()) == {str(c.output_dir) for c in runs.values()}
     assert set(report.baseline) < set(scored)
     assert {name for entry in parsed if entry.command == "compare" for name in (entry.a, entry.b)} == set(
         scored
@@ -113,4 +113,4 @@ def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config(Path(recipe), overrides)
     assert scored.model == str(config.output_dir / "export")
     reported = parser().parse_args(report[3:])
-    assert reported.run == [f"{scored.name}={config.output_dir}"] and reported.results == [scored.out]
+    assert reported.run == [f"{scored.name}={config.output_dir}"] and reported.results == [scored.output_path]
