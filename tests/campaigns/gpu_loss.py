@@ -14,14 +14,8 @@ from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
-from tests.campaigns.gpu_figures import Figures, MissingError
+from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
 from tests.helpers.loss_reference import losses_from_logits, relative_error, unit_rows
-
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-GIB = 2**30
-MILLI = 1e3
-
 
 # Bounds of a relative error where logits and gradients are rounded to 8 bits. The likeliest tokens are 8 to
 # 16 above the target here. Half a quantum there is 2^-5: the relative error of their probabilities, and so of
