@@ -43,7 +43,7 @@ def copy_checkout(directory: Path) -> Path:
     """Copy the checkout's own files, as they are now; return the directory."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():
-        if (REPO / name).is_file():
+        if (REPO / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPO / name, directory / name)
+            shutil.copy2(REPO / name, directory / name, follow_symlinks=False)  # emo/ is made of links
     return directory

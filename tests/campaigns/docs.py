@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from itertools import dropwhile
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,7 +142,7 @@ class Scratch:
             return self._files(re.findall(r"cat ([\w./-]+)", command))
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
         if words[0] == "kubectl":  # tests/pipeline/test_job_files.py has the schemas
-            return self._files([b for a, b in zip(words, words[1:]) if a in ("-f", "--from-file", "-k")])
+            return self._files([b for a, b in pairwise(words) if a in ("-f", "--from-file", "-k")])
         if words[0] in ("sbatch", "docker"):
             return self._job(words[1:]) if words[0] == "sbatch" else self._docker(words)
         if words[0] == "pip":  # an extra of ours, or a package that one of them has
@@ -205,7 +205,7 @@ class Scratch:
         """The image's arguments are in the Dockerfile, its verbs in the entry point."""
         if words[1] == "build":
             text = (self.root / "Dockerfile").read_text()
-            given = [b.partition("=")[0] for a, b in zip(words, words[1:]) if a == "--build-arg"]
+            given = [b.partition("=")[0] for a, b in pairwise(words) if a == "--build-arg"]
             missing = [name for name in given if f"ARG {name}" not in text]
             return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
         verb, *rest = words[words.index("emo") + 1 :]
