@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,3 +48,18 @@ def copy_checkout(directory: Path) -> Path:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, directory / name, follow_symlinks=False)  # emo/ is made of links
     return directory
+
+
+def can_install() -> bool:
+    """Whether `install` can work here."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(packages: list[str]) -> None:
+    """Install what is missing of Debian's packages, without starting any service."""
+    missing = [p for p in packages if subprocess.run(["dpkg", "-s", p], capture_output=True).returncode]
+    if not missing:
+        return
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *missing]):
+        subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
