@@ -22,7 +22,6 @@ from tests.helpers import launching
 from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses
 
-
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 LONG = ("train.max_steps=200000", "train.lr_scheduler_type=constant")
 LISTS = Path("/etc/apt")  # where this machine's package lists come from
@@ -92,7 +91,7 @@ def ask(environment: dict[str, str], *command: str | Path) -> str:
 
 def tail(log: Path) -> str:
     """Return the end of what a job printed."""
-    return log.read_text()[-1500:] if log.is_file() else "no output"
+    return log.read_text("utf-8")[-1500:] if log.is_file() else "no output"
 
 
 def state_of(environment: dict[str, str], job: str, timeout: float = 900) -> str:
