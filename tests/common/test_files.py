@@ -32,11 +32,10 @@ def refusing(code: int) -> Callable[..., None]:
     return refuse
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.fsync", refusing(code))
+    monkeypatch.setattr("os.fsync", refusing(errno.ENOSPC))
     for write in (write_text, write_once):
         with pytest.raises(DiskFullError, match=str(tmp_path)):
             write(tmp_path / "a.json", "text")
@@ -85,7 +84,7 @@ def test_a_file_that_changes_before_its_hash_is_saved_is_not_remembered(tmp_path
     assert Hashes(memory).sha256(file) == sha256(file)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"/a": 3}', '{"/a": [[1], 2, 3]}', "\udcff", None])
+@pytest.mark.parametrize("content", ["{", '{"/a": 3}', "\udcff", None])
 def test_a_memory_that_cannot_be_used_costs_only_time(tmp_path: Path, content: str | None) -> None:
     file, memory = put(tmp_path / "a"), tmp_path / "nowhere/hashes.json"
     if content is not None:

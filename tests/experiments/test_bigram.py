@@ -39,12 +39,6 @@ def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: f
     assert low < spread / across < high
 
 
-def test_a_sparse_truth_has_zeros() -> None:
-    truth = bigram.sparse_truth(20, generator())
-    assert ((truth.rows == 0).sum(-1) >= 10).all()
-    assert torch.allclose(truth.rows.sum(-1), torch.ones(20, dtype=torch.float64))
-
-
 def test_counts_are_samples_of_the_truth() -> None:
     truth = bigram.geometric_truth(10, 1.0, generator())
     counts = bigram.sample_counts(truth, 200_000, [3, 4])
@@ -76,11 +70,3 @@ def test_runs_are_independent_and_repeatable() -> None:
     alone = bigram.fit(train[2:3], dev[2:3], get_objective("emo"), costs, SEEDS[2:3], 3e-3, 100)
     assert torch.allclose(together.logits[2], alone.logits[0], atol=1e-4)
     assert together.step[2] == alone.step[0]
-
-
-def test_a_diverged_run_is_never_better() -> None:
-    counts = torch.ones(1, 3, 3, dtype=torch.int64)
-    good = bigram._better(None, torch.zeros(1, 3, 3), counts, 1)
-    after = bigram._better(good, torch.full((1, 3, 3), torch.nan), counts, 2)
-    assert torch.equal(after.logits, good.logits)
-    assert after.step.item() == 1

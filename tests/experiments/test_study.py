@@ -39,11 +39,6 @@ def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
 
 
-def test_a_wrong_study_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.main([FILE, f"out={tmp_path}", "baseline=mel"]) == 2
-    assert "mel is not one of the contestants" in capsys.readouterr().err
-
-
 def test_a_truth_with_zeros(tmp_path: Path) -> None:
     """MixCE's set-up: measures that are infinite there are left out, the mass in the zeros is not."""
     small = [override for override in SMALL if not override.startswith("shares")]

@@ -53,7 +53,7 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
 
 @target(
     "recipe",
-    files(a__yaml=RECIPE.read_text(), b__yaml="extends: a.yaml\ntrain: {lr: 1.0e-3}\n"),
+    files(a__yaml=RECIPE.read_text(), b__yaml="extends: a.yaml\ntrain: {learning_rate: 1.0e-3}\n"),
     "a.yaml",
     "b.yaml",
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
