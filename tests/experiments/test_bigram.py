@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts
+from emo.experiments.known_truth.expected import Costs
 from emo.pipeline.loss import get_objective
 
 SEEDS = [0, 1, 2, 3]
@@ -31,7 +31,7 @@ def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: f
     assert torch.allclose(entropy, torch.full_like(entropy, 0.5 * math.log(60)), atol=1e-6)
     assert torch.allclose(truth.contexts @ truth.rows, truth.contexts, atol=1e-9)
     # expected cost between two draws of the same context, against draws of any context
-    costs = CosineCosts(truth.embedding)
+    costs = Costs(truth.embedding)
     within = (truth.rows * costs.apply(truth.rows)).sum(-1) @ truth.contexts
     marginal = truth.contexts @ truth.rows
     across = marginal @ costs.apply(marginal)
@@ -56,7 +56,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     for tokens in (2_000, 20_000, 200_000):
         train = bigram.sample_counts(truth, tokens, SEEDS)
         dev = bigram.sample_counts(truth, tokens, [s + 100 for s in SEEDS])
-        fitted = bigram.fit(train, dev, get_objective("mle"), ConstantCosts(), SEEDS, 1e-2, 800)
+        fitted = bigram.fit(train, dev, get_objective("mle"), Costs(torch.eye(12)), SEEDS, 1e-2, 800)
         errors.append(forward_kl(truth, torch.softmax(fitted.logits.double(), -1)).mean().item())
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
     assert errors[2] < 5 * 12 * 11 / (2 * 200_000)
@@ -65,7 +65,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
 def test_runs_are_independent_and_repeatable() -> None:
     truth = bigram.geometric_truth(12, 0.5, generator())
     train, dev = bigram.sample_counts(truth, 2000, SEEDS), bigram.sample_counts(truth, 500, [9] * 4)
-    costs = CosineCosts(truth.embedding.float())
+    costs = Costs(truth.embedding.float())
     together = bigram.fit(train, dev, get_objective("emo"), costs, SEEDS, 3e-3, 100)
     alone = bigram.fit(train[2:3], dev[2:3], get_objective("emo"), costs, SEEDS[2:3], 3e-3, 100)
     assert torch.allclose(together.logits[2], alone.logits[0], atol=1e-4)

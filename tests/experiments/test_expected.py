@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, expected_gradient, settle
+from emo.experiments.known_truth.expected import Costs, expected_gradient, settle
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 
@@ -19,8 +19,8 @@ def truths(n: int = 4) -> Tensor:
     return (rows + 1e-4) / (rows + 1e-4).sum(-1, keepdim=True)
 
 
-def geometry() -> CosineCosts:
-    return CosineCosts(torch.randn(V, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+def geometry() -> Costs:
+    return Costs(torch.randn(V, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
 def matrix(costs: Costs) -> Tensor:
@@ -32,7 +32,7 @@ def entropy(q: Tensor) -> Tensor:
 
 
 def test_costs_are_costs() -> None:
-    cosine, constant = matrix(geometry()), matrix(ConstantCosts())
+    cosine, constant = matrix(geometry()), matrix(Costs(torch.eye(V, dtype=torch.float64)))
     assert torch.allclose(cosine, cosine.T)
     assert cosine.diagonal().abs().max() < 1e-12
     assert torch.equal(constant, 1 - torch.eye(V, dtype=torch.float64))
@@ -41,7 +41,9 @@ def test_costs_are_costs() -> None:
     assert torch.allclose(permuted.flatten().sort().values, cosine.flatten().sort().values)
 
 
-@pytest.mark.parametrize("costs", [geometry(), ConstantCosts()], ids=["cosine", "constant"])
+@pytest.mark.parametrize(
+    "costs", [geometry(), Costs(torch.eye(V, dtype=torch.float64))], ids=["cosine", "constant"]
+)
 @pytest.mark.parametrize(
     "name", ["mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"]
 )
