@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -42,16 +41,6 @@ def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
     with pytest.raises(DiskFullError):
         claim(tmp_path / "new", "marker.json", "{}", "dir")
     assert [p.name for p in tmp_path.rglob("*")] == ["new"]
-
-
-def test_files_are_written_without_locks_in_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Results of many machines lie on file systems that need not have locks."""
-    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
-    write_text(tmp_path / "a", "text")
-    assert write_once(tmp_path / "b", "first") and not write_once(tmp_path / "b", "second")
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "text", "b": "first"}
 
 
 def test_hashes_are_remembered_until_a_file_is_touched(

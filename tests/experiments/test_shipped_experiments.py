@@ -121,11 +121,3 @@ def test_the_other_files_are_read() -> None:
     for name, kind in OTHERS.items():
         for path in FOLDER.glob(f"{name}*.yaml"):
             assert load_section(kind, path, [])
-
-
-def test_the_page_on_the_paper_lists_every_experiment() -> None:
-    page = (REPO / "docs" / "paper.md").read_text()
-    names = set(re.findall(r"experiments/paper/([\w.-]+)\.yaml", page)) - {"FILE"}
-    assert names == {path.stem for path in FILES if path.parent.name == "paper"}
-    rows = re.findall(r"^\| [^|]+ \| `((?:table|figure)[\w.-]+)`", page, flags=re.MULTILINE)
-    assert set(rows) <= names

@@ -103,19 +103,6 @@ def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
 
 
-def test_what_was_begun_is_refused_too(finished: Path) -> None:
-    """A trainer lets a run go on with other validation rows; its table would say one number of both."""
-    work = opened(finished)
-    train = work.stages(work.runs[0])[-1]
-    train.write()
-    assert not train.done
-    opened(finished).refuse_changes()
-    recipe("train: {eval_rows: 4}")(finished)
-    with pytest.raises(UserError) as error:
-        opened(finished).refuse_changes()
-    assert error.value.code == "stage-changed"
-
-
 def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -> None:
     shutil.rmtree(finished / "out/runs/emo-2")
     work = opened(finished)
