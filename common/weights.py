@@ -245,10 +245,14 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
 
     files: dict[str, Path] = {}  # by the names of their tensors
     quantized = getattr(model, "hf_quantizer", None) is not None  # its whole numbers are as they should be
+    # What the model computes itself, now or once.
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    ignored = [OLD_BUFFERS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     for path in (path for path in paths if path.suffix != ".json"):
         for name, tensor in load_state_dict(path, map_location="meta").items():
             files[name] = path
-            if not (quantized or tensor.is_floating_point() or _is_buffer(model, name)):
+            known = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
+            if not (quantized or tensor.is_floating_point() or known):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
 
@@ -268,14 +272,3 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
                 "they are one (tie_word_embeddings)"
             )
     return None
-
-
-def _is_buffer(model: Any, name: str) -> bool:
-    """Return whether a tensor in a file is, or once was, something that the model computes itself."""
-    last = name.rpartition(".")[2]
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    return (
-        OLD_BUFFERS.search(name) is not None
-        or any(re.search(pattern, name) for pattern in ignored)
-        or any(buffer.rpartition(".")[2] == last for buffer, _ in model.named_buffers())
-    )

@@ -53,8 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
         results = measure(oracle, model, args.texts, args.baseline, args.dev)
         if args.samples:
-            out = args.output_path.parent
-            results["samples"] = judge_samples(oracle, model, args.samples, args.max_new_tokens, out)
+            begin, nats = prompt_ids(oracle, ""), {}
+            for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
+                out = args.output_path.parent
+                rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+                pairs = [(begin, row[len(begin) :]) for row in rows]
+                nats[key] = likelihood.continuations(oracle, pairs).per_token
+            results["samples"] = nats
         args.output_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output_path, json.dumps(results, indent=1))
         return ExitCode.DONE
@@ -103,19 +108,6 @@ def measure(
         results["baseline_temperature"] = temperature
         results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
     return results
-
-
-def judge_samples(
-    oracle: EvaluatedModel, model: EvaluatedModel, samples: int, tokens: int, out: Path
-) -> dict[str, float]:
-    """Return the oracle's nats per token of the model's samples, and of its own: log PPL_oracle."""
-    begin = prompt_ids(oracle, "")
-
-    def nats(writer: EvaluatedModel) -> float:
-        rows = sample(writer, samples, tokens, SAMPLES_SEED, out)
-        return likelihood.continuations(oracle, [(begin, row[len(begin) :]) for row in rows]).per_token
-
-    return {"oracle_nats": nats(model), "floor_nats": nats(oracle)}
 
 
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:

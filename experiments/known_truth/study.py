@@ -111,20 +111,6 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     return points
 
 
-def draw_truths(study: Study, V: int, share: float, tokens: int) -> list[bigram.Truth]:
-    """Return the truths of a cell; no two cells have one in common, so that they are independent."""
-    truths = []
-    for number in range(study.truths):
-        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-        generator = torch.Generator().manual_seed(seed)
-        if study.truth == "geometric":
-            truths.append(bigram.geometric_truth(V, share, generator))
-        else:
-            truths.append(bigram.sparse_truth(V, generator))
-    return truths
-
-
 def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, Any]:
     """Return, for A, `values`: of each contestant by measure one for each truth; and `rates`, as chosen.
 
@@ -133,7 +119,14 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     entropy.
     Measures that a zero in the truth makes infinite are left out.
     """
-    truths = draw_truths(study, V, share, tokens)
+    truths = []
+    for number in range(study.truths):  # no two cells have one in common, so that they are independent
+        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+        if study.truth == "geometric":
+            truths.append(bigram.geometric_truth(V, share, generator))
+        else:
+            truths.append(bigram.sparse_truth(V, generator))
     seeds = list(range(study.truths))
     train, dev = (
         torch.cat([bigram.sample_counts(t, size, [first + i]) for i, t in enumerate(truths)])

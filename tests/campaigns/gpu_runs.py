@@ -60,12 +60,10 @@ def waits(show: Figures) -> None:
     objectives = {"mle": ("mle", 0, 0), "EMO exact": ("emo", 0, 1), "EMO cached": ("emo", 512, 1)}
     for name, (objective, cache, most) in list(objectives.items())[: 1 if show.quick else None]:
         with show.attempt(name):
-            show.need_seconds(30)
-            path = recipe(show, *sizes(show))
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", f"train.profile=[{TRACE_STEP},{TRACE_STEP}]"]
             run = f"waits-{objective}-{cache}"
-            results = measure(show, run, path, *options, "--waits", seconds=100)
+            results = measure(show, run, sizes(show), *options, "--waits", seconds=100)
             if GPU:
                 show(f"{name}: waits of the head a micro-batch", max(results["head_waits"]), at_most=most)
                 note = "with the engine's own: the norm of the gradient, the sums for the log"
@@ -98,10 +96,8 @@ def _pair(
     results = []
     for name, settings in cases.items():
         with show.attempt(name):
-            show.need_seconds(30)
-            path = recipe(show, *sizes(show))
             options, keywords = settings()
-            results.append(measure(show, name.replace(" ", "-"), path, *options, **keywords))
+            results.append(measure(show, name.replace(" ", "-"), sizes(show), *options, **keywords))
             show(f"{name}: time of a step", step_seconds(results[-1]) * MILLI, "ms")
             show(f"{name}: {figure[0]}", figure[1](results[-1]), "s")
     if len(results) == 2:
@@ -162,11 +158,10 @@ def plan(show: Figures) -> None:
     for stage, checkpointing, rows in cases[-1:] if show.quick else cases:
         words = f"ZeRO-{stage}{', checkpointing' if checkpointing else ''}, {rows * block:,} tokens"
         with show.attempt(words):
-            show.need_seconds(RUN_SECONDS)
             options = [f"deepspeed=ds_configs/zero{stage}.json"]
             options += [f"model.activation_checkpointing={str(checkpointing).lower()}"]
-            path = recipe(show, size, block, rows)
-            _beside_plan(show, words, measure(show, f"{stage}-{checkpointing}-{rows}", path, *options))
+            name, shape = f"{stage}-{checkpointing}-{rows}", (size, block, rows)
+            _beside_plan(show, words, measure(show, name, shape, *options, least=RUN_SECONDS))
 
 
 def lora(show: Figures) -> None:
@@ -175,11 +170,9 @@ def lora(show: Figures) -> None:
     for stage in (3,) if show.quick else (3, 2):
         words = f"LoRA, ZeRO-{stage}, {micro * block:,} tokens"
         with show.attempt(words):
-            show.need_seconds(RUN_SECONDS)
             needs("peft")
-            path = recipe(show, size, block, micro)
             options = [f"deepspeed=ds_configs/zero{stage}.json", "model.lora={r: 16, alpha: 32}"]
-            results = measure(show, f"lora-{stage}", path, *options)
+            results = measure(show, f"lora-{stage}", (size, block, micro), *options, least=RUN_SECONDS)
             float32 = sum("float32" in kind for kind in results["adapters"])
             kinds = ", ".join(results["adapters"])
             show(f"{words}: adapters in float32", float32, at_most=0, always=True, note=kinds)
@@ -206,15 +199,13 @@ def _beside_plan(show: Figures, words: str, results: dict[str, Any]) -> None:
 
 def stops(show: Figures) -> None:
     """Part 7: one run left alone, with its saves timed; the same one stopped by SIGTERM and resumed."""
-    size, block, micro = sizes(show)
     steps = 60 if show.quick else 200
     options = [f"train.max_steps={steps}", f"train.save_steps={steps // 2}"]
     options += ["train.lr_scheduler_type=constant"]
-    path, alone, stopped = None, show.run_dir("alone"), show.run_dir("stopped")
+    results: dict[str, Any] = {}
+    alone, stopped = show.run_dir("alone"), show.run_dir("stopped")
     with show.attempt("a run left alone"):
-        show.need_seconds(20)
-        path = recipe(show, size, block, micro)
-        results = measure(show, "alone", path, *options, "--whole", seconds=PATIENCE)
+        results = measure(show, "alone", sizes(show), *options, "--whole", seconds=PATIENCE, least=20)
         written, stall = BYTES * results["predicted"]["parameters"] / 1e9, max(results["stalls"])
         note = f"{written:.1f} GB are copied, {written / stall:.1f} GB/s"
         show("stall of a save", stall, "s", note=note)
@@ -226,8 +217,9 @@ def stops(show: Figures) -> None:
     finished = False
     with show.attempt("SIGTERM and resume"):
         show.need_seconds(30)
-        if path is None:
+        if not results:
             raise MissingError("the run left alone did not come about")
+        path = recipe(show, *sizes(show))
         shutil.rmtree(stopped, ignore_errors=True)
         finished = _stop_and_resume(show, [str(path), f"output_dir={stopped}", *options], stopped)
         resumed, whole = (

@@ -285,13 +285,20 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures, name: str, path: Path, *options: str, seconds: float = 90, **changes: Any
+    show: Figures,
+    name: str,
+    shape: tuple[str, int, int],
+    *options: str,
+    seconds: float = 90,
+    least: float = 30,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """Return what the worker finds in STEPS steps of the recipe at `path`, with `options` as overrides.
+    """Return what the worker finds in STEPS steps of the recipe of a shape, with `options` as overrides.
 
-    The run may take `seconds`, and no longer than the part has left.
+    The run may take `seconds`, and no longer than the part has left, which must be `least`.
     """
-    run_dir = show.run_dir(name)
+    show.need_seconds(least)
+    path, run_dir = recipe(show, *shape), show.run_dir(name)
     shutil.rmtree(run_dir, ignore_errors=True)  # what another campaign left there
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")

@@ -163,12 +163,10 @@ def slurm(directory: Path, show: Campaign) -> None:
         # One rank that asks for all cores of the node: the step that srun starts must have them.
         cores = os.cpu_count() or 1
         shape = ("--ntasks-per-node=1", f"--cpus-per-task={cores}", "--gpus-per-node=1")
-        job, steps = Job(environment, recipe, "cores", *shape, *LONG), ""
-        deadline = time.monotonic() + 120
-        while "CPUs=" not in steps and time.monotonic() < deadline:
-            job.wait(lambda _: True)
-            steps = ask(environment, "scontrol", "show", "step", f"{job.id}.0")
-        match = re.search(r"CPUs=(\d+) Tasks=(\d+)", steps)
+        job = Job(environment, recipe, "cores", *shape, *LONG)
+        step = ["scontrol", "show", "step", f"{job.id}.0"]
+        job.wait(lambda _: "CPUs=" in ask(environment, *step), 120)
+        match = re.search(r"CPUs=(\d+) Tasks=(\d+)", ask(environment, *step))
         each = int(match[1]) // int(match[2]) if match else 0
         words = f"{each} of {cores} asked for" if match else job.story()
         show("slurm", "cores of each rank", words, each == cores)
