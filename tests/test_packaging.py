@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import email
 import importlib.metadata
 import os
 import re
@@ -112,14 +111,6 @@ def test_files_of_the_user_do_not_hide_the_package(built: Built, tmp_path: Path)
     assert built.run(code, tmp_path).split() == ["well"]
 
 
-def test_what_a_wheel_says_of_itself(built: Built) -> None:
-    (metadata,) = built.site.glob("*.dist-info/METADATA")
-    message = email.message_from_string(metadata.read_text())
-    assert message["Version"] == emo.__version__
-    assert message["License-Expression"] == "Apache-2.0"
-    assert (metadata.parent / "licenses" / "LICENSE").read_text() == (REPO / "LICENSE").read_text()
-
-
 def test_paths_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
     code = """
 from pathlib import Path
@@ -133,13 +124,9 @@ assert Document('', ['x'], '', []).html()
 print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
     assert built.run(code, tmp_path).split() == ["sst2", emo.__version__, str(built.site / "emo")]
-
-
-def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
     code = "import sys; from emo.__main__ import main; sys.exit(main(sys.argv[1:] or {}))"
     built.run(code.format(["world", "tasks", "--train", "8", "--test", "8"]), tmp_path)
     assert len(list((tmp_path / "tasks").iterdir())) == 8
-    assert "usage: emo eval" in built.run(code.format(["eval", "-h"]), tmp_path)
 
 
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
@@ -236,7 +223,10 @@ def test_the_lock_has_what_is_declared_with_hashes() -> None:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry.splitlines()[0]
 
 
-def test_the_version_has_one_owner() -> None:
-    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == emo.__version__
+def test_the_version_has_one_owner(built: Built) -> None:
+    (metadata,) = importlib.metadata.distributions(name="emo-pipeline", path=[str(built.site)])
+    assert (
+        metadata.version == yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == emo.__version__
+    )
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] in (emo.__version__, "Unreleased")
