@@ -20,10 +20,8 @@ from tests.conftest import REPO
 # By file of this project: attributes of libraries that it uses, as `module:attribute`.
 ATTRIBUTES = {
     "pipeline/loss/cost.py": [
-        "torch.cpu:_is_avx512_bf16_supported",
-        "torch.cpu:_is_amx_tile_supported",
-        "torch.distributed.tensor:DTensor.full_tensor",
-        "deepspeed:zero.GatheredParameters",
+        *("torch.cpu:_is_avx512_bf16_supported", "torch.cpu:_is_amx_tile_supported"),
+        *("torch.distributed.tensor:DTensor.full_tensor", "deepspeed:zero.GatheredParameters"),
     ],
     "pipeline/loss/probe.py": ["torch.compiler:set_stance"],
     "pipeline/loss/varlen.py": [
@@ -31,8 +29,7 @@ ATTRIBUTES = {
         "transformers.integrations.sdpa_attention:sdpa_attention_forward",
     ],
     "pipeline/engine.py": [
-        "torch.utils:_pytree",
-        "deepspeed:ops.__compatible_ops__",
+        *("torch.utils:_pytree", "deepspeed:ops.__compatible_ops__"),
         "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
         "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
         "deepspeed.runtime.engine:DeepSpeedEngine.was_step_applied",
@@ -44,8 +41,7 @@ ATTRIBUTES = {
     "pipeline/model.py": ["transformers:PreTrainedModel.set_attn_implementation"],
     "pipeline/planning/host.py": ["torch.utils.cpp_extension:get_default_build_root"],
     "pipeline/planning/ds_file.py": [
-        "torch.utils.cpp_extension:CUDA_HOME",
-        "deepspeed.ops.op_builder:AsyncIOBuilder",
+        *("torch.utils.cpp_extension:CUDA_HOME", "deepspeed.ops.op_builder:AsyncIOBuilder"),
         "deepspeed.git_version_info:installed_ops",
     ],
     "pipeline/planning/attention.py": [
@@ -64,12 +60,10 @@ ATTRIBUTES = {
     ],
     "eval/icl/head.py": ["torch:ops.aten._log_softmax.out"],
     "eval/icl/openicl_compat.py": [
-        "openicl.icl_retriever.icl_bm25_retriever:word_tokenize",
-        "openicl.utils.collators:ListWrapper",
+        *("openicl.icl_retriever.icl_bm25_retriever:word_tokenize", "openicl.utils.collators:ListWrapper"),
     ],
     "tests/bench/kernels_static.py": [
-        "triton.backends.compiler:GPUTarget",
-        "triton.compiler:ASTSource",
+        *("triton.backends.compiler:GPUTarget", "triton.compiler:ASTSource"),
     ],
 }
 # By file of this project: names that it uses and that stand in the source of a module or class of a library.
@@ -96,9 +90,7 @@ IN_SOURCES = {
     },
     "pipeline/hf.py": {
         "transformers:Trainer": [
-            "model_accepts_loss_kwargs",
-            "loss_is_scaled_for_ga",
-            "current_gradient_accumulation_steps",
+            *("model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps"),
             "_loss_shifts_labels",
         ],
         "trl:SFTTrainer": ["_total_train_tokens"],

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.bench import common
 from tests.campaigns.gpu_setting import GPU, Figures, begin, kill_family, last_words, print_from, read, table
@@ -72,15 +72,9 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     if not GPU:
         environment["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
         environment["TORCHDYNAMO_DISABLE"] = "1"  # a peer would be compiled for longer than all else takes
+    options: dict[str, Any] = {"cwd": common.REPO, "env": environment, "stderr": subprocess.STDOUT}
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=common.REPO,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdout=file, start_new_session=True, **options)
         try:
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(POLL)

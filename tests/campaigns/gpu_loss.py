@@ -153,7 +153,17 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
     runs: dict[str, Callable[[int], Any]] = objectives.runnable(setting, report)
     for note in report.notes:
         show.skip(note.partition(" left out")[0], note.partition("): ")[2])
-    runs["bare products"] = _products(setting)
+    if shape.N * shape.V * 2 > 8 * GIB:
+        raise MissingError("its logits would not fit")
+    h, w = setting.hidden.detach(), setting.weight.detach()
+
+    def products(i: int) -> None:
+        """The three matrix products that no linear cross-entropy can do without, and nothing else."""
+        logits = h @ w.T
+        logits @ w
+        logits.T @ h
+
+    runs["bare products"] = products
     times = common.race(runs, rounds=1 if show.quick else 10)
     for name in runs:
         show(f"{shape.label}: {name}, time", statistics.median(times[name]) * MILLI, "ms")
@@ -175,17 +185,3 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
             peak = common.peak_memory_mb(lambda name=name: runs[name](1)) * 2**20 / GIB  # type: ignore[misc]
             most = 6.0 if not first and name in (exact, cached) else None
             show(f"{where}: {name}, memory above inputs", peak, "GiB", at_most=most)
-
-
-def _products(setting: Setting) -> Callable[[int], None]:
-    """The three matrix products that no linear cross-entropy can do without, and nothing else."""
-    if setting.shape.N * setting.shape.V * 2 > 8 * GIB:
-        raise MissingError("its logits would not fit")
-    h, w = setting.hidden.detach(), setting.weight.detach()
-
-    def run(i: int) -> None:
-        logits = h @ w.T
-        logits @ w
-        logits.T @ h
-
-    return run

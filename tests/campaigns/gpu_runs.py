@@ -256,19 +256,13 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> bool
     command, beside = [sys.executable, "launch/continual.sh", *arguments], Path(sys.executable).parent
     if not show.quick and ((beside / "deepspeed").exists() or shutil.which("deepspeed")):
         command[1:2] = ["launch/supervise.py", "launch/continual.sh", "--num_gpus=1", "--"]
-    log = run_dir.with_suffix(".log")
+    log, path = run_dir.with_suffix(".log"), f"{beside}:{os.environ['PATH']}"
 
     def life(stop: bool) -> tuple[int, str]:
         """Return exit code and output of the command; `stop` sends SIGTERM after some steps."""
+        options: dict[str, Any] = {"cwd": REPO, "env": environment(PATH=path), "stderr": subprocess.STDOUT}
         with log.open("w") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=environment(PATH=f"{beside}:{os.environ['PATH']}"),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(command, stdout=file, start_new_session=True, **options)
             try:
                 end = time.monotonic() + show.limit(PATIENCE)
                 while stop and process.poll() is None and len(read_metrics(run_dir)) <= 10:

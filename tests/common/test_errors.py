@@ -64,11 +64,6 @@ def test_errors_tell_whether_they_may_pass(error: OSError, passes: bool | None) 
     assert may_pass(error) is passes
 
 
-def test_failures_of_the_code_keep_their_trace() -> None:
-    with pytest.raises(ZeroDivisionError):
-        outcome(lambda: 1 // 0)
-
-
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int) -> None:
     program = "import sys; from emo.common.errors import outcome; "

@@ -73,18 +73,6 @@ def test_a_file_that_changes_before_its_hash_is_saved_is_not_remembered(tmp_path
     assert Hashes(memory).sha256(file) == sha256(file)
 
 
-@pytest.mark.parametrize("content", ["{", '{"/a": 3}', "\udcff", None])
-def test_a_memory_that_cannot_be_used_costs_only_time(tmp_path: Path, content: str | None) -> None:
-    file, memory = put(tmp_path / "a"), tmp_path / "nowhere/hashes.json"
-    if content is not None:
-        memory.parent.mkdir()
-        memory.write_bytes(content.encode("utf-8", "surrogateescape"))
-    hashes = Hashes(memory)
-    assert hashes.sha256(file) == sha256(file)
-    hashes.save()
-    assert Hashes(memory).sha256(file) == sha256(file)
-
-
 def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
     made = [

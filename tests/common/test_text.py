@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emo.common import progress as module
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common.errors import UserError, one_line
 from emo.common.progress import amount, duration, progress, progress_line
 from emo.common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
 
@@ -24,12 +24,6 @@ def test_plain_text_stays_as_it_is() -> None:
     text = "na\u00efve \u65e5\u672c \U0001f642, 50 % of a/b_c.txt: tab\tand line\n"
     assert printable(text) == text
     assert on_one_line("two  spaces\nstay") == "two  spaces stay"
-
-
-def test_a_message_stays_the_one_line_that_it_is() -> None:
-    forged = UserError("no column a; there are: b\nerror: all is well\u2028finished")
-    assert len(str(forged).splitlines()) == 1
-    assert issubclass(FailureError, UserError)
 
 
 def test_a_long_line_keeps_its_ends() -> None:

@@ -37,44 +37,35 @@ def axes(**changes: Any) -> dict[str, Any]:
     return {"axes": AXES | changes}
 
 
-def command(**measure: Any) -> dict[str, Any]:
-    return {"command": "python -c pass", **measure}
+MISTAKES = """
+repeat: sed
+compare: {axis: objective, baseline: mel}
+compare: {axis: lr, baseline: "0.1"}  # chosen, too
+choose: {axis: lr, by: "validation_nll:home"}
+choose: {axis: lr, where: {objective: [em]}}
+{choose: {axis: lr, by: x}, measures: {gap: {command: "a {baseline}", read: {x: "x.json:x"}}}}
+set: {data.dir: "{out.__class__.__init__.__globals__}"}
+before: {corpus: "python 'x"}
+before: {a/b: python -c pass}
+names: {export: x}
+{set: {names.oracel: x}, names: {oracle: y}}
+axes: {lr: {slow: 3}}
+axes: {lr: {train.learning_rate: [1.0e-3, 0.001]}}
+axes: {lr: {a: {train.learning_rate: 1}, b: {train.learning_rate: 1}}}
+axes: {lr: {a-1: {train.learning_rate: 1}, a: {train.learning_rate: 2}}, seed: {1: {a: 1}, 1-1: {a: 2}}}
+measures: {train: {command: a}}
+measures: {a: {command: a, read: {x: "x.json:x"}}, b: {command: a, read: {x: "x.json:x"}}}
+measures: {a: {command: a, read: {x: "{plase}/x.json:x"}}}
+set: {train.stesp: 3}
+ranks: 3
+"""
 
 
-SAME = {"a": {"train.learning_rate": 1}, "b": {"train.learning_rate": 1}}
-TWICE = {"a-1": {"train.learning_rate": 1}, "a": {"train.learning_rate": 2}}
-READS = command(read={"x": "x.json:x"})
-AGAINST = READS | {"command": "python -c pass {baseline}"}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"repeat": "sed"},
-        {"compare": {"axis": "objective", "baseline": "mel"}},
-        {"compare": {"axis": "lr", "baseline": "0.1"}},  # chosen, too
-        {"choose": {"axis": "lr", "by": "validation_nll:home"}},
-        {"choose": {"axis": "lr", "where": {"objective": ["em"]}}},
-        {"choose": {"axis": "lr", "by": "x"}, "measures": {"gap": AGAINST}},
-        {"set": {"data.dir": "{out.__class__.__init__.__globals__}"}},
-        {"before": {"corpus": "python 'x"}},
-        {"before": {"a/b": "python -c pass"}},
-        {"names": {"export": "x"}},
-        {"set": {"names.oracel": "x"}, "names": {"oracle": "y"}},
-        axes(lr={"slow": 3}),
-        axes(lr={"train.learning_rate": [1.0e-3, 0.001]}),
-        axes(lr=SAME),
-        axes(lr=TWICE, seed={"1": {"a": 1}, "1-1": {"a": 2}}),
-        {"measures": {"train": command()}},
-        {"measures": {"a": READS, "b": READS}},
-        {"measures": {"a": command(read={"x": "{plase}/x.json:x"})}},
-        {"set": {"train.stesp": 3}},
-        {"ranks": 3},
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("text", MISTAKES.strip().splitlines())
+def test_mistakes_are_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = yaml.safe_load(text)
+    if "axes" in changes:
+        changes["axes"] = AXES | changes["axes"]
     assert main(["sweep", str(write(tmp_path, **changes)), "--dry_run"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -104,14 +104,6 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     assert abs(slope / sum(len(row) - 1 for row in rows(dev))) < 1e-6
 
 
-def test_a_padded_head_is_cut(root: Path) -> None:
-    learner = EvaluatedModel(str(root / "learner"))
-    learner.model.resize_token_embeddings(learner.model.config.vocab_size + 8, mean_resizing=False)
-    learner.model.save_pretrained(root / "padded")
-    learner.tokenizer.save_pretrained(root / "padded")
-    assert measured(root, "--model", str(root / "padded"))["at_1"] == pytest.approx(measured(root)["at_1"])
-
-
 @pytest.mark.parametrize("line", ["{", "{}", '{"ids": [1, 99999]}'])
 def test_what_is_no_row_is_refused(line: str, root: Path) -> None:
     (root / "bad.jsonl").write_text('{"ids": [1, 2]}\n' + line + "\n")
