@@ -22,7 +22,7 @@ from tests.helpers.changed import NEEDED, needed
 
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
 TEXT = (REPO / "CONTRIBUTING.md").read_text()
-OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
+FURTHER_NEEDS = {  # of files of common whose users have these libraries loaded anyway
     "emo.common.commands": {"argcomplete"},
     "emo.common.progress": {"rich"},
     "emo.common.report.document": {"jinja2", "markupsafe"},
@@ -57,7 +57,7 @@ def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
 def test_common_stands_on_little(graph: grimp.ImportGraph) -> None:
     for module in {"emo.common", *graph.find_descendants("emo.common")}:
         needs = {name for name in graph.find_modules_directly_imported_by(module) if "." not in name}
-        needs -= COMMON_NEEDS | {"emo"} | OWN_NEEDS.get(module, set()) | sys.stdlib_module_names
+        needs -= COMMON_NEEDS | {"emo"} | FURTHER_NEEDS.get(module, set()) | sys.stdlib_module_names
         assert not needs, f"{module} imports {needs}"
 
 

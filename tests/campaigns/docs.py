@@ -248,7 +248,7 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
             print(done.output, flush=True)
         end = f"exit code {done.code}" if done.code else f"{time.monotonic() - started:.0f} s"
         needs = f", needs {', '.join(block.needs)}" if block.needs else ""
-        show(block.place, command, f"{done.how}{needs}: {end}", done.code == 0)
+        show(block.where, command, f"{done.how}{needs}: {end}", done.code == 0)
 
 
 def main() -> int:

@@ -95,11 +95,11 @@ def tail(log: Path) -> str:
 
 
 def state_of(environment: dict[str, str], job: str, timeout: float = 900) -> str:
-    """Return what the scheduler says of a job once it is over, or the time is up."""
+    """Return what the scheduler says of a job, or of all jobs of an array, once over, or the time is up."""
     deadline = time.monotonic() + timeout
     while True:
         state = ask(environment, "scontrol", "show", "job", job)
-        if OVER.search(state) or time.monotonic() > deadline:
+        if 0 < state.count("JobState=") == len(OVER.findall(state)) or time.monotonic() > deadline:
             return state
         time.sleep(1)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import signal
 import subprocess
 import tempfile
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 
 from tests.campaigns.campaign import Campaign, can_install, install
-from tests.campaigns.slurm import PACKAGES, ask, slurm_cluster
+from tests.campaigns.slurm import OVER, PACKAGES, ask, slurm_cluster, state_of
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
@@ -78,13 +77,7 @@ def array(path: Path, expected: str, show: Campaign) -> None:
     with slurm_cluster(path.parent / "slurm") as environment:
         shape = ["--cpus-per-task=1", "--gpus=0", "--mem=1500", f"--output={path.parent}/array-%a.log"]
         queued = ask(environment, "sbatch", "--parsable", *shape, job)
-        deadline = time.monotonic() + 900
-        states: list[str] = []
-        while time.monotonic() < deadline:
-            states = re.findall(r"JobState=(\S+)", ask(environment, "scontrol", "show", "job", queued))
-            if states and all(state not in ("PENDING", "RUNNING", "COMPLETING") for state in states):
-                break
-            time.sleep(1)
+        states = OVER.findall(state_of(environment, queued))
     logs = {p.name: p.read_text() for p in sorted(path.parent.glob("array-*.log"))}
     worked = sum(": train" in text for text in logs.values())
     table = (out / "table.md").read_text() if (out / "table.md").is_file() else ""

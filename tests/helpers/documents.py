@@ -48,7 +48,7 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{ROOMS}|ds_configs|examples|tests|docs)/[\w
 class Block:
     """A fenced block of a document."""
 
-    place: str  # docs/tasks.md:12
+    where: str  # docs/tasks.md:12
     language: str
     text: str
 
@@ -96,7 +96,7 @@ def faults(path: Path) -> list[str]:
         for part in (token, *(token.children or ()))
         for fault in _of_token(part, path)
     ]
-    return wrong + [f"{block.place}: {fault}" for block in blocks(path) for fault in _of_block(block)]
+    return wrong + [f"{block.where}: {fault}" for block in blocks(path) for fault in _of_block(block)]
 
 
 def _parsed(path: Path) -> list[Token]:
@@ -136,7 +136,7 @@ def _of_block(block: Block) -> Iterator[str]:
         for command in block.commands:
             yield from _names(command)
     elif block.language == "python":
-        compile(block.text, block.place, "exec")
+        compile(block.text, block.where, "exec")
     elif block.language == "yaml":
         tree = yaml.safe_load(block.text)
         if block.file is None:  # a fragment
@@ -235,13 +235,8 @@ def _every_option() -> frozenset[str]:
 
 @cache
 def _declared(path: Path) -> frozenset[str]:
-    """Return the strings that begin with two hyphens among the arguments of `add_argument` or `add`."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
-    adding = [
-        c for c in calls if getattr(c.func, "attr", getattr(c.func, "id", "")) in ("add_argument", "add")
-    ]
-    values = [a.value for call in adding for a in call.args if isinstance(a, ast.Constant)]
-    return frozenset(v for v in values if isinstance(v, str) and v.startswith("--"))
+    """Return the options that stand between quotes in a source file."""
+    return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", path.read_text("utf-8")))
 
 
 def functions(path: Path) -> set[str]:
