@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution hold and can do, and what they say they need."""
+"""What a wheel and a source distribution hold, can do and need, and what is known against the lock."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import emo
 from emo.common.errors import ExitCode
-from tests.campaigns.audit import pins
+from tests.campaigns import audit
 from tests.conftest import REPO
 from tests.test_private_apis import ATTRIBUTES, IN_SOURCES
 from tests.test_repository import tracked
@@ -211,7 +212,7 @@ def test_packages_with_private_interfaces_have_upper_bounds() -> None:
 
 def test_the_lock_has_what_is_declared_with_hashes() -> None:
     text = (REPO / "requirements.lock").read_text()
-    locked = pins(text)
+    locked = audit.pins(text)
     for extra in ("", "test", "tensorboard", "wandb"):
         for name, expected in requirements(OPTIONAL[extra] if extra else PROJECT["dependencies"]).items():
             assert name in locked, f"{name} is not locked: make lock"
@@ -230,3 +231,40 @@ def test_the_version_has_one_owner(built: Built) -> None:
     )
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] in (emo.__version__, "Unreleased")
+
+
+IDNA = '{"dependencies": [{"name": "idna", "version": "3.20", "vulns": [%s]}]}'
+
+
+def test_pins_are_those_of_this_platform() -> None:
+    text = (
+        "# made by\nalpha==1.2 \\\n    --hash=sha256:00\n    # via beta\n"
+        "beta==2 ; python_version < '3' \\\n    --hash=sha256:00\n"
+        "Gamma_Ray==3.1 ; python_version >= '3' \\\n    --hash=sha256:00\n"
+    )
+    assert audit.pins(text) == {"alpha": Version("1.2"), "gamma-ray": Version("3.1")}
+
+
+@pytest.mark.parametrize(
+    ("advisories", "uv", "code"),
+    [
+        (IDNA % "", "", 0),
+        (IDNA % '{"id": "X-1"}', "", 1),
+        (IDNA % "", 'warning: `idna==3.20` is yanked (reason: "broken")', 1),
+        ('{"dependencies": [{"name": "idna", "skip_reason": "not found"}]}', "", 0),  # uv has answered
+        ("", "exit 2", 2),
+    ],
+)
+def test_the_exit_code_tells_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advisories: str, uv: str, code: int
+) -> None:
+    (tmp_path / "lock").write_text("idna==3.20\n")
+    monkeypatch.setattr(audit, "LOCK", tmp_path / "lock")
+    scripts = {
+        "pip-audit": f"cat <<'E'\n{advisories}\nE",
+        "uv": uv if uv.startswith("exit") else f"cat >&2 <<'E'\n{uv}\nE",
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    assert audit.main(tmp_path) == code

@@ -24,7 +24,6 @@ from emo.pipeline.run_dir import checkpoints, step_of
 from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 
-PYTHON = str(launching.BIN / "python")
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 ABRT = signal.SIGABRT  # as NCCL's watchdog
@@ -51,7 +50,7 @@ def command(name: str) -> list[str]:
     if name == "script":
         return launching.script_command(2)
     if name == "python":
-        return [PYTHON, "launch/continual.sh"]
+        return [str(launching.BIN / "python"), "launch/continual.sh"]
     torchrun = [str(launching.BIN / "torchrun"), "--nproc-per-node=2"]
     return [*torchrun, f"--master-port={launching.free_port()}", "launch/continual.sh"]
 
@@ -77,17 +76,6 @@ def disturb(
     """
     run_dir = home / f"{name}-{victim}-{number.name}-{when}".replace(" ", "")
     process = start(name, run_dir, *LONG)
-
-    def hit() -> None:
-        if victim == "terminal":
-            os.killpg(process.pid, number)
-        elif victim == "command":
-            process.send_signal(number)
-        else:
-            member = launching.member(run_dir, victim)
-            assert member is not None, f"no {victim}"
-            member.send_signal(number)
-
     try:
         if when == "starting":
             launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
@@ -95,7 +83,14 @@ def disturb(
         else:
             launching.wait_for_step(run_dir, 2)
         with launching.slow_step(run_dir) if when == "slow" else contextlib.nullcontext():
-            hit()
+            if victim == "terminal":
+                os.killpg(process.pid, number)
+            elif victim == "command":
+                process.send_signal(number)
+            else:
+                member = launching.member(run_dir, victim)
+                assert member is not None, f"no {victim}"
+                member.send_signal(number)
         begun, before = time.monotonic(), newest(run_dir)
         code = process.wait(300)
         after = time.monotonic() - begun
@@ -123,7 +118,7 @@ def measure(name: str, home: Path, only: str, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Measure; 0 when every run that did not finish said so, saved what it could and left nothing behind."""
+    """Measure; return 0 when all runs that did not finish said so, saved, and left nothing behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launchers", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--only", default="", help="cells whose description contains this")
