@@ -21,7 +21,6 @@ from emo.common.errors import DiskFullError, UserError, one_line
 from emo.common.lease import now_there, signed, signer_ended
 
 PART = ".part"  # ending of files that are being written
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
 TICK = 0.05  # seconds; file systems count time in steps that are shorter
 
@@ -51,7 +50,7 @@ def full_disk(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         code = getattr(error, "errno", None)
-        if code in FULL or "No space left on device" in str(error):
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left on device" in str(error):
             directory = path if path.is_dir() else path.parent
             raise DiskFullError(f"no space left while writing {path}; make room in {directory}") from None
         raise
@@ -108,12 +107,10 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
 
     Raises UserError, naming the `setting` that gave it, when it holds anything else or cannot be written.
     """
-    reason = ""
+    reason = "" if not directory.is_dir() or os.access(directory, os.W_OK) else "cannot be written"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
-            reason = "cannot be written"
-        elif not (directory / marker).is_file():
+        if not reason and not (directory / marker).is_file():
             beginning = f".{marker}.*{PART}"  # of another process that does the same
             names = sorted(p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, beginning))
             if not names:
@@ -131,9 +128,7 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
 
 def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """Yield files and links below `directory` that match none of the patterns, such as `train/*.arrow`."""
-    for path in _files(directory):
-        if not _matches(path.relative_to(directory), patterns):
-            yield path
+    return (path for path in _files(directory) if not _matches(path.relative_to(directory), patterns))
 
 
 def remove_made(directory: Path, patterns: Sequence[str]) -> None:
@@ -157,11 +152,10 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _matches(path: Path, patterns: Iterable[str]) -> bool:
     """Return whether a relative path matches a pattern part by part; a star stays within its part."""
-    for pattern in patterns:
-        parts = pattern.split("/")
-        if len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts)):
-            return True
-    return False
+    return any(
+        len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts))
+        for parts in (pattern.split("/") for pattern in patterns)
+    )
 
 
 Signature = tuple[int, ...]  # changes whenever a file's content may have changed

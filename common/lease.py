@@ -2,7 +2,7 @@
 
     NAME.000002     a lease: the process that holds NAME; the highest number counts
 
-To take a lease is to create the file with the next number, which O_EXCL lets exactly one process do: neither
+To take a lease is to create the file with the next number, which exactly one process can do: neither
 locks of the file system nor exchanges of names are needed, which not all shared ones have. A holder renews
 its file's time; one that has not done so for the lease's time, or whose process is gone from this machine, is
 superseded by the next number. Released leases leave their file, so that numbers never come again.
@@ -25,10 +25,8 @@ from typing import Any, NamedTuple
 
 from emo.common.untrusted import read_json
 
-SECONDS = 60.0  # after which a lease that is not renewed has ended
-BEATS = 4  # renewals per lease time
+SECONDS = 60.0  # after which a lease that is not renewed has ended; it is renewed four times in them
 WRITING_SECONDS = 5.0  # a lease file whose content does not appear within this is of a dead process
-LEASE_BYTES = 4096  # of a lease file at most
 POLL = 0.5  # seconds between looks at a lease that is waited for, at most
 
 
@@ -53,7 +51,7 @@ class Lease:
     ) -> None:
         """seconds: after which a lease that is not renewed has ended. every: seconds between renewals."""
         self.directory, self.name, self.seconds = directory, name, seconds
-        self.every = every or seconds / BEATS
+        self.every = every or seconds / 4
         self.path: Path | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,14 +65,13 @@ class Lease:
         newest = self._newest()
         if newest is not None and _alive(newest, self.seconds):
             return False
-        number = 1 if newest is None else _number(newest) + 1
-        path = self.directory / f"{self.name}.{number:06d}"
+        number = 0 if newest is None else int(newest.suffix[1:])
+        path = self.directory / f"{self.name}.{number + 1:06d}"
         try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(_this_process(), file)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_this_process(), file)
         if self._newest() != path:  # this process slept while others took, gave back and cleared the number
             path.unlink(missing_ok=True)
             return False
@@ -108,7 +105,8 @@ class Lease:
 
     def _newest(self) -> Path | None:
         paths = self.directory.glob(f"{glob.escape(self.name)}.[0-9]*")
-        return max((path for path in paths if path.suffix[1:].isdecimal()), default=None, key=_number)
+        numbered = (path for path in paths if path.suffix[1:].isdecimal())
+        return max(numbered, default=None, key=lambda path: int(path.suffix[1:]))
 
     def _beat(self, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
@@ -175,40 +173,32 @@ def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
 def signed() -> str:
     """Return this process's mark for the names of its files, which `signer_ended` reads."""
     process = _this_process()
-    return f"{_digest(process['machine'])}-{process['pid']}-{process['started']:.0f}"
+    machine = hashlib.sha256(process["machine"].encode()).hexdigest()[:8]
+    return f"{machine}-{process['pid']}-{process['started']:.0f}"
 
 
 def signer_ended(mark: str) -> bool | None:
     """Return whether the process that made a mark has ended; None where that cannot be known here."""
-    machine, _, process = mark.partition("-")
-    pid, _, started = process.partition("-")
-    if machine != _digest(_this_process()["machine"]) or not pid.isdecimal():
+    machine, pid, started = [*mark.split("-"), "", ""][:3]
+    if machine != signed().partition("-")[0] or not pid.isdecimal():
         return None
     now = _started(int(pid))
     return now is None or f"{now:.0f}" != started
 
 
-def _digest(machine: str) -> str:
-    return hashlib.sha256(machine.encode()).hexdigest()[:8]
-
-
-def _number(path: Path) -> int:
-    return int(path.suffix[1:])
-
-
-def _owner(path: Path) -> dict[str, Any] | None:
-    """Return the process that a lease file names, None where that is not written or damaged."""
+def _owner(path: Path) -> dict[str, Any]:
+    """Return what a lease file says of its process, empty where that is not written yet, or damaged."""
     try:
-        tree = read_json(path, LEASE_BYTES)
+        tree = read_json(path, 4096)
     except ValueError:
-        return None
-    return tree if isinstance(tree, dict) else None
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _holder(path: Path) -> Holder | None:
     """Return the holder that a lease file names, or None when that cannot be read."""
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
-        owner = _owner(path) or {}
+        owner = _owner(path)
         here = owner["machine"] == _this_process()["machine"]
         host = owner["machine"].partition(":")[0]
         return Holder(host, int(owner["pid"]), float(owner["time"]), here, path.stat().st_mtime)
@@ -221,7 +211,7 @@ def _alive(path: Path, seconds: float) -> bool:
         age, owner = now_there(path.parent) - path.stat().st_mtime, _owner(path)
     except OSError:
         return True  # it is changing right now; ask again later
-    if owner is None:
+    if not owner:
         return age < min(seconds, WRITING_SECONDS)  # just created: the owner's name follows
     if age > seconds or owner.get("released"):
         return False

@@ -35,27 +35,32 @@ class Workers:
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any) -> None:
-        self.count = count
-        self._function: Callable[[Any], Any] | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        if count <= 1:
-            self._function = make(*arguments)
+        self.count, self._make = count, (make, arguments)
+        self._function = make(*arguments) if count <= 1 else None
+        self._started: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
+        if self._function is not None:
             return
         # Not fork: the tokenizer library starts threads, and a forked thread pool hangs.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([make.__module__])
-        with _same_modules():
+        # The server of workers is started by `python -c`, which would look in the working directory first:
+        # there may lie a common.py or data_prep.py of the user's.
+        before = os.environ.copy()
+        os.environ["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
             multiprocessing.forkserver.ensure_running()
-        self._make = make, arguments
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
         self._local = threading.local()
-        self._started: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._threads is None:
+        if self._function is not None:
             return
         self._threads.shutdown(wait=True, cancel_futures=True)
         for connection, _ in self._started:
@@ -67,8 +72,7 @@ class Workers:
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the function of each item, in order; items are taken only as results are consumed."""
-        if self._threads is None:
-            assert self._function is not None
+        if self._function is not None:
             yield from map(self._function, items)
             return
         running: deque[Future[Any]] = deque()
@@ -81,48 +85,28 @@ class Workers:
 
     def _apply(self, item: Any) -> Any:
         """Return the function of an item, computed by this thread's worker."""
+        local = self._local
+        if not hasattr(local, "connection"):
+            local.connection, child_end = self._context.Pipe()
+            local.process = self._context.Process(target=_work, args=(child_end, *self._make), daemon=True)
+            self._started.append((local.connection, local.process))
+            local.process.start()
+            child_end.close()
         try:
-            if not hasattr(self._local, "connection"):
-                self._local.connection, child_end = self._context.Pipe()
-                self._local.process = self._context.Process(
-                    target=_work, args=(child_end, *self._make), daemon=True
-                )
-                self._started.append((self._local.connection, self._local.process))
-                self._local.process.start()
-                child_end.close()
-            self._local.connection.send(item)
-            result, error = self._local.connection.recv()
+            local.connection.send(item)
+            result, error = local.connection.recv()
         except (EOFError, OSError):  # the end of a pipe, between messages and in the middle of one
-            raise UserError(f"a worker process died{_why(getattr(self._local, 'process', None))}") from None
+            local.process.join(JOIN)
+            code, why = (
+                local.process.exitcode,
+                "most likely for lack of memory; run again with fewer --workers",
+            )
+            if code is not None and 0 < code < LOST:
+                why = f"with exit code {code}; what it wrote above says why"
+            raise UserError(f"a worker process died, {why}") from None
         if error is not None:
             raise error
         return result
-
-
-@contextlib.contextmanager
-def _same_modules() -> Iterator[None]:
-    """Let what is started within import from where this process does.
-
-    The server of workers is started by `python -c`, which would look in the working directory first: there
-    may lie a common.py or data_prep.py of the user's.
-    """
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    before = os.environ.copy()
-    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _why(process: multiprocessing.process.BaseProcess | None) -> str:
-    """Return why a worker may have died, as far as its exit code tells."""
-    if process is not None:
-        process.join(JOIN)
-        if process.exitcode is not None and 0 < process.exitcode < LOST:
-            return f" with exit code {process.exitcode}; what it wrote above says why"
-    return ", most likely for lack of memory; run again with fewer --workers"
 
 
 def _work(

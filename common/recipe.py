@@ -48,16 +48,18 @@ _NAMES_ELSEWHERE = {
     "train.project": "wandb_project",
 }
 OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
-_MARK = "mark"  # the key of a field's mark
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number."""
+    """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number.
+
+    What is not so raises MarkedYAMLError.
+    """
 
     aliases = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node. Raises MarkedYAMLError for too many aliases."""
+        """Return the next node, of which a bounded number are aliases."""
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > ALIASES:
@@ -66,17 +68,17 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_document(self, node: yaml.Node) -> Any:
-        """Return the value of a document. Raises MarkedYAMLError for an alias that contains itself."""
+        """Return the value of a document, at once: an alias that contains itself is then an error."""
         return self.construct_object(node, deep=True)
 
     def construct_scalar(self, node: Any) -> Any:
-        """Return a scalar. Raises MarkedYAMLError for one with half characters, which is no text."""
+        """Return a scalar, which has no half characters: those are no text."""
         if re.search("[\ud800-\udfff]", node.value):
             raise _fault("half a character", node)
         return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping. Raises MarkedYAMLError when a key is given twice in it."""
+        """Return a mapping, whose keys differ."""
         keys: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in keys:
@@ -123,13 +125,13 @@ def mark(name: str, default: Any = ..., **limits: Any) -> Any:
 
     default and limits are those of pydantic's Field; without a default the field is required.
     """
-    return Field(default, json_schema_extra={_MARK: name}, **limits)
+    return Field(default, json_schema_extra={"mark": name}, **limits)
 
 
 def mark_of(cls: type[Section], key: str) -> str | None:
     """Return the mark of a section's field, None where it has none."""
     extra = cls.model_fields[key].json_schema_extra
-    return str(extra[_MARK]) if isinstance(extra, dict) and _MARK in extra else None
+    return str(extra["mark"]) if isinstance(extra, dict) and "mark" in extra else None
 
 
 def marked(cls: type[Section], name: str) -> set[str]:
@@ -196,16 +198,12 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    if not isinstance(base, str):
-        raise UserError(
-            f"{noun} {path}: extends must be the name of one file, not {shown(base)}", code="extends"
-        )
     folders = (path.resolve().parent, REPOSITORY)
-    if not any((path.parent / base).resolve().is_relative_to(folder) for folder in folders):
-        raise UserError(
-            f"{noun} {path} extends {base}, which is neither in its folder nor part of this program; copy it",
-            code="extends",
-        )
+    if not isinstance(base, str) or not any(
+        (path.parent / base).resolve().is_relative_to(folder) for folder in folders
+    ):
+        problem = "extends must name a file in its folder or of this program"
+        raise UserError(f"{noun} {path}: {problem}, not {shown(base)}", code="extends")
     return _merge(_read_tree(path.parent / base, (*before, path.resolve()), noun), tree)
 
 
@@ -271,9 +269,13 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         first = error.errors()[0]
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         if first["type"] == "extra_forbidden":
-            keys = _known_keys(cls, first["loc"][:-1])
+            *above, key = first["loc"]
+            current: type[Section] = cls  # the section that has the key
+            for part in above:
+                field = current.model_fields.get(part) if isinstance(part, str) else None
+                current = (_section(field.annotation) if field is not None else None) or current
             elsewhere = OTHER_NAMES if path.split(".")[0] in KEYS else {}
-            hint = nearest(str(first["loc"][-1]), keys, elsewhere)
+            hint = nearest(str(key), current.model_fields, elsewhere)
             raise UserError(f"unknown key {path}; {hint}", code="unknown-key") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
@@ -307,15 +309,6 @@ def shown(value: Any) -> str:
         return one_line(repr(value), 80)
     except ValueError:
         return "a very long number"
-
-
-def _known_keys(cls: type[Section], loc: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of the section at `loc` below `cls`."""
-    current = cls
-    for part in loc:
-        field = current.model_fields.get(part) if isinstance(part, str) else None
-        current = (_section(field.annotation) if field is not None else None) or current
-    return list(current.model_fields)
 
 
 def _section(annotation: Any) -> type[Section] | None:

@@ -16,7 +16,6 @@ from typing import Any
 from emo.common.errors import one_line
 
 JSON_BYTES = 32 << 20  # of a JSON file at most: the index of the largest published checkpoint has 9 MB
-LONGEST_NAME = 255  # bytes; file systems take no longer ones
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -68,4 +67,4 @@ def is_plain_name(name: object) -> bool:
     """Return whether a name is of something in its directory, not above or below it."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
         return False
-    return len(name.encode("utf-8", "replace")) <= LONGEST_NAME
+    return len(name.encode("utf-8", "replace")) <= 255  # file systems take no longer ones

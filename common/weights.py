@@ -21,8 +21,7 @@ from emo.common.untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
-# Of an adapter in the directory of a model, the one file that transformers reads.
-ADAPTER_FILES = ("adapter_model.safetensors",)
+ADAPTER_FILE = "adapter_model.safetensors"  # beside a model's files, the one that transformers reads
 MOST_LAYERS = 10_000
 SETTINGS = (CONFIG, GENERATION, ADAPTER, "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 SETTINGS_BYTES = 256 << 20  # of each at most
@@ -78,13 +77,10 @@ def opened_files(directory: Path) -> list[Path]:
     if not weights:
         raise UserError(f"{directory} has no weights ({' or '.join(FILES)}, or its index)", code="no-weights")
     if (directory / ADAPTER).is_file():
-        adapters = [directory / name for name in ADAPTER_FILES if (directory / name).is_file()]
-        if not adapters:
-            raise UserError(
-                f"{directory} has {ADAPTER} but no {' or '.join(ADAPTER_FILES)}; complete or remove it",
-                code="no-weights",
-            )
-        weights += [directory / ADAPTER, *adapters]
+        if not (directory / ADAPTER_FILE).is_file():
+            problem = f"{directory} has {ADAPTER} but no {ADAPTER_FILE}; complete or remove it"
+            raise UserError(problem, code="no-weights")
+        weights += [directory / ADAPTER, directory / ADAPTER_FILE]
     return paths + weights
 
 
@@ -97,11 +93,10 @@ def _weights(source: str | Path, revision: str | None) -> list[Path]:
         if index is not None:
             shards = sorted(set(shard_names(index, read_json(index)).values()))
             files = {shard: _file(source, revision, shard) for shard in shards}
-            missing = next((shard for shard, file in files.items() if file is None), None)
-            if missing is not None:
-                message = f"{index.parent / missing} is missing; the checkpoint is not whole"
+            for shard in (shard for shard, file in files.items() if file is None):
+                message = f"{index.parent / shard} is missing; the checkpoint is not whole"
                 raise UserError(message, code="no-weights")
-            return [index, *(file for file in files.values() if file is not None)]
+            return [index, *filter(None, files.values())]
     return []
 
 
@@ -140,13 +135,20 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
         return _load(source, source, revision, **options)
     load_config(source)  # refuses what needs code of its own
     files = opened_files(Path(source))
-    adapter = [file for file in files if file.name in (ADAPTER, *ADAPTER_FILES)]
+    adapter = [file for file in files if file.name in (ADAPTER, ADAPTER_FILE)]
     with shown(file for file in files if file not in adapter) as base:
         loaded = _load(base, source, None, **options)
     loaded.model.config._name_or_path = str(source)
     if adapter and not loaded.faulty:
-        with shown(adapter) as directory:
-            return _with_adapter(loaded.model, directory, source)
+        try:
+            with shown(adapter) as directory, _without_report():
+                report = loaded.model.load_adapter(str(directory), adapter_kwargs={"local_files_only": True})
+        except (ImportError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{source}: its adapter cannot be applied ({one_line(error, 160)})"
+            raise UserError(
+                f"{problem}; merge it into the weights, or remove {ADAPTER}", code="adapter"
+            ) from None
+        return _loaded(loaded.model, report.to_dict())
     return loaded
 
 
@@ -163,30 +165,12 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
         _refuse_code(error, source)
         raise
     except pickle.UnpicklingError as error:
-        called = re.search(r"GLOBAL (\S+)", str(error))
-        raise UserError(
-            f"{source}: its weights are a pickle that is more than tensors "
-            f"({called[1] if called else one_line(error, 80)}), which is not loaded; use safetensors",
-            code="pickle",
-        ) from None
+        problem = f"{source}: its weights are a pickle that is more than tensors ({one_line(error, 120)})"
+        raise UserError(f"{problem}, which is not loaded; use safetensors", code="pickle") from None
     loaded = _loaded(model, report)
     if not loaded.faulty:
         loaded = loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
     return loaded
-
-
-def _with_adapter(model: Any, directory: Path, source: str | Path) -> Loaded:
-    """Return a model with the adapter in a directory, for which tensors of either are missing or too many."""
-    try:
-        with _without_report():
-            report = model.load_adapter(str(directory), adapter_kwargs={"local_files_only": True})
-    except (ImportError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{source}: its adapter cannot be applied ({one_line(error, 160)}); merge it into the "
-            f"weights, or remove {ADAPTER}",
-            code="adapter",
-        ) from None
-    return _loaded(model, report.to_dict())
 
 
 def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
@@ -230,11 +214,8 @@ def shard_names(index: Path, tree: Any) -> dict[str, str]:
 def _refuse_code(error: Exception, source: str | Path) -> None:
     """Raise UserError where loading with `trust_remote_code=False` failed for want of code."""
     if "trust_remote_code" in str(error):
-        raise UserError(
-            f"{source} needs Python code of its own (auto_map in config.json), which is never run here; use "
-            "a checkpoint of a family that transformers has",
-            code="remote-code",
-        ) from None
+        problem = f"{source} needs Python code of its own (auto_map in config.json), which is never run here"
+        raise UserError(f"{problem}; use a family that transformers has", code="remote-code") from None
 
 
 @contextlib.contextmanager
@@ -264,10 +245,14 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
 
     files: dict[str, Path] = {}  # by the names of their tensors
     quantized = getattr(model, "hf_quantizer", None) is not None  # its whole numbers are as they should be
+    # What the model computes itself, now or once.
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    ignored = [OLD_BUFFERS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     for path in (path for path in paths if path.suffix != ".json"):
         for name, tensor in load_state_dict(path, map_location="meta").items():
             files[name] = path
-            if not (quantized or tensor.is_floating_point() or _is_buffer(model, name)):
+            known = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
+            if not (quantized or tensor.is_floating_point() or known):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
 
@@ -287,14 +272,3 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
                 "they are one (tie_word_embeddings)"
             )
     return None
-
-
-def _is_buffer(model: Any, name: str) -> bool:
-    """Return whether a tensor in a file is, or once was, something that the model computes itself."""
-    last = name.rpartition(".")[2]
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    return (
-        OLD_BUFFERS.search(name) is not None
-        or any(re.search(pattern, name) for pattern in ignored)
-        or any(buffer.rpartition(".")[2] == last for buffer, _ in model.named_buffers())
-    )

@@ -31,14 +31,14 @@ def check(sweep: Sweep, local: bool) -> None:
 
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
+    experiment = sweep.experiment
     sweep.before()
     looks: dict[str, tuple[Run, Callable[[], object]]] = {}  # by what they look at, which runs have in common
     for run in sweep.runs:  # mistakes in keys first, which take no time to find
         config = sweep.config(run)
         try:
-            batch = solve_batch(
-                config.train.global_batch_size, config.train.micro_batch_size, sweep.experiment.ranks
-            )
+            train = config.train
+            batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
             _check_measures(sweep, run, config)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
@@ -47,9 +47,9 @@ def check(sweep: Sweep, local: bool) -> None:
         looks.setdefault(store.digest(training), (run, partial(_check_training, config, batch)))
         if local:
             model = [training["model"], config.objective.cost]
-            looks.setdefault(store.digest(model), (run, partial(_check_model, sweep.experiment, config)))
+            looks.setdefault(store.digest(model), (run, partial(_check_model, experiment, config)))
             data = [settings(config.data), str(config.data.root)]
-            looks.setdefault(store.digest(data), (run, partial(_check_data, sweep.experiment, config.data)))
+            looks.setdefault(store.digest(data), (run, partial(_check_data, experiment, config.data)))
     for run, look in looks.values():
         try:
             look()
@@ -62,8 +62,7 @@ def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
     """Refuse unknown names in commands and sources, and a decisive metric that no validation set reports."""
     sets = config.data.validation_sets
     for metric in sweep.experiment.decisive:
-        dataset = validation_set(metric)
-        if dataset is not None and dataset not in sets:
+        if (dataset := validation_set(metric)) is not None and dataset not in sets:
             metrics = [validation_metric(VALIDATION, name) for name in sets]
             raise UserError(f"its data have no validation set for {metric}; {nearest(metric, metrics)}")
     for name, measure in sweep.experiment.measures.items():

@@ -19,10 +19,8 @@ def code_digest(module: str) -> str:
     So do their imports, those within functions and for type hints included: rather too much is computed again
     than too little. A process asks for each module once; after `code_digest.cache_clear()` it looks again.
     """
-    digest = hashlib.sha256()
-    for name, path in sorted(sources(module).items()):
-        digest.update(f"{name} {_read(path, signature(path))[0]}\n".encode())
-    return digest.hexdigest()[:16]
+    lines = (f"{name} {_read(path, signature(path))[0]}\n" for name, path in sorted(sources(module).items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def sources(module: str) -> dict[str, Path]:
@@ -40,7 +38,7 @@ def sources(module: str) -> dict[str, Path]:
 
 
 @cache
-def _read(path: Path, current: Signature) -> tuple[str, tuple[str, ...]]:
+def _read(path: Path, current: Signature) -> tuple[str, list[str]]:
     """Return the digest of a source file and the names that it imports, once for each signature."""
     content = path.read_bytes()
     names: list[str] = []
@@ -49,7 +47,7 @@ def _read(path: Path, current: Signature) -> tuple[str, tuple[str, ...]]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return hashlib.sha256(content).hexdigest(), tuple(names)
+    return hashlib.sha256(content).hexdigest(), names
 
 
 def source_file(name: str) -> Path | None:

@@ -161,16 +161,19 @@ class Experiment(Section):
             raise ValueError("repeat, choose.axis and compare.axis must be different axes")
         return self
 
+    @property
+    def metrics(self) -> list[str]:
+        """Return the names of all that is measured, apart from validation sets with a name."""
+        return [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
+
     @model_validator(mode="after")
     def _check_names(self) -> Experiment:
         """Refuse names with two meanings, and those of files that would not stay in `out`."""
         for name in self.names:
             if name in RESERVED or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
-        twice = [name for name, times in Counter([*self.measures, *STAGES]).items() if times > 1]
-        twice += [name for name, times in Counter(metrics).items() if times > 1]
-        twice += [name for name in metrics[2:] if validation_set(name) is not None]
+        twice = repeated([*self.measures, *STAGES]) + repeated(self.metrics)
+        twice += [name for name in self.metrics[2:] if validation_set(name) is not None]
         if twice:
             raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
         labels = [label for axis in self.axes for label in self.labels(axis)]
@@ -192,13 +195,12 @@ class Experiment(Section):
                 references += [(axis, str(label)) for label in choosing]
         for axis, label in references:
             _require(label, self.labels(axis), f"a label of {axis}")
-        metrics = {VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)}
         for name in self.decisive:
             if validation_set(name) is None:
-                _require(name, metrics, "measured")
+                _require(name, self.metrics, "measured")
+        by = self.choose.by if self.choose else None
         for name, measure in self.measures.items():
-            if self.choose is not None and measure.against_baseline and self.choose.by in measure.read:
-                by = self.choose.by
+            if measure.against_baseline and by in measure.read:
                 raise ValueError(f"choose.by={by}: {name} needs the baseline, which is chosen first")
         return self
 
@@ -222,14 +224,18 @@ class Experiment(Section):
         if len(options) == 1:
             ((key, values),) = options.items()
             if isinstance(values, list):
-                repeated = [value for value, times in Counter(map(str, values)).items() if times > 1]
-                if repeated:
-                    raise ValueError(f"axes.{axis}: {key} is given {shown(repeated[0])} more than once")
+                if twice := repeated(map(str, values)):
+                    raise ValueError(f"axes.{axis}: {key} is given {shown(twice[0])} more than once")
                 return {str(value): {str(key): value} for value in values}
         for label, overrides in options.items():
             if not isinstance(overrides, Mapping):
                 raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")
         return {str(label): dict(overrides) for label, overrides in options.items()}
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return the names that are there more than once."""
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
 def _require(name: str, options: Iterable[str], kind: str) -> None:
@@ -262,10 +268,8 @@ class Run(NamedTuple):
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """Return an experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
     experiment = load_section(Experiment, path, overrides, "experiment")
-    names = Counter(run.name for run in expand(experiment))
-    repeated = next((name for name, times in names.items() if times > 1), None)
-    if repeated is not None:
-        raise UserError(f"{path}: two runs are both called {repeated}; give their labels different names")
+    if names := repeated(run.name for run in expand(experiment)):
+        raise UserError(f"{path}: two runs are both called {names[0]}; give their labels different names")
     return experiment
 
 

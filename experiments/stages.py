@@ -74,11 +74,9 @@ class Stage:
         note = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
-        before, now = note.get("made_with"), self.origin
-        changes = ["what was made before it has changed"]
-        if not isinstance(before, dict):
-            changes = [f"what its note does not say ({self.note})"]
-        elif keys := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
+        before, now = note.get("made_with") or {}, self.origin
+        changes = ["something else before it"]
+        if keys := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
             values = [shown(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now)]
             changes = [f"{keys[0]}={values[0]}, now {values[1]}", *keys[1:]]
         raise UserError(

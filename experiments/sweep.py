@@ -112,18 +112,17 @@ class Sweep:
             variables |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
         return dict(run.labels) | variables | self.experiment.variables | dict(run.names)
 
-    def _command(self, name: str, text: str, variables: Mapping[str, Any], note: str, needs: Stages) -> Stage:
+    def _command(self, key: str, text: str, variables: Mapping[str, Any], note: str, needs: Stages) -> Stage:
         """Return the stage of a command of the file, which decides with its files what it makes."""
-        command = split_command(text, variables, name)
+        command = split_command(text, variables, key)
         origin = command_origin(command, self.experiment.out)
-        return Stage(name.partition(".")[2], command, self.notes / f"{note}.json", origin, needs)
+        return Stage(key.partition(".")[2], command, self.notes / f"{note}.json", origin, needs)
 
     def before(self) -> list[Stage]:
         """Return the stages that all runs share, in order."""
         stages: list[Stage] = []
-        for name, text in self.experiment.before.items():
-            key, needs = f"before.{name}", tuple(stages[-1:])
-            stages.append(self._command(key, text, self.experiment.variables, key, needs))
+        for key, text in ((f"before.{name}", text) for name, text in self.experiment.before.items()):
+            stages.append(self._command(key, text, self.experiment.variables, key, tuple(stages[-1:])))
         return stages
 
     def stages(self, run: Run, baseline: Run | None = None) -> list[Stage]:
@@ -200,12 +199,11 @@ class Sweep:
         choose = self.experiment.choose
         if choose is None:
             return self.runs
+        values = {run.name: self.values(run) for run in trials(self.experiment, self.runs)}
+        scores = {name: numbers.get(choose.by, math.nan) for name, numbers in values.items()}
         worst = math.inf if choose.least else -math.inf
-        scores = {}
-        for run in trials(self.experiment, self.runs):
-            score = self.values(run).get(choose.by, math.nan)
-            scores[run.name] = score if math.isfinite(score) else worst
-        return chosen(self.experiment, self.runs, scores)
+        finite = {name: score if math.isfinite(score) else worst for name, score in scores.items()}
+        return chosen(self.experiment, self.runs, finite)
 
     def values(self, run: Run) -> dict[str, float]:
         """Return the numbers of a run so far, by metric. Raises UserError where a measure left no number."""

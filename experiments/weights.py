@@ -13,6 +13,7 @@ import io
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,15 +58,8 @@ def draw() -> str:
     p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
     panels = objectives()
     likelihood = pull(get_objective("mle"), p)
-    with plt.rc_context(
-        {
-            "svg.hashsalt": "objectives",
-            "svg.fonttype": "none",
-            "font.size": 8,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    ):
+    style: Any = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8}
+    with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
         rows = -(-len(panels) // COLUMNS)
         figure, grid = plt.subplots(rows, COLUMNS, figsize=(9, 1.7 * rows), sharex=True, sharey=True)
         for axes in grid.flat[len(panels) :]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path, PosixPath
-from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -89,12 +88,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
-def _launches(module: ModuleType) -> bool:
-    """Whether a test module starts real runs."""
-    names = ((getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in vars(module).values())
-    return any(LAUNCHING in pair for pair in names)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Mark tests of real runs, and begin with their files, which take longest: workers then end together.
@@ -104,6 +97,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         if item.path.is_relative_to(REPO / "tests" / "loss"):
             item.extra_keyword_matches.add("objectives")
-        if _launches(item.module):
+        names = [
+            (getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in vars(item.module).values()
+        ]
+        if any(LAUNCHING in pair for pair in names):
             item.add_marker("launch")
     items.sort(key=lambda item: item.get_closest_marker("launch") is None)

@@ -1,9 +1,8 @@
-"""What a wheel and a source distribution hold and can do, and what they say they need."""
+"""What a wheel and a source distribution hold, can do and need, and what is known against the lock."""
 
 from __future__ import annotations
 
 import ast
-import email
 import importlib.metadata
 import os
 import re
@@ -21,10 +20,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import emo
 from emo.common.errors import ExitCode
-from tests.campaigns.audit import pins
+from tests.campaigns import audit
 from tests.conftest import REPO
 from tests.test_private_apis import ATTRIBUTES, IN_SOURCES
 from tests.test_repository import tracked
@@ -52,7 +52,7 @@ class Built(NamedTuple):
     site: Path
 
     def run(self, code: str, directory: Path, **extra: str) -> str:
-        """What a Python says that has the wheel and no checkout."""
+        """Return what a Python prints that has the wheel and no checkout."""
         environment = os.environ | {"PYTHONPATH": str(self.site)} | extra
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True
@@ -89,15 +89,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(wheel, source, directory / "site")
 
 
-def test_a_wheel_has_every_file_that_the_rooms_have(built: Built) -> None:
+def test_a_wheel_has_every_file_of_the_rooms_and_a_source_distribution_no_tests(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {f"emo/{file}" for file in tracked() if file.startswith(tuple(f"{room}/" for room in ROOMS))}
     assert held == files | {
         f"emo/{name}" for name in ("__init__.py", "__main__.py", "hf.py", "loss.py", "py.typed")
     }
-    (top_level,) = built.site.glob("*.dist-info/top_level.txt")
-    assert top_level.read_text() == "emo\n"
+    with tarfile.open(built.source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not any(name.startswith("tests") for name in names)
 
 
 def test_files_of_the_user_do_not_hide_the_package(built: Built, tmp_path: Path) -> None:
@@ -108,21 +110,6 @@ def test_files_of_the_user_do_not_hide_the_package(built: Built, tmp_path: Path)
         "import sys; sys.path.insert(0, ''); import emo.hf, emo.eval.cli, emo.launch.supervise; print('well')"
     )
     assert built.run(code, tmp_path).split() == ["well"]
-
-
-def test_a_source_distribution_has_its_licence_and_no_tests(built: Built) -> None:
-    with tarfile.open(built.source) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
-    assert not any(name.startswith("tests") for name in names)
-
-
-def test_what_a_wheel_says_of_itself(built: Built) -> None:
-    (metadata,) = built.site.glob("*.dist-info/METADATA")
-    said = email.message_from_string(metadata.read_text())
-    assert said["Version"] == emo.__version__
-    assert said["License-Expression"] == "Apache-2.0"
-    assert (metadata.parent / "licenses" / "LICENSE").read_text() == (REPO / "LICENSE").read_text()
 
 
 def test_paths_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
@@ -138,86 +125,47 @@ assert Document('', ['x'], '', []).html()
 print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
     assert built.run(code, tmp_path).split() == ["sst2", emo.__version__, str(built.site / "emo")]
-
-
-def test_a_file_of_ones_own_comes_before_one_that_is_shipped(built: Built, tmp_path: Path) -> None:
-    (tmp_path / "launch" / "recipes").mkdir(parents=True)
-    (tmp_path / "launch" / "recipes" / "wikitext2-small.yaml").write_text("output_dir: mine\n")
-    code = "from pathlib import Path; from emo.common.recipe import read_recipe; "
-    code += "print(read_recipe(Path('launch/recipes/wikitext2-small.yaml'), [])['output_dir'])"
-    assert built.run(code, tmp_path).strip() == "mine"
-
-
-@pytest.mark.parametrize("script", PROJECT["scripts"])
-def test_every_command_is_there(script: str, built: Built) -> None:
-    module, _, function = PROJECT["scripts"][script].partition(":")
-    defined = ast.parse((built.site / f"{module.replace('.', '/')}.py").read_text()).body
-    names = [node.name for node in defined if isinstance(node, ast.FunctionDef)]
-    names += [a.asname or a.name for n in defined if isinstance(n, ast.ImportFrom) for a in n.names]
-    assert function in names
-
-
-def test_a_command_works_anywhere(built: Built, tmp_path: Path) -> None:
     code = "import sys; from emo.__main__ import main; sys.exit(main(sys.argv[1:] or {}))"
     built.run(code.format(["world", "tasks", "--train", "8", "--test", "8"]), tmp_path)
     assert len(list((tmp_path / "tasks").iterdir())) == 8
-    assert "usage: emo eval" in built.run(code.format(["eval", "-h"]), tmp_path)
 
 
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
-    """The script beside the package, run by `deepspeed`: here one that tells what it was given."""
-    (tmp_path / "bin").mkdir()
-    supervisor, script = (
-        str(built.site / "emo" / "launch" / name) for name in ("supervise.py", "continual.sh")
-    )
-    # It also tells by which file its parent runs: ranks look for that name (pipeline/stop.py).
+    """The script beside the package, run by `deepspeed`: here one that writes down what it was given."""
+    launch, given = built.site / "emo" / "launch", tmp_path / "given"
+    # And by which file its parent runs: ranks look for that name (pipeline/stop.py).
     tell = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
     programs = {
-        "deepspeed": f'exec >{tmp_path}/told\n{tell}\necho "$@"',
+        "deepspeed": f'exec >{given}\n{tell}\necho "$@"',
         "python": f'exec {sys.executable} "$@"',
     }
+    (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    code = f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; "
-    code += (
-        "from emo.__main__ import main; main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1'])"
+    code = (
+        f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; from emo.__main__ import main; "
     )
+    code += "main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1'])"
     environment = os.environ | {"PYTHONPATH": str(built.site)}
     (tmp_path / "mine.yaml").write_text(
         "output_dir: r\ndata: { dir: d, kind: instruct, tokenizer: t, sources: [{ files: a.jsonl }] }\n"
         "model: { architecture: { model_type: llama } }\ntrain: { max_steps: 1 }\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
-    told = (tmp_path / "told").read_text().splitlines()
-    assert told == [supervisor, f"--master_port=1 {script} mine.yaml train.seed=1"]
+    words = f"--master_port=1 {launch / 'continual.sh'} mine.yaml train.seed=1"
+    assert given.read_text().splitlines() == [str(launch / "supervise.py"), words]
     assert done.returncode == ExitCode.FAILURE  # a launcher that says 0 without a rank that has ended well
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 
 
-def test_the_quickstart_of_a_wheel_runs_where_it_is_called(built: Built, tmp_path: Path) -> None:
-    code = "from emo.launch import quickstart as q; print(q.REPOSITORY); "
-    code += "print(*{word for _, several in q.steps() for one in several for word in one if '.sh' in word})"
-    place, script = built.run(code, tmp_path).splitlines()
-    assert (place, script) == (str(tmp_path), str(built.site / "emo" / "launch" / "continual.sh"))
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("emo prep", {"prepare"}),
-        ("emo plan --be", {"--best"}),
-        ("emo eval --ta", {"--tasks"}),
-        ("emo ta", {"table"}),
-    ],
-)
-def test_a_shell_gets_completions(line: str, expected: set[str], tmp_path: Path) -> None:
-    module, _, function = PROJECT["scripts"][line.split()[0]].partition(":")
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
-    code = f"import sys; sys.argv = [{line.split()[0]!r}]; from {module} import {function}; {function}()"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ | asked, check=True)
-    assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == expected
+def test_a_shell_gets_completions(tmp_path: Path) -> None:
+    for line, expected in (("emo prep", {"prepare"}), ("emo plan --be", {"--best"}), ("emo ta", {"table"})):
+        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
+        asked |= {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
+        code = "import sys; sys.argv = ['emo']; from emo.__main__ import main; main()"
+        subprocess.run([sys.executable, "-c", code], cwd=REPO, env=os.environ | asked, check=True)
+        assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == expected
 
 
 def requirements(texts: list[str]) -> dict[str, Requirement]:
@@ -253,19 +201,6 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
         assert mention in (REPO / file).read_text()
 
 
-def test_what_openicl_imports_is_declared() -> None:
-    directory = Path(importlib.metadata.distribution("openicl").locate_file("openicl"))  # type: ignore[arg-type]
-    names = set()
-    for path in directory.rglob("*.py"):
-        names |= set(re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE))
-    known = importlib.metadata.packages_distributions()
-    needed = {canonicalize_name(known[n][0]) for n in names - {"openicl"} if n in known}
-    later = (REPO / "eval/icl/openicl_compat.py").read_text()
-    absent = needed - set(requirements(PROJECT["dependencies"]))
-    assert {package for package in absent if f'"{package}"' not in later} == set()
-    assert needed >= FOR_OPENICL
-
-
 def test_packages_with_private_interfaces_have_upper_bounds() -> None:
     paths = {path for table in (ATTRIBUTES, IN_SOURCES) for paths in table.values() for path in paths}
     declared = requirements(PROJECT["dependencies"])
@@ -277,7 +212,7 @@ def test_packages_with_private_interfaces_have_upper_bounds() -> None:
 
 def test_the_lock_has_what_is_declared_with_hashes() -> None:
     text = (REPO / "requirements.lock").read_text()
-    locked = pins(text)
+    locked = audit.pins(text)
     for extra in ("", "test", "tensorboard", "wandb"):
         for name, expected in requirements(OPTIONAL[extra] if extra else PROJECT["dependencies"]).items():
             assert name in locked, f"{name} is not locked: make lock"
@@ -289,7 +224,47 @@ def test_the_lock_has_what_is_declared_with_hashes() -> None:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry.splitlines()[0]
 
 
-def test_the_version_has_one_owner() -> None:
-    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == emo.__version__
+def test_the_version_has_one_owner(built: Built) -> None:
+    (metadata,) = importlib.metadata.distributions(name="emo-pipeline", path=[str(built.site)])
+    assert (
+        metadata.version == yaml.safe_load((REPO / "CITATION.cff").read_text())["version"] == emo.__version__
+    )
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] in (emo.__version__, "Unreleased")
+
+
+IDNA = '{"dependencies": [{"name": "idna", "version": "3.20", "vulns": [%s]}]}'
+
+
+def test_pins_are_those_of_this_platform() -> None:
+    text = (
+        "# made by\nalpha==1.2 \\\n    --hash=sha256:00\n    # via beta\n"
+        "beta==2 ; python_version < '3' \\\n    --hash=sha256:00\n"
+        "Gamma_Ray==3.1 ; python_version >= '3' \\\n    --hash=sha256:00\n"
+    )
+    assert audit.pins(text) == {"alpha": Version("1.2"), "gamma-ray": Version("3.1")}
+
+
+@pytest.mark.parametrize(
+    ("advisories", "uv", "code"),
+    [
+        (IDNA % "", "", 0),
+        (IDNA % '{"id": "X-1"}', "", 1),
+        (IDNA % "", 'warning: `idna==3.20` is yanked (reason: "broken")', 1),
+        ('{"dependencies": [{"name": "idna", "skip_reason": "not found"}]}', "", 0),  # uv has answered
+        ("", "exit 2", 2),
+    ],
+)
+def test_the_exit_code_tells_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advisories: str, uv: str, code: int
+) -> None:
+    (tmp_path / "lock").write_text("idna==3.20\n")
+    monkeypatch.setattr(audit, "LOCK", tmp_path / "lock")
+    scripts = {
+        "pip-audit": f"cat <<'E'\n{advisories}\nE",
+        "uv": uv if uv.startswith("exit") else f"cat >&2 <<'E'\n{uv}\nE",
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    assert audit.main(tmp_path) == code

@@ -16,15 +16,12 @@ import pytest
 import torch
 
 from tests.conftest import REPO
-from tests.helpers.families import family
 
 # By file of this project: attributes of libraries that it uses, as `module:attribute`.
 ATTRIBUTES = {
     "pipeline/loss/cost.py": [
-        "torch.cpu:_is_avx512_bf16_supported",
-        "torch.cpu:_is_amx_tile_supported",
-        "torch.distributed.tensor:DTensor.full_tensor",
-        "deepspeed:zero.GatheredParameters",
+        *("torch.cpu:_is_avx512_bf16_supported", "torch.cpu:_is_amx_tile_supported"),
+        *("torch.distributed.tensor:DTensor.full_tensor", "deepspeed:zero.GatheredParameters"),
     ],
     "pipeline/loss/probe.py": ["torch.compiler:set_stance"],
     "pipeline/loss/varlen.py": [
@@ -32,8 +29,7 @@ ATTRIBUTES = {
         "transformers.integrations.sdpa_attention:sdpa_attention_forward",
     ],
     "pipeline/engine.py": [
-        "torch.utils:_pytree",
-        "deepspeed:ops.__compatible_ops__",
+        *("torch.utils:_pytree", "deepspeed:ops.__compatible_ops__"),
         "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
         "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
         "deepspeed.runtime.engine:DeepSpeedEngine.was_step_applied",
@@ -45,8 +41,7 @@ ATTRIBUTES = {
     "pipeline/model.py": ["transformers:PreTrainedModel.set_attn_implementation"],
     "pipeline/planning/host.py": ["torch.utils.cpp_extension:get_default_build_root"],
     "pipeline/planning/ds_file.py": [
-        "torch.utils.cpp_extension:CUDA_HOME",
-        "deepspeed.ops.op_builder:AsyncIOBuilder",
+        *("torch.utils.cpp_extension:CUDA_HOME", "deepspeed.ops.op_builder:AsyncIOBuilder"),
         "deepspeed.git_version_info:installed_ops",
     ],
     "pipeline/planning/attention.py": [
@@ -65,12 +60,10 @@ ATTRIBUTES = {
     ],
     "eval/icl/head.py": ["torch:ops.aten._log_softmax.out"],
     "eval/icl/openicl_compat.py": [
-        "openicl.icl_retriever.icl_bm25_retriever:word_tokenize",
-        "openicl.utils.collators:ListWrapper",
+        *("openicl.icl_retriever.icl_bm25_retriever:word_tokenize", "openicl.utils.collators:ListWrapper"),
     ],
     "tests/bench/kernels_static.py": [
-        "triton.backends.compiler:GPUTarget",
-        "triton.compiler:ASTSource",
+        *("triton.backends.compiler:GPUTarget", "triton.compiler:ASTSource"),
     ],
 }
 # By file of this project: names that it uses and that stand in the source of a module or class of a library.
@@ -97,9 +90,7 @@ IN_SOURCES = {
     },
     "pipeline/hf.py": {
         "transformers:Trainer": [
-            "model_accepts_loss_kwargs",
-            "loss_is_scaled_for_ga",
-            "current_gradient_accumulation_steps",
+            *("model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps"),
             "_loss_shifts_labels",
         ],
         "trl:SFTTrainer": ["_total_train_tokens"],
@@ -118,31 +109,24 @@ IN_SOURCES = {
 }
 
 
-def _found(path: str) -> Any:
+def _attribute(path: str) -> Any:
     import emo.eval.icl.openicl_compat  # noqa: F401 - without it OpenICL cannot be imported
 
     module, _, attributes = path.partition(":")
     return reduce(getattr, attributes.split(".") if attributes else (), importlib.import_module(module))
 
 
-@pytest.mark.parametrize(
-    ("file", "path"), [(file, path) for file, paths in ATTRIBUTES.items() for path in paths]
-)
-def test_an_attribute_is_there(file: str, path: str) -> None:
-    name = path.replace(":", ".").rpartition(".")[2]
-    assert name in (REPO / file).read_text(), f"{file} no longer mentions {name}: remove its entry"
-    _found(path)
-
-
-@pytest.mark.parametrize(
-    ("file", "path", "names"),
-    [(file, path, names) for file, sources in IN_SOURCES.items() for path, names in sources.items()],
-)
-def test_a_source_has_its_names(file: str, path: str, names: list[str]) -> None:
-    source, user = inspect.getsource(_found(path)), (REPO / file).read_text()
-    for name in names:
-        assert name in user, f"{file} no longer mentions {name}: remove its entry"
-        assert name in source
+@pytest.mark.parametrize("file", [*ATTRIBUTES, *(file for file in IN_SOURCES if file not in ATTRIBUTES)])
+def test_what_a_file_uses_is_there(file: str) -> None:
+    user, names = (REPO / file).read_text(), []
+    for path in ATTRIBUTES.get(file, ()):
+        _attribute(path)
+        names.append(path.replace(":", ".").rpartition(".")[2])
+    for path, words in IN_SOURCES.get(file, {}).items():
+        source = inspect.getsource(_attribute(path))
+        assert all(word in source for word in words), path
+        names += words
+    assert [name for name in names if name not in user] == [], "no longer mentioned: remove the entries"
 
 
 # --- what has to be tried ----------------------------------------------------------------------------------
@@ -184,52 +168,6 @@ def adam_may_be_pytorchs() -> None:
     assert optimizer.state[weight]["step"].dtype == torch.float32
 
 
-def models_are_built_partitioned() -> None:
-    """pipeline/engine.py"""
-    from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    alive = HfDeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
-    assert is_deepspeed_zero3_enabled()
-    del alive
-    assert not is_deepspeed_zero3_enabled()
-
-
-def segments_reach_attention() -> None:
-    """pipeline/loss/documents.py: a mask of four dimensions is taken as it is."""
-    from transformers import AttentionInterface
-
-    calls: list[dict[str, object]] = []
-
-    def attend(module, q, k, v, mask, **keys):  # type: ignore[no-untyped-def]
-        calls.append(keys | {"mask": mask})
-        return torch.zeros_like(q).transpose(1, 2), None
-
-    AttentionInterface.register("recorded", attend)
-    mask = torch.empty(1, 1, 0, 0)
-    segments = {"cu_seq_lens_q": torch.tensor([0, 4]), "max_length_q": 4}
-    model = family("llama", "sdpa")
-    model.config._attn_implementation = "recorded"
-    model.model(torch.ones(1, 4, dtype=torch.int64), attention_mask=mask, **segments)
-    del AttentionInterface._global_mapping["recorded"]
-    assert len(calls) == 2
-    assert all(keys["mask"] is mask and segments.items() <= keys.items() for keys in calls)
-
-
-def a_template_without_a_date_is_rendered() -> None:
-    """data_prep/templates/chat.py: `strftime_now`."""
-    from transformers.utils import chat_template_utils as utils
-
-    dated = "{% set strftime_now = none_such %}{% if strftime_now is defined %}x{% endif %}"
-    assert utils.render_jinja_template([[]], chat_template=dated)[0] == [""]
-
-
-def caches_have_layers_of_keys_and_values() -> None:
-    """eval/icl/prefix_scorer.py"""
-    cache = family("llama")(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=True).past_key_values
-    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (1, 2, 3, 16)
-
-
 def openicl_hides_a_method_by_name() -> None:
     """eval/icl/openicl_compat.py"""
     from emo.eval.icl.openicl_compat import ChannelInferencer, PPLInferencer
@@ -249,20 +187,15 @@ def a_ratio_of_one_is_an_l1_penalty() -> None:
     assert first > 0 and second == 0
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        process_groups_have_timeouts,
-        products_of_half_precision_are_summed_in_float32,
-        adam_may_be_pytorchs,
-        models_are_built_partitioned,
-        segments_reach_attention,
-        a_template_without_a_date_is_rendered,
-        caches_have_layers_of_keys_and_values,
-        openicl_hides_a_method_by_name,
-        a_ratio_of_one_is_an_l1_penalty,
-    ],
-    ids=lambda check: check.__name__,
+CHECKS = (
+    process_groups_have_timeouts,
+    products_of_half_precision_are_summed_in_float32,
+    adam_may_be_pytorchs,
+    openicl_hides_a_method_by_name,
+    a_ratio_of_one_is_an_l1_penalty,
 )
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_library_behaves_so(check: Callable[[], object]) -> None:
     check()

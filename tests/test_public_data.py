@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
 import zstandard
 
-from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task
+from emo.eval.icl.tasks import known_tasks, load_task
 from tests.helpers.public_data import SETS, Files, Rows, fetch
 
 
@@ -44,24 +42,7 @@ def test_rows_text_and_files_come_under_the_names_that_tests_know(tmp_path: Path
     assert (out / "tokenizers/m/vocab.json").read_text() == "{}"
 
 
-def test_a_task_that_was_fetched_is_read_as_the_hubs_would_be(tmp_path: Path) -> None:
-    tree = yaml.safe_load((DIRECTORY / "sst2.yaml").read_text())
-    rows = [
-        {"text": f"t{n}", "label": n % 2, "label_text": ["negative", "positive"][n % 2]} for n in range(12)
-    ]
-    data_set(tmp_path / "hub", "train", rows)
-    tree["hub"] = {"path": data_set(tmp_path / "hub", "test", rows[:4])}
-    task = tmp_path / "mine.yaml"
-    task.write_text(yaml.safe_dump(tree))
-    assert fetch(tmp_path / "out", {}, [str(task)]) == []
-    local, hub = (
-        load_data(load_task(str(task)), directory) for directory in (str(tmp_path / "out" / "nlu"), "hub")
-    )
-    assert local.digests == hub.digests
-    assert local.rows["test"]["label"][:] == ["negative", "positive"] * 2
-
-
-def test_what_cannot_be_fetched_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     good = data_set(tmp_path / "good", "train", [{"text": "a"}])
     sets: dict[str, Rows | Files] = {
         "lm/no/train.txt.zst": Rows(str(tmp_path / "nowhere"), None, None, "train", ("text",)),

@@ -1,19 +1,28 @@
-"""Imports flow one way and never in a circle, light modules load nothing heavy, documents are finished."""
+"""Imports flow one way, light modules load nothing heavy, CONTRIBUTING.md and the workflow say what is so."""
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
+import yaml
 
+from emo.data_prep.config import load_data_config
+from emo.eval.icl.tasks import load_task
+from emo.pipeline.loss.objectives import get_objective
 from tests.conftest import REPO
+from tests.helpers.changed import NEEDED, needed
 
 COMMON_NEEDS = {"psutil", "pydantic", "yaml"}  # beside the standard library
-OWN_NEEDS = {  # of files of common whose users have these libraries loaded anyway
+TEXT = (REPO / "CONTRIBUTING.md").read_text()
+FURTHER_NEEDS = {  # of files of common whose users have these libraries loaded anyway
     "emo.common.commands": {"argcomplete"},
     "emo.common.progress": {"rich"},
     "emo.common.report.document": {"jinja2", "markupsafe"},
@@ -48,7 +57,7 @@ def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
 def test_common_stands_on_little(graph: grimp.ImportGraph) -> None:
     for module in {"emo.common", *graph.find_descendants("emo.common")}:
         needs = {name for name in graph.find_modules_directly_imported_by(module) if "." not in name}
-        needs -= COMMON_NEEDS | {"emo"} | OWN_NEEDS.get(module, set()) | sys.stdlib_module_names
+        needs -= COMMON_NEEDS | {"emo"} | FURTHER_NEEDS.get(module, set()) | sys.stdlib_module_names
         assert not needs, f"{module} imports {needs}"
 
 
@@ -66,7 +75,57 @@ def test_light_modules_load_nothing_heavy(module: str, absent: set[str]) -> None
     assert done.stdout.strip() == ""
 
 
-def test_documents_are_finished() -> None:
-    for file in tracked():
-        if file.endswith(".md"):
-            assert "TODO" not in (REPO / file).read_text(), file
+def example(name: str, directory: Path) -> Path:
+    """An example, written to the file that its first line names."""
+    blocks = re.findall(r"```\w+\n(# (\S+?\.\w+)[:\n].*?)```", TEXT, re.DOTALL)
+    (path,) = [directory / file for _, file in blocks if file == name]
+    path.write_text(next(text for text, file in blocks if file == name))
+    assert len(path.read_text().strip().splitlines()) <= 10
+    return path
+
+
+def test_the_examples_of_contributing_work(tmp_path: Path) -> None:
+    path = example("my_objective.py", tmp_path)
+    assert get_objective(f"{path}:unsure", strength=1.0).needs == {"H"}  # after a check against autograd
+    assert load_task(str(example("my_task.yaml", tmp_path))).labels == ["German", "French"]
+    config = load_data_config(example("my_recipe.yaml", tmp_path), [])
+    assert [source.weight for source in config.sources] == [2, 1]
+
+
+def test_every_named_number_has_that_owner() -> None:
+    for name in set(re.findall(r"`((?:\w+\.)+[A-Z_]+|[a-z_.]+\.__all__)`", TEXT)):
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+
+
+def test_every_make_target_exists() -> None:
+    workflow = (REPO / ".github/workflows/test.yml").read_text()
+    makefile = (REPO / "Makefile").read_text()
+    targets = {word for line in re.findall(r"^([a-z][a-z -]*):", makefile, re.M) for word in line.split()}
+    names = set(re.findall(r"\bmake ([a-z-]+)", TEXT + workflow)) - {"it"}
+    assert names and names <= targets
+
+
+def test_workflow_and_templates_are_whole() -> None:
+    files = [*(REPO / ".github").rglob("*.yml"), REPO / ".pre-commit-config.yaml", REPO / "CITATION.cff"]
+    trees: dict[str, Any] = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    steps = [s for job in trees["test.yml"]["jobs"].values() for s in job["steps"]]
+    assert any(step.get("run") == ".ci/run" for step in steps)
+    for name in ("fault.yml", "wish.yml"):
+        assert {"name", "description", "body"} <= trees[name].keys()
+        assert all("label" in part["attributes"] for part in trees[name]["body"])
+    assert trees["CITATION.cff"]["cff-version"] == "1.2.0"
+
+
+def test_a_changed_file_needs_the_tests_of_its_folder() -> None:
+    loss = ["tests/loss", "tests/pipeline/test_hf.py", "tests/pipeline/test_model.py"]
+    for file, expected in (
+        ("pipeline/loss/fused.py", loss),
+        ("tests/eval/test_stats.py", ["tests/eval/test_stats.py"]),
+        ("tests/bench/data.py", []),
+    ):
+        assert needed([file]) == ["tests/test_repository.py", *expected]
+    assert needed(["tests/bench/data.py", "tests/helpers/launching.py"]) == ["tests"]
+    for prefix, tests in NEEDED.items():
+        assert (REPO / prefix).exists(), prefix
+        assert all((REPO / "tests" / name).exists() for name in tests), prefix

@@ -137,7 +137,8 @@ def fit(
     total = train.sum(-1, keepdim=True)
     rows = (train / total.clamp_min(1)).float()
     share = (total / total.sum(1, keepdim=True)).float()
-    best: Fitted | None = None
+    runs = len(seeds)
+    best = Fitted(torch.full_like(rows, torch.nan), torch.full((runs,), torch.inf), torch.zeros(runs))
     for step in range(1, steps + 1):
         logits = learner()
         q = torch.softmax(logits.detach(), -1)
@@ -145,23 +146,15 @@ def fit(
         logits.backward(share * expected_gradient(q, rows, objective, costs))
         optimizer.step()
         if step % CHECK_EVERY == 0:
-            best = _better(best, learner().detach(), dev, step)
-    assert best is not None
+            logits = learner().detach()
+            nll = nats_per_token(logits, dev).nan_to_num(torch.inf)  # a run that diverged is never better
+            ahead = nll < best.nll
+            best = Fitted(
+                torch.where(ahead[:, None, None], logits, best.logits),
+                torch.where(ahead, nll, best.nll),
+                torch.where(ahead, float(step), best.step),
+            )
     return best
-
-
-def _better(best: Fitted | None, logits: Tensor, dev: Tensor, step: int) -> Fitted:
-    """Return the better of two, run by run; a run that diverged is never better."""
-    nll = nats_per_token(logits, dev).nan_to_num(torch.inf)
-    latest = Fitted(logits, nll, torch.full_like(nll, step))
-    if best is None:
-        return latest
-    ahead = nll < best.nll
-    return Fitted(
-        torch.where(ahead[:, None, None], logits, best.logits),
-        torch.where(ahead, nll, best.nll),
-        torch.where(ahead, latest.step, best.step),
-    )
 
 
 def nats_per_token(logits: Tensor, counts: Tensor) -> Tensor:

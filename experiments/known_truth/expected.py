@@ -11,7 +11,7 @@ loss is least.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +19,23 @@ from torch import Tensor
 from emo.pipeline.loss import Objective, Scalars
 
 
-class Costs(Protocol):
-    """Transport costs c_ij = c_ji >= 0 between V tokens, known by how they act on a vector."""
+class Costs:
+    """Transport costs c_ij = 1 - cos(e_i, e_j) of an embedding [..., V, H], as they act on a vector.
 
-    def apply(self, weights: Tensor) -> Tensor:
-        """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
-
-
-class CosineCosts:
-    """c_ij = 1 - cos(e_i, e_j) of an embedding [..., V, H]; products take V H steps instead of V V."""
+    Products take V H steps instead of V V. An identity matrix as the embedding makes c_ij = 1 for i != j: no
+    geometry, so that what is left of an objective is its reweighting.
+    """
 
     def __init__(self, embedding: Tensor) -> None:
         self.rows = torch.nn.functional.normalize(embedding, dim=-1)
 
     def apply(self, weights: Tensor) -> Tensor:
-        """See `Costs`."""
+        """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
         return weights.sum(-1, keepdim=True) - (weights @ self.rows) @ self.rows.mT
 
-    def permuted(self, generator: torch.Generator) -> CosineCosts:
+    def permuted(self, generator: torch.Generator) -> Costs:
         """Return the same costs between other tokens: geometry of the right size in the wrong places."""
-        return CosineCosts(self.rows[..., torch.randperm(self.rows.shape[-2], generator=generator), :])
-
-
-class ConstantCosts:
-    """c_ij = 1 for i != j: no geometry, so that what is left of an objective is its reweighting."""
-
-    def apply(self, weights: Tensor) -> Tensor:
-        """See `Costs`."""
-        return weights.sum(-1, keepdim=True) - weights
+        return Costs(self.rows[..., torch.randperm(self.rows.shape[-2], generator=generator), :])
 
 
 def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Costs) -> Tensor:

@@ -53,9 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
         results = measure(oracle, model, args.texts, args.baseline, args.dev)
         if args.samples:
-            results["samples"] = judge_samples(
-                oracle, model, args.samples, args.max_new_tokens, args.output_path.parent
-            )
+            begin, nats = prompt_ids(oracle, ""), {}
+            for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
+                out = args.output_path.parent
+                rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+                pairs = [(begin, row[len(begin) :]) for row in rows]
+                nats[key] = likelihood.continuations(oracle, pairs).per_token
+            results["samples"] = nats
         args.output_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(args.output_path, json.dumps(results, indent=1))
         return ExitCode.DONE
@@ -72,22 +76,31 @@ def measure(
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
-        raise UserError(
-            f"{model.given} and {oracle.given} have different tokenizers; their distributions cannot be "
-            "compared",
-            code="other-tokenizer",
-        )
+        problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
+        raise UserError(problem, code="other-tokenizer")
     rows = token_rows(oracle.tokenizer, texts)
     targets = torch.tensor([token for row in rows for token in row[1:]])
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    results["deciles"] = by_decile(p, distributions.log_probs(q))
+    order = p.flatten().argsort()  # log q - log p by decile of p, over all tokens (arXiv 2203.12788)
+    gaps = (distributions.log_probs(q) - p).flatten()[order]
+    deciles = zip(gaps.chunk(DECILES), p.flatten()[order].chunk(DECILES), strict=True)
+    results["deciles"] = [
+        {"log_p": float(part.mean()), "mean": float(gap.mean()), "spread": float(gap.std())}
+        for gap, part in deciles
+    ]
     if dev is not None:
-        temperature = fit_temperature(model.model, token_rows(oracle.tokenizer, dev), shared)
-        results["temperature"] = temperature
-        results["tempered"] = summary(p, q / temperature, targets)
+        dev_rows = token_rows(oracle.tokenizer, dev)
+        logits = logits_of(model.model, dev_rows, shared)
+        next_ = torch.tensor([token for row in dev_rows for token in row[1:]])[:, None]
+        best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, next_).mean()))
+        if abs(math.log(best)) > WIDEST - 1e-3:
+            widest = round(math.exp(WIDEST))
+            raise UserError(f"no temperature between 1/{widest} and {widest} suits it best")
+        results["temperature"] = best
+        results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
         base = logits_of(EvaluatedModel(str(baseline)).model, rows, shared)
         temperature = distributions.matching_temperature(base, results["at_1"]["entropy_q"])
@@ -97,19 +110,6 @@ def measure(
     return results
 
 
-def judge_samples(
-    oracle: EvaluatedModel, model: EvaluatedModel, samples: int, tokens: int, out: Path
-) -> dict[str, float]:
-    """Return the oracle's nats per token of the model's samples, and of its own: log PPL_oracle."""
-    begin = prompt_ids(oracle, "")
-
-    def nats(writer: EvaluatedModel) -> float:
-        rows = sample(writer, samples, tokens, SAMPLES_SEED, out)
-        return likelihood.continuations(oracle, [(begin, row[len(begin) :]) for row in rows]).per_token
-
-    return {"oracle_nats": nats(model), "floor_nats": nats(oracle)}
-
-
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
     """Return means over contexts [n] of every measure, and the nats per token of the text itself."""
     log_q = distributions.log_probs(q_logits)
@@ -117,26 +117,6 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     means["test_nats"] = float(-log_q.gather(-1, targets[:, None]).mean())
     means["floor_nats"] = float(-log_p.gather(-1, targets[:, None]).mean())
     return means
-
-
-def by_decile(log_p: Tensor, log_q: Tensor) -> list[dict[str, float]]:
-    """Return log q - log p by decile of p over all tokens of all contexts (arXiv 2203.12788)."""
-    order = log_p.flatten().argsort()
-    gaps = (log_q - log_p).flatten()[order]
-    parts = zip(gaps.chunk(DECILES), log_p.flatten()[order].chunk(DECILES), strict=True)
-    return [{"log_p": float(p.mean()), "mean": float(g.mean()), "spread": float(g.std())} for g, p in parts]
-
-
-def fit_temperature(model: Any, rows: list[list[int]], vocabulary: int) -> float:
-    """Return the temperature with the fewest nats per token of `rows`."""
-    logits = logits_of(model, rows, vocabulary)
-    targets = torch.tensor([token for row in rows for token in row[1:]])[:, None]
-    best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, targets).mean()))
-    if abs(math.log(best)) > WIDEST - 1e-3:
-        raise UserError(
-            f"no temperature between 1/{math.exp(WIDEST):.0f} and {math.exp(WIDEST):.0f} suits it best"
-        )
-    return best
 
 
 def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
@@ -151,10 +131,8 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
             if isinstance(record, dict) and "ids" not in record and isinstance(record.get("text"), str):
                 row = tokenizer(record["text"]).input_ids
             if not isinstance(row, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in row):
-                raise UserError(
-                    f"{path}, line {number}: expected an object with text, or with ids of the tokenizer",
-                    code="no-row",
-                )
+                problem = "expected an object with text, or with ids of the tokenizer"
+                raise UserError(f"{path}, line {number}: {problem}", code="no-row")
             if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
                 contexts += len(row) - 1

@@ -30,7 +30,7 @@ from emo.eval.generation import distributions
 from emo.experiments.code import code_digest, plugin_file
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import ConstantCosts, CosineCosts, Costs, settle
+from emo.experiments.known_truth.expected import Costs, settle
 from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
 from emo.pipeline.loss import get_objective
 
@@ -49,11 +49,11 @@ class Contestant(Section):
     def costs(self, embedding: Tensor) -> Costs:
         """Return the transport costs, from the embedding that the truth was made with."""
         if self.cost == "constant":
-            return ConstantCosts()
-        true = CosineCosts(embedding)
+            return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
+        costs = Costs(embedding)
         if self.cost == "permuted":
-            return true.permuted(torch.Generator().manual_seed(PERMUTATION))
-        return true
+            return costs.permuted(torch.Generator().manual_seed(PERMUTATION))
+        return costs
 
 
 class Study(Section):
@@ -95,37 +95,20 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
-        settled = settle(
-            rows, get_objective(contestant.name, **contestant.params), contestant.costs(embedding)
-        )
+        objective = get_objective(contestant.name, **contestant.params)
+        settled = settle(rows, objective, contestant.costs(embedding))
         log_p, log_q = rows.log(), settled.q.clamp_min(1e-300).log()
         entropy = distributions.entropy(log_q)
-        temperatures = [
-            distributions.matching_temperature(p[None], float(h)) for p, h in zip(log_p, entropy, strict=True)
-        ]
-        tempered = torch.stack(
-            [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
-        )
+        pairs = zip(log_p, entropy, strict=True)
+        temperatures = [distributions.matching_temperature(p[None], float(h)) for p, h in pairs]
+        pairs = zip(log_p, temperatures, strict=True)
+        tempered = torch.stack([distributions.log_probs(p, t) for p, t in pairs])
         means = {k: float(v.mean()) for k, v in distributions.measures(log_p, log_q).items()}
         means["temperature"] = sum(temperatures) / len(temperatures)
         means["kl_from_tempered_truth"] = float(distributions.kl(log_q, tempered).mean())
         means["settled"] = float((settled.residual < 1e-9).double().mean())
         points.append({"contestant": label, **means})
     return points
-
-
-def draw_truths(study: Study, V: int, share: float, tokens: int) -> list[bigram.Truth]:
-    """Return the truths of a cell; no two cells have one in common, so that they are independent."""
-    truths = []
-    for number in range(study.truths):
-        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-        generator = torch.Generator().manual_seed(seed)
-        if study.truth == "geometric":
-            truths.append(bigram.geometric_truth(V, share, generator))
-        else:
-            truths.append(bigram.sparse_truth(V, generator))
-    return truths
 
 
 def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, Any]:
@@ -136,7 +119,14 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     entropy.
     Measures that a zero in the truth makes infinite are left out.
     """
-    truths = draw_truths(study, V, share, tokens)
+    truths = []
+    for number in range(study.truths):  # no two cells have one in common, so that they are independent
+        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+        if study.truth == "geometric":
+            truths.append(bigram.geometric_truth(V, share, generator))
+        else:
+            truths.append(bigram.sparse_truth(V, generator))
     seeds = list(range(study.truths))
     train, dev = (
         torch.cat([bigram.sample_counts(t, size, [first + i]) for i, t in enumerate(truths)])
@@ -155,14 +145,14 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
         rates[label] = min(fits, key=lambda rate: float(fits[rate].nll.mean()))
         logits[label] = fits[rates[label]].logits.double()
     base = logits[study.baseline]
-    measured: dict[str, dict[str, list[float]]] = {}
+    measured: dict[str, dict[str, list[float]]] = {label: {} for label in logits}
+    infinite = set()
     for label, learned in logits.items():
-        measured[label] = {}
         for i, truth in enumerate(truths):
             for name, value in _measure(truth, learned[i], base[i], dev[i]).items():
                 measured[label].setdefault(name, []).append(value)
-    each = ((name, value) for values in measured.values() for name, v in values.items() for value in v)
-    infinite = {name for name, value in each if not math.isfinite(value)}
+                if not math.isfinite(value):
+                    infinite.add(name)
     finite = {label: {n: v for n, v in m.items() if n not in infinite} for label, m in measured.items()}
     return {"values": finite, "rates": rates}
 
@@ -176,14 +166,12 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
         measured = distributions.measures(log_p, distributions.log_probs(logits, t))
         return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
+    def entropy(t: float) -> float:
+        return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
+
     values = weighted(learned)
-    matched = weighted(  # the baseline at the temperature at which its mean entropy is the learner's
-        base,
-        distributions.solve_temperature(
-            lambda t: float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts),
-            values["entropy_q"],
-        ),
-    )
+    # the baseline at the temperature at which its mean entropy is the learner's
+    matched = weighted(base, distributions.solve_temperature(entropy, values["entropy_q"]))
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
     values["tempered_js"] = weighted(learned, values["temperature"])["js"]

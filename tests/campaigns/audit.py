@@ -62,7 +62,7 @@ def advisories(locked: dict[str, Version], auditor: Path) -> list[str]:
 def withdrawn(locked: dict[str, Version], uv: Path) -> list[str]:
     """Return the releases that their authors have withdrawn. Raises ValueError without the registry."""
     pinned = "".join(f"{package}=={version}\n" for package, version in locked.items())
-    options = ["--dry_run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", "-"]
+    options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", "-"]
     done = _ask(uv, "pip", "install", *options, text=pinned, cwd=Path("/"))
     if done.returncode:
         raise ValueError(one_line(done.stderr, 150))

@@ -1,8 +1,12 @@
-"""What a long campaign found: said at once, shown as a table at the end, and kept as JSON."""
+"""What a long campaign found: printed at once, shown as a table at the end, and kept as JSON."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,12 +22,14 @@ class Campaign:
         self.name = name
         self.rows: list[dict[str, Any]] = []
 
-    def __call__(self, part: str, case: str, results: str, good: bool) -> None:
+    def __call__(self, part: str, case: str, results: str, good: bool, otherwise: str | None = None) -> None:
+        """Add a finding; `otherwise` stands for `results` where it is not good."""
+        results = results if good or otherwise is None else otherwise
         self.rows.append({"part": part, "what": case, "found": results, "good": good})
         print(f"{part}: {case}: {results}", flush=True)
 
     def finish(self, settings: dict[str, Any]) -> int:
-        """Print the table, write runs/NAME.json; 1 when a finding is not good."""
+        """Print the table, write runs/NAME.json; return 1 when a finding is not good, else 0."""
         table = Table("part", "what", "found", "")
         for row in self.rows:
             table.add_row(row["part"], row["what"], row["found"], "ok" if row["good"] else "FAILED")
@@ -32,3 +38,28 @@ class Campaign:
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps({"settings": settings, "rows": self.rows}, indent=1) + "\n")
         return int(not all(row["good"] for row in self.rows))
+
+
+def copy_checkout(directory: Path) -> Path:
+    """Copy the checkout's own files, as they are now; return the directory."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        if (REPO / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, directory / name, follow_symlinks=False)  # emo/ is made of links
+    return directory
+
+
+def can_install() -> bool:
+    """Whether `install` can work here."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(packages: list[str]) -> None:
+    """Install what is missing of Debian's packages, without starting any service."""
+    missing = [p for p in packages if subprocess.run(["dpkg", "-s", p], capture_output=True).returncode]
+    if not missing:
+        return
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *missing]):
+        subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)

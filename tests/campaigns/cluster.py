@@ -28,34 +28,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from emo.pipeline.run_dir import read_metrics
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, can_install, install
 from tests.campaigns.kubernetes import kubernetes
+from tests.campaigns.slurm import PACKAGES as SLURM
 from tests.campaigns.slurm import call, scheduled, slurm
 from tests.conftest import REPO
 from tests.helpers import launching
-from tests.helpers.launching import Losses, losses, wait_for_step
+from tests.helpers.launching import losses, wait_for_step
 
 HOSTS = {"emo-a": "10.77.0.1", "emo-b": "10.77.0.2"}
-SLURM = ["slurmctld", "slurmd", "slurm-client", "munge"]
-PACKAGES = {
-    "hosts": ["iproute2", "openssh-server", "openssh-client", "pdsh"],
-    "slurm": SLURM,
-    "scheduled": SLURM,
-    "kubernetes": [],
-}
-
-
-def install(packages: list[str]) -> None:
-    """Install what is missing, without starting any service."""
-    missing = [p for p in packages if subprocess.run(["dpkg", "-s", p], capture_output=True).returncode]
-    if not missing:
-        return
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *missing]):
-        subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
-
-
-# --- two hosts --------------------------------------------------------------------------------------------
+Parts = dict[str, tuple[Callable[[Path, Campaign], None], list[str]]]
 
 
 @contextlib.contextmanager
@@ -121,10 +103,14 @@ def inside(host: str, command: list[str]) -> list[str]:
     return ["ip", "netns", "exec", host, *names, *command]
 
 
-def start_on(
-    hosts: list[str], commands: list[list[str]], environment: dict[str, str]
-) -> list[subprocess.Popen]:
-    return [
+def run_on(
+    hosts: list[str], commands: list[list[str]], environment: dict[str, str], timeout: float = 240
+) -> Callable[[], tuple[list[int], str]]:
+    """Start a command on each host; the function that is returned waits for exit codes and all output.
+
+    Whatever still runs after `timeout` is killed and shows as -9.
+    """
+    processes = [
         subprocess.Popen(
             inside(host, command),
             cwd=REPO,
@@ -136,21 +122,21 @@ def start_on(
         for host, command in zip(hosts, commands, strict=True)
     ]
 
+    def finish() -> tuple[list[int], str]:
+        output = ""
+        for process in processes:
+            try:
+                output += process.communicate(timeout=timeout)[0]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output += process.communicate()[0]
+        return [process.returncode for process in processes], output
 
-def finish(processes: list[subprocess.Popen], timeout: float = 240) -> tuple[list[int], str]:
-    """Exit codes and all output; whatever still runs after `timeout` is killed and shows as -9."""
-    output = ""
-    for process in processes:
-        try:
-            output += process.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output += process.communicate()[0]
-    return [process.returncode for process in processes], output
+    return finish
 
 
 def hosts(directory: Path, show: Campaign) -> None:
-    """Every way to start on two hosts, against one."""
+    """Every way to start on two hosts, against one; preflight; the loss of a host."""
     recipe = launching.tiny_recipe(directory)
     done = launching.run(2, str(recipe), f"output_dir={directory / 'one'}")
     assert done.returncode == 0, done.stdout
@@ -159,97 +145,71 @@ def hosts(directory: Path, show: Campaign) -> None:
     script = ["launch/continual.sh", str(recipe)]
     deepspeed = [str(launching.BIN / "deepspeed"), "--hostfile", str(directory / "hostfile")]
     meeting = ["--master_addr", address, "--master_port", port]
+    pdsh = [*deepspeed, "--launcher", "pdsh", *meeting]
     torchrun = [str(launching.BIN / "torchrun"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     torchrun += [f"--rdzv-endpoint={address}:{port}", "--rdzv-id=emo"]
-    local = [[*torchrun, f"--local-addr={ip}"] for ip in HOSTS.values()]
-    without_ssh = [[*deepspeed, "--no_ssh", f"--node_rank={i}", *meeting] for i in range(2)]
     ways = {
-        "deepspeed --hostfile (pdsh)": (["emo-a"], [[*deepspeed, "--launcher", "pdsh", *meeting]]),
-        "torchrun, c10d rendezvous": (list(HOSTS), local),
-        "deepspeed --no_ssh": (list(HOSTS), without_ssh),
+        "deepspeed --hostfile (pdsh)": [pdsh],
+        "torchrun, c10d rendezvous": [[*torchrun, f"--local-addr={ip}"] for ip in HOSTS.values()],
+        "deepspeed --no_ssh": [[*deepspeed, "--no_ssh", f"--node_rank={i}", *meeting] for i in range(2)],
     }
     with two_hosts(directory) as environment:
         time.sleep(1)
-        for number, (way, (where, starts)) in enumerate(ways.items()):
+        for number, (way, starts) in enumerate(ways.items()):
             run_dir = directory / f"two-{number}"
             commands = [[*start, *script, f"output_dir={run_dir}"] for start in starts]
-            codes, output = finish(start_on(where, commands, environment))
-            _compare(show, way, codes, output, losses(run_dir), expected)
-        command = [
-            *ways["deepspeed --hostfile (pdsh)"][1][0],
-            "--module",
-            "pipeline",
-            "preflight",
-            str(recipe),
-        ]
-        command.append(f"output_dir={directory / 'one'}")
-        codes, output = finish(start_on(["emo-a"], [command], environment))
-        seen = all(name in output for name in HOSTS) and "2 ranks" in output and "all-reduce" in output
-        show("hosts", "preflight on both", "both seen" if seen else output[-600:], seen and codes == [0])
-        _lose_a_host(directory, recipe, ways, environment, show)
+            codes, output = run_on(list(HOSTS)[: len(starts)], commands, environment)()
+            good = not any(codes) and losses(run_dir) == expected
+            otherwise = f"exit codes {codes}: {output[-600:]}"
+            show("hosts", way, "losses equal those of one host", good, otherwise)
+        command = [*pdsh, "--module", "pipeline", "preflight", str(recipe), f"output_dir={directory / 'one'}"]
+        codes, output = run_on(["emo-a"], [command], environment)()
+        seen = all(word in output for word in (*HOSTS, "2 ranks", "all-reduce")) and codes == [0]
+        show("hosts", "preflight on both", "both seen", seen, output[-600:])
 
-
-def _compare(
-    show: Campaign, way: str, codes: list[int], output: str, results: Losses, expected: Losses
-) -> None:
-    good = not any(codes) and results == expected
-    words = "losses equal those of one host" if good else f"exit codes {codes}: {output[-600:]}"
-    show("hosts", way, words, good)
-
-
-def _lose_a_host(
-    directory: Path, recipe: Path, ways: dict, environment: dict[str, str], show: Campaign
-) -> None:
-    """Kill the remote rank of a pdsh run: all end soon, and the same command resumes."""
-    run_dir = directory / "lost"
-    where, (start,) = ways["deepspeed --hostfile (pdsh)"]
-    extra = [
-        f"output_dir={run_dir}",
-        "train.max_steps=3000",
-        "train.save_steps=2",
-        "train.lr_scheduler_type=constant",
-    ]
-    command = [*start, "launch/continual.sh", str(recipe), *extra]
-    processes = start_on(where, [command], environment)
-    wait_for_step(run_dir, 5)
-    remote = call("ip", "netns", "pids", "emo-b").split()
-    for pid in remote:
-        with contextlib.suppress(OSError):
-            if b"--local_rank=" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(int(pid), signal.SIGKILL)
-    begun = time.monotonic()
-    codes, output = finish(processes, timeout=90)
-    took = time.monotonic() - begun
-    ended = codes[0] not in (0, -9) and "lost another rank" in output
-    show("hosts", "remote rank killed", f"all ended after {took:.0f} s" if ended else output[-600:], ended)
-    step = int(read_metrics(run_dir)[-1]["step"])
-    processes = start_on(where, [command], environment)
-    wait_for_step(run_dir, step + 3)
-    (run_dir / "STOP").touch()
-    codes, output = finish(processes, timeout=90)
-    good = codes == [75] and "resumed from" in output
-    show("hosts", "the same command, then STOP", "resumed; exit code 75" if good else output[-600:], good)
+        run_dir = directory / "lost"
+        command = [*pdsh, *script, f"output_dir={run_dir}", "train.max_steps=3000", "train.save_steps=2"]
+        command.append("train.lr_scheduler_type=constant")
+        finish = run_on(["emo-a"], [command], environment, timeout=90)
+        wait_for_step(run_dir, 5)
+        for pid in call("ip", "netns", "pids", "emo-b").split():
+            with contextlib.suppress(OSError):
+                if b"--local_rank=" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+        begun = time.monotonic()
+        codes, output = finish()
+        ended = codes[0] not in (0, -9) and "lost another rank" in output
+        words = f"all ended after {time.monotonic() - begun:.0f} s"
+        show("hosts", "remote rank killed", words, ended, output[-600:])
+        step = int(read_metrics(run_dir)[-1]["step"])
+        finish = run_on(["emo-a"], [command], environment, timeout=90)
+        wait_for_step(run_dir, step + 3)
+        (run_dir / "STOP").touch()
+        codes, output = finish()
+        good = codes == [75] and "resumed from" in output
+        show("hosts", "the same command, then STOP", "resumed; exit code 75", good, output[-600:])
 
 
 def main() -> int:
-    """Run the parts; 0 when all pass or nothing can run here."""
-    parts: dict[str, Callable[[Path, Campaign], None]] = {
-        "hosts": hosts,
-        "slurm": slurm,
-        "scheduled": scheduled,
-        "kubernetes": kubernetes,
+    """Run the parts; return 0 when all pass or nothing can run here."""
+    parts: Parts = {
+        "hosts": (hosts, ["iproute2", "openssh-server", "openssh-client", "pdsh"]),
+        "slurm": (slurm, SLURM),
+        "scheduled": (scheduled, SLURM),
+        "kubernetes": (kubernetes, []),
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
     args = parser.parse_args()
     show = Campaign("cluster")
     for part in args.parts:
-        if part != "kubernetes" and (os.geteuid() != 0 or shutil.which("apt-get") is None):
+        run, packages = parts[part]
+        if packages and not can_install():
             show(part, "everything", "skipped: needs root on Debian", True)
             continue
-        install(PACKAGES[part])
+        install(packages)
         with tempfile.TemporaryDirectory() as directory:
-            parts[part](Path(directory), show)
+            run(Path(directory), show)
     return show.finish(vars(args))
 
 

@@ -27,16 +27,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from itertools import dropwhile
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
-from tests.campaigns.campaign import Campaign
-from tests.conftest import REPO
+from tests.campaigns.campaign import Campaign, copy_checkout
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -45,16 +43,15 @@ MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and eval
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
 FILLED = {
-    "RECIPE": "mine.yaml",
-    "DIR": "data",
-    "TASKS": "data/nlu",
-    "MODEL": "openai-community/gpt2",
-    "RUN_DIR": "runs/mine",
-    "HOSTS": "hosts",
-    "HOST": "localhost",
-    "N": "2",
-    "URL": "none",
-    "FILE": "table2",
+    **{"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"},
+    **{
+        "RUN_DIR": "runs/mine",
+        "HOSTS": "hosts",
+        "HOST": "localhost",
+        "N": "2",
+        "URL": "none",
+        "FILE": "table2",
+    },
 }
 _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
@@ -79,12 +76,7 @@ class Scratch:
     """A copy of the repository with what a reader of the documents has."""
 
     def __init__(self, directory: Path) -> None:
-        self.place = directory
-        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
-        for name in listed.stdout.splitlines():
-            if (REPO / name).is_file():
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(REPO / name, directory / name)
+        self.root = copy_checkout(directory)
         if not (directory / ".venv").exists():
             (directory / ".venv").symlink_to(sys.prefix)
         # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
@@ -92,9 +84,8 @@ class Scratch:
         self.first = "ip link set lo up; "
         if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
             self.alone, self.first = [], ""
-        binaries = Path(sys.executable).parent
         self.environment = os.environ | {
-            "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(directory),
             "HF_HOME": str(directory / "hub"),
             "HF_HUB_OFFLINE": "1",
@@ -104,32 +95,31 @@ class Scratch:
         }
 
     def furnish(self) -> None:
-        """Models, texts, answers and tasks, by the names that the documents use."""
+        """Make models, texts, answers and tasks, by the names that the documents use."""
         for name in MODELS:
-            cached = self.place / "hub" / "hub" / f"models--{name.replace('/', '--')}"
+            cached = self.root / "hub" / "hub" / f"models--{name.replace('/', '--')}"
             (cached / "refs").mkdir(parents=True)
             (cached / "refs" / "main").write_text("0" * 40)
             tiny_model(cached / "snapshots" / ("0" * 40))
-        write_jsonl(self.place / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
-        (self.place / "notes.txt").write_text("\n".join(texts(60)))
-        write_jsonl(self.place / "answers.jsonl", alpaca_rows(120))
+        write_jsonl(self.root / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
+        (self.root / "notes.txt").write_text("\n".join(texts(60)))
+        write_jsonl(self.root / "answers.jsonl", alpaca_rows(120))
         rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
-        (self.place / "answers.csv").write_text("question,answer\n" + rows)
-        (self.place / "hosts").write_text("localhost slots=8\n")
-        data = self.place / "data"
-        tiny_tokenizer(data / "tokenizers" / "llama")
+        (self.root / "answers.csv").write_text("question,answer\n" + rows)
+        (self.root / "hosts").write_text("localhost slots=8\n")
+        tiny_tokenizer(self.root / "data" / "tokenizers" / "llama")
         for split, count in (("train", 400), ("validation", 60)):
-            file = data / "lm" / "wikitext-2-v1" / f"{split}.txt.zst"
+            file = self.root / "data" / "lm" / "wikitext-2-v1" / f"{split}.txt.zst"
             file.parent.mkdir(parents=True, exist_ok=True)
             articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
             file.write_bytes(zstandard.compress("".join(articles).encode()))
         self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
 
     def run(self, command: str, how: str = "run") -> Done:
-        """A shell command; code 124 when it takes too long."""
+        """Run a shell command; code 124 when it takes too long."""
         process = subprocess.Popen(
             [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"],
-            cwd=self.place,
+            cwd=self.root,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,19 +136,26 @@ class Scratch:
         return Done(how, process.returncode, output)
 
     def check(self, command: str) -> Done:
-        """What can be known of a command that cannot be run here."""
+        """Return what can be known of a command that cannot be run here."""
         command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
         if "scrontab" in command:
-            missing = [n for n in re.findall(r"cat ([\w./-]+)", command) if not (self.place / n).is_file()]
-            return Done("job file", int(bool(missing)), f"{missing} are not there")
+            return self._files(re.findall(r"cat ([\w./-]+)", command))
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
-        if words[0] == "sbatch":
-            return self._job(words[1:])
-        if words[0] in ("kubectl", "docker", "pip"):
-            return getattr(self, f"_{words[0]}")(words)
+        if words[0] == "kubectl":  # tests/pipeline/test_job_files.py has the schemas
+            return self._files([b for a, b in pairwise(words) if a in ("-f", "--from-file", "-k")])
+        if words[0] in ("sbatch", "docker"):
+            return self._job(words[1:]) if words[0] == "sbatch" else self._docker(words)
+        if words[0] == "pip":  # an extra of ours, or a package that one of them has
+            project = tomllib.loads((self.root / "pyproject.toml").read_text())["project"]
+            names = [name for extra in project["optional-dependencies"].values() for name in extra]
+            known = {re.split(r"[\[<>=!~ ]", name)[0] for name in names}
+            strange = [word for word in words[2:] if not word.startswith("-") and word not in known]
+            return Done("extra", int(bool(strange)), f"no extra has {strange}")
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
-        if script or words[0] in PARSERS:
+        if script is not None:
             return self._launch(words, script)
+        if words[0] in PARSERS:  # deepspeed --module pipeline preflight RECIPE
+            return self._parse(words[0], words[1:])
         words = words[2:] if words[:2] == ["python", "-m"] else words
         if words[0] != "emo":
             return self.run(f"{command} --help", "--help")
@@ -172,19 +169,20 @@ class Scratch:
             room = "pipeline"  # of runs that are not there
         return self._parse(room, words[1:])
 
+    def _files(self, names: list[str]) -> Done:
+        missing = [name for name in names if not (self.root / name).exists()]
+        return Done("job file", int(bool(missing) or not names), f"{missing} are not there")
+
     def _parse(self, name: str, words: list[str]) -> Done:
         return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
 
-    def _launch(self, words: list[str], script: str | None) -> Done:
+    def _launch(self, words: list[str], script: str) -> Done:
         """The launcher's options by its own parser, and the recipe by a dry run."""
-        if script is None:  # deepspeed --module pipeline preflight RECIPE
-            return self._parse(words[0], words[1:])
         at = words.index(script)
         before, after = words[1:at], words[at + 1 :]
-        launcher = words[0] if at else "deepspeed"
         if "--" in after:
             before, after = after[: after.index("--")], after[after.index("--") + 1 :]
-        parsed = self._parse(launcher, [*before, script, *after])
+        parsed = self._parse(words[0] if at else "deepspeed", [*before, script, *after])
         if parsed.code:
             return parsed
         return self.run(shlex.join(["python", script, *after, "--dry_run", "--ranks", "8"]), "dry run")
@@ -197,89 +195,64 @@ class Scratch:
         if read.code or not rest:
             return read
         inner = {
-            "train": lambda: ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
-            "prepare": lambda: ["emo", "prepare", *rest],
-            "evaluate": lambda: ["emo", "watch", rest[0], "--once", "--data", *rest[1:]],
+            "train": ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
+            "prepare": ["emo", "prepare", *rest],
+            "evaluate": ["emo", "watch", rest[0], "--once", "--data", *rest[1:]],
         }
-        return self.check(shlex.join(inner[Path(file).stem]()))
-
-    def _kubectl(self, words: list[str]) -> Done:
-        """Whether what it is given is there and YAML; tests/pipeline/test_job_files.py has the schemas."""
-        files = [words[i + 1] for i, word in enumerate(words) if word in ("-f", "--from-file", "-k")]
-        for name in files:
-            path = self.place / name
-            if path.is_file():
-                list(yaml.safe_load_all(path.read_text()))
-            elif not path.is_dir():
-                return Done("job file", 1, f"{name} is not there")
-        return Done("job file", 0 if files else 1, "names no file")
+        return self.check(shlex.join(inner[Path(file).stem]))
 
     def _docker(self, words: list[str]) -> Done:
         """The image's arguments are in the Dockerfile, its verbs in the entry point."""
         if words[1] == "build":
-            text = (self.place / "Dockerfile").read_text()
-            given = [words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--build-arg"]
+            text = (self.root / "Dockerfile").read_text()
+            given = [b.partition("=")[0] for a, b in pairwise(words) if a == "--build-arg"]
             missing = [name for name in given if f"ARG {name}" not in text]
             return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
         verb, *rest = words[words.index("emo") + 1 :]
         if "--entrypoint" in words:
             return self.check(shlex.join([words[words.index("--entrypoint") + 1], verb, *rest]))
-        text = (self.place / "launch" / "entrypoint.sh").read_text()
-        if not re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M):
-            return Done("verb", 1, f"launch/entrypoint.sh has no {verb}")
         if verb in ("continual", "instruct"):
             return self._launch(["deepspeed", f"launch/{verb}.sh", *rest], f"launch/{verb}.sh")
-        return Done("verb", 0, "")
-
-    def _pip(self, words: list[str]) -> Done:
-        """An extra of ours, or a package that one of them has."""
-        project = tomllib.loads((self.place / "pyproject.toml").read_text())["project"]
-        names = (name for extra in project["optional-dependencies"].values() for name in extra)
-        known = {re.split(r"[\[<>=!~ ]", name)[0] for name in names}
-        strange = [word for word in words[2:] if not word.startswith("-") and word not in known]
-        return Done("extra", int(bool(strange)), f"no extra has {strange}")
+        text = (self.root / "launch" / "entrypoint.sh").read_text()
+        known = re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M)
+        return Done("verb", int(not known), f"launch/entrypoint.sh has no {verb}")
 
 
 def filled(text: str) -> str:
-    """A block with the reader's words filled in."""
-    words = FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})
-    for word, meant in words.items():
+    """Return a block with the reader's words filled in."""
+    for word, meant in (FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})).items():
         text = re.sub(rf"(?<![\w$-]){word}(?![\w=])", meant, text)
     return text.replace("--data hub", "--data data/nlu")
-
-
-def attempt(command: str, block: Block, scratch: Scratch) -> Done:
-    """A command, run or checked."""
-    if command.startswith("make "):
-        return scratch.run(command.replace("make ", "make --dry_run ", 1), "make --dry_run")
-    if block.needs and "--slurm" not in command:  # which only writes a file
-        return scratch.check(command)
-    return scratch.run(command)
 
 
 def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
     """Make a block's file, or run or check its commands and show what came of each."""
     if block.file:
-        (scratch.place / block.file).write_text(block.text)
+        (scratch.root / block.file).write_text(block.text)
         return
     commands: list[str] = []
     if block.language == "python":
-        (scratch.place / "block.py").write_text(block.text)
+        (scratch.root / "block.py").write_text(block.text)
         commands = ["python block.py"]
     elif block.language == "bash":
         commands = [c for line in Block("", "bash", filled(block.text)).commands for c in line.split(" && ")]
     for command in commands:
         started = time.monotonic()
-        done = attempt(command, block, scratch)
+        if command.startswith("make "):
+            done = scratch.run(command.replace("make ", "make --dry-run ", 1), "make --dry-run")
+        elif block.needs and "--slurm" not in command:  # which only writes a file
+            done = scratch.check(command)
+        else:
+            done = scratch.run(command)
         if done.code:
             print(done.output, flush=True)
         end = f"exit code {done.code}" if done.code else f"{time.monotonic() - started:.0f} s"
         needs = f", needs {', '.join(block.needs)}" if block.needs else ""
-        show(block.place, command, f"{done.how}{needs}: {end}", done.code == 0)
+        show(block.where, command, f"{done.how}{needs}: {end}", done.code == 0)
 
 
 def main() -> int:
-    """Go through all documents; 1 when a command failed or a document names what is not there."""
+    """Go through all documents; return 1 when a command failed or a document names what is not there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -296,7 +269,7 @@ def main() -> int:
             if args.only and path.stem not in args.only:
                 continue
             wrong = faults(path)
-            show(path.name, "links, files, options, keys", "; ".join(wrong) or "as they should be", not wrong)
+            show(path.name, "links, files, options, keys", "as they should be", not wrong, "; ".join(wrong))
             for block in blocks(path):
                 go_through(block, scratch, show)
     finally:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import tomllib
 
-from tests.bench.common import REPO
+from tests.conftest import REPO
 
 TESTS = ("tests/pipeline/test_hf_trl.py", "tests/pipeline/test_examples.py")
 

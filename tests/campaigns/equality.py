@@ -36,28 +36,52 @@ from tests.helpers.launching import BIN, ENVIRONMENT, launch_command
 EXPECTED = Path(__file__).with_suffix(".json")
 IGNORE = -100
 SUBJECTS = (
-    "The miller",
-    "Her aunt",
-    "A tall soldier",
-    "Nobody",
-    "Der Müller",
-    "Бабушка",
-    "The old 🐈",
-    "An ox",
+    *("The miller", "Her aunt", "A tall soldier", "Nobody", "Der Müller", "Бабушка"),
+    *("The old 🐈", "An ox"),
 )
 VERBS = ("found", "sold", "painted", "lost", "carried", "forgot")
 OBJECTS = ("a bell", "the red boat", "seven letters", "bread & salt", "ein Haus", "its tail", "the 3rd key")
-
-
-def sentence(rng: random.Random) -> str:
-    """Return a sentence whose words vary enough that few sentences are equal."""
-    subject, verb, target = rng.choice(SUBJECTS), rng.choice(VERBS), rng.choice(OBJECTS)
-    return f"{subject} {verb} {target} on day {rng.randrange(400)}."
+# The `data` sections by name; the first trains the tokenizer that the others use.
+RECIPES = """
+text: {sources: [{files: documents.jsonl}], train_tokenizer: 420, validation_fraction: 0.05}
+lines: {sources: [{files: lines.txt, format: lines}], shards: 3}
+paragraphs: {sources: [{files: paragraphs.txt, format: paragraphs}], sequence_len: 48}
+wikitext: {sources: [{files: wiki.txt, format: wikitext}]}
+table: {sources: [{files: table.csv, column: text}], dedup: none}
+ids: {sources: [{files: ids.jsonl, format: tokens}]}
+world: {sources: [{embedded: world-abroad, limit: 300}]}
+near: {sources: [{files: documents.jsonl}], dedup: near, near_threshold: 0.7}
+weights: {sources: [{files: documents.jsonl, weight: 0.4}, {files: other.jsonl, weight: 2.5}], seed: 3}
+limits: {sources: [{files: documents.jsonl, limit: 90}, {files: other.jsonl}], limit_tokens: 6000}
+domains:
+  sources:
+    - {files: documents.jsonl, domain: home}
+    - {files: other.jsonl, domain: abroad, weight: 1.5}
+  validation: {near: [{files: lines.txt, format: lines, limit: 30}], far: [{files: wiki.txt}]}
+  dedup: none
+alpaca: &instruct
+  {sources: [{files: alpaca.jsonl}], kind: instruct, validation_fraction: 0.1, sequence_len: 384}
+split: {<<: *instruct, overlong: split, limit_rows: 150}
+messages: {<<: *instruct, sources: [{files: messages.jsonl}], template: chat, overlong: drop}
+"""
+TRAINING = """
+model:
+  architecture:
+    {model_type: llama, vocab_size: 420, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+     num_attention_heads: 2, max_position_embeddings: 512}
+  dtype: float32
+objective: {name: emo}
+train: {max_steps: 12, global_batch_size: 8, micro_batch_size: 2, learning_rate: 0.002, logging_steps: 1,
+  eval_steps: 6}
+"""
 
 
 def text(rng: random.Random, sentences: int) -> str:
-    """Return a document of so many sentences."""
-    return " ".join(sentence(rng) for _ in range(sentences))
+    """Return a document of so many sentences, whose words vary enough that few sentences are equal."""
+    return " ".join(
+        f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)} on day {rng.randrange(400)}."
+        for _ in range(sentences)
+    )
 
 
 def write_sources(root: Path) -> None:
@@ -88,20 +112,18 @@ def write_sources(root: Path) -> None:
         }
         for i in range(160)
     ]
+    wiki = (f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80]))
+    ids = [{"input_ids": [rng.randrange(3, 380) for _ in range(rng.randrange(1, 90))]} for _ in other]
     files = {
         "documents.jsonl": lines({"text": document} for document in documents),
         "other.jsonl": lines({"content": document} for document in other),
         "lines.txt": "\n".join(other) + "\n",
         "paragraphs.txt": "\n\n".join(documents[:120]) + "\n",
-        "wiki.txt": "".join(
-            f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80])
-        ),
+        "wiki.txt": "".join(wiki),
         "table.csv": "id,text\n" + "".join(f'{i},"{document}"\n' for i, document in enumerate(other)),
         "alpaca.jsonl": lines(instructions),
         "messages.jsonl": lines(messages),
-        "ids.jsonl": lines(
-            {"input_ids": [rng.randrange(3, 380) for _ in range(rng.randrange(1, 90))]} for _ in other
-        ),
+        "ids.jsonl": lines(ids),
     }
     for name, content in files.items():
         (root / name).write_text(content, encoding="utf-8")
@@ -112,84 +134,24 @@ def lines(rows: Any) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def recipes() -> dict[str, dict[str, Any]]:
-    """Return the `data` sections by name; the first trains the tokenizer that the others use."""
-    instruct = {"kind": "instruct", "validation_fraction": 0.1, "sequence_len": 384}
-    documents = {"files": "documents.jsonl"}
-    return {
-        "text": {"sources": [documents], "train_tokenizer": 420, "validation_fraction": 0.05},
-        "lines": {"sources": [{"files": "lines.txt", "format": "lines"}], "shards": 3},
-        "paragraphs": {"sources": [{"files": "paragraphs.txt", "format": "paragraphs"}], "sequence_len": 48},
-        "wikitext": {"sources": [{"files": "wiki.txt", "format": "wikitext"}]},
-        "table": {"sources": [{"files": "table.csv", "column": "text"}], "dedup": "none"},
-        "ids": {"sources": [{"files": "ids.jsonl", "format": "tokens"}]},
-        "world": {"sources": [{"embedded": "world-abroad", "limit": 300}]},
-        "near": {"sources": [documents], "dedup": "near", "near_threshold": 0.7},
-        "weights": {
-            "sources": [documents | {"weight": 0.4}, {"files": "other.jsonl", "weight": 2.5}],
-            "seed": 3,
-        },
-        "limits": {"sources": [documents | {"limit": 90}, {"files": "other.jsonl"}], "limit_tokens": 6000},
-        "domains": {
-            "sources": [
-                documents | {"domain": "home"},
-                {"files": "other.jsonl", "domain": "abroad", "weight": 1.5},
-            ],
-            "validation": {
-                "near": [{"files": "lines.txt", "format": "lines", "limit": 30}],
-                "far": [{"files": "wiki.txt"}],
-            },
-            "dedup": "none",
-        },
-        "alpaca": {"sources": [{"files": "alpaca.jsonl"}], **instruct},
-        "split": {"sources": [{"files": "alpaca.jsonl"}], **instruct, "overlong": "split", "limit_rows": 150},
-        "messages": {
-            "sources": [{"files": "messages.jsonl"}],
-            **instruct,
-            "template": "chat",
-            "overlong": "drop",
-        },
-    }
-
-
-def run(*command: str | Path) -> str:
-    """Return what a command printed. Raises RuntimeError with its end when it fails."""
+def run(*command: str | Path) -> None:
+    """Run a command. Raises RuntimeError with the end of its output when it fails."""
     done = subprocess.run(
         [str(word) for word in command], cwd=REPO, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
 
 
-def write_recipe(path: Path, root: Path, name: str, data: dict[str, Any]) -> None:
-    """Write the recipe of a `data` section, with a tiny model to train."""
-    tokenizer = {} if "train_tokenizer" in data else {"tokenizer": str(root / "data" / "text" / "tokenizer")}
+def write_recipe(root: Path, name: str, data: dict[str, Any]) -> Path:
+    """Write the recipe of a `data` section, with a tiny model to train; return its path."""
     common = {"dir": str(root / "data" / name), "root": str(root), "sequence_len": 64, "shards": 2}
-    model = {
-        "model_type": "llama",
-        "vocab_size": 420,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    recipe = {
-        "output_dir": str(root / "runs" / name),
-        "data": common | tokenizer | data,
-        "model": {"architecture": model, "dtype": "float32"},
-        "objective": {"name": "emo"},
-        "train": {
-            "max_steps": 12,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "learning_rate": 2e-3,
-            "logging_steps": 1,
-            "eval_steps": 6,
-        },
-    }
+    if "train_tokenizer" not in data:
+        common["tokenizer"] = str(root / "data" / "text" / "tokenizer")
+    recipe = {"output_dir": str(root / "runs" / name), "data": common | data, **yaml.safe_load(TRAINING)}
+    path = root / f"{name}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return path
 
 
 def rows_of(split: Path) -> Iterator[dict[str, Any]]:
@@ -197,23 +159,14 @@ def rows_of(split: Path) -> Iterator[dict[str, Any]]:
     for shard in sorted(split.glob("shard-*.arrow")):
         with pa.memory_map(str(shard)) as source, pa.ipc.open_stream(source) as reader:
             for row in reader.read_all().to_pylist():
-                ids, spans = row["input_ids"], row.get("loss_spans")
-                supervised = (
-                    {i for start, end in zip(spans[::2], spans[1::2], strict=True) for i in range(start, end)}
-                    if spans is not None
-                    else range(len(ids))
-                )
+                ids, spans, segments = row["input_ids"], row.get("loss_spans"), row["segment_lengths"]
+                supervised = set(range(len(ids)))
+                if spans is not None:
+                    bounds = zip(spans[::2], spans[1::2], strict=True)
+                    supervised = {i for start, end in bounds for i in range(start, end)}
+                supervised -= {sum(segments[:i]) for i in range(len(segments))}  # no document's first token
                 labels = [token if i in supervised else IGNORE for i, token in enumerate(ids)]
-                start = 0
-                for length in row["segment_lengths"]:  # the first token of a document is no target
-                    labels[start] = IGNORE
-                    start += length
-                yield {
-                    "ids": ids,
-                    "labels": labels,
-                    "segments": row["segment_lengths"],
-                    "domain": row["domain"],
-                }
+                yield {"ids": ids, "labels": labels, "segments": segments, "domain": row["domain"]}
 
 
 def digest(items: Any) -> str:
@@ -226,41 +179,34 @@ def digest(items: Any) -> str:
 
 def prepared(root: Path, name: str) -> dict[str, str]:
     """Return the digest of each split's rows, labels and order, with the number of rows."""
-    splits = sorted(path.parent for path in (root / "data" / name).glob("*/manifest.json"))
-    digests = {}
-    for split in splits:
-        rows = list(rows_of(split))
-        digests[f"{name}/{split.name}"] = f"{len(rows)} rows {digest(rows)}"
-    return digests
-
-
-def weights(directory: Path) -> str:
-    """Return the digest of an export's tensors by name, type and value."""
-    sha = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
-        for name, tensor in sorted(load_file(file).items()):
-            sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
+    splits = {
+        f"{name}/{path.parent.name}": list(rows_of(path.parent))
+        for path in sorted((root / "data" / name).glob("*/manifest.json"))
+    }
+    return {split: f"{len(rows)} rows {digest(rows)}" for split, rows in splits.items()}
 
 
 def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> dict[str, str]:
-    """Train a recipe and return the digests of its losses, by bit, and of its export."""
+    """Train a recipe; return the digests of its losses and of its export's tensors, both by bit."""
     run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
-    with (root / "runs" / name / "metrics.jsonl").open(encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
+    text = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
     losses = [
         [record["step"], record.get("set"), key, float(record[key]).hex()]
-        for record in records
+        for record in map(json.loads, text.splitlines())
         for key in ("loss", "nll")
         if isinstance(record.get(key), float)
     ]
     assert len(losses) >= 24, losses
-    return {f"{name}/losses": digest(losses), f"{name}/export": weights(root / "runs" / name / "export")}
+    sha = hashlib.sha256()
+    for file in sorted((root / "runs" / name / "export").glob("*.safetensors")):
+        for key, tensor in sorted(load_file(file).items()):
+            sha.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return {f"{name}/losses": digest(losses), f"{name}/export": sha.hexdigest()[:16]}
 
 
 def predictions(root: Path, name: str) -> dict[str, str]:
-    """Evaluate an export on the embedded tasks and return the digest of each task's predictions in order."""
+    """Evaluate an export on the embedded tasks; return the digest of each task's predictions in order."""
     run(BIN / "python", "-m", "emo", "world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
     options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
@@ -275,21 +221,16 @@ def predictions(root: Path, name: str) -> dict[str, str]:
     return digests
 
 
-def host() -> str:
-    """Return what bit-equal numbers depend on: PyTorch, and the processor's vector instructions."""
-    return f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def results(only: list[str]) -> dict[str, str]:
+def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
     """Return all digests by name."""
     digests: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         write_sources(root)
-        for name, data in recipes().items():
-            write_recipe(root / f"{name}.yaml", root, name, data)
+        for name, data in recipes.items():
+            path = write_recipe(root, name, data)
             if not only or name in only or "train_tokenizer" in data:
-                run(BIN / "python", "-m", "emo", "prepare", root / f"{name}.yaml")
+                run(BIN / "python", "-m", "emo", "prepare", path)
                 digests |= prepared(root, name)
         if not only:
             digests |= trained(root, "domains", "continual", 2)
@@ -299,34 +240,31 @@ def results(only: list[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Compare with the file; 1 when anything differs."""
+    """Compare with the file; return 1 when anything differs."""
+    recipes = yaml.safe_load(RECIPES)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="make the file anew")
-    parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes()), help="some recipes")
+    parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes), help="some recipes")
     args = parser.parse_args()
-    digests = results(args.only)
+    digests = results(recipes, args.only)
+    # What bit-equal numbers depend on: PyTorch, and the processor's vector instructions.
+    host = f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if args.write:
-        EXPECTED.write_text(
-            json.dumps({"host": host(), "digests": digests}, indent=1) + "\n", encoding="utf-8"
-        )
+        EXPECTED.write_text(json.dumps({"host": host, "digests": digests}, indent=1) + "\n", encoding="utf-8")
         return 0
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
     campaign = Campaign("equality")
     for name, value in expected["digests"].items():
-        trained_or_predicted = name.endswith(("/losses", "/export")) or name.startswith("predictions/")
-        if args.only and (trained_or_predicted or name.split("/")[0] not in args.only):
+        part, _, kind = name.partition("/")
+        by_bit = kind in ("losses", "export")
+        if args.only and (by_bit or part not in args.only):
             continue
-        by_host = name.endswith(("/losses", "/export")) and expected["host"] != host()
         actual = digests.get(name, "missing")
-        verdict = (
-            "not comparable on this host"
-            if by_host
-            else "equal"
-            if actual == value
-            else f"{actual}, was {value}"
-        )
-        campaign(name.split("/")[0], name, verdict, by_host or actual == value)
-    return campaign.finish({"host": host(), "expected": expected["host"]})
+        if by_bit and expected["host"] != host:
+            campaign(part, name, "not comparable on this host", True)
+        else:
+            campaign(part, name, "equal", actual == value, f"{actual}, was {value}")
+    return campaign.finish({"host": host, "expected": expected["host"]})
 
 
 if __name__ == "__main__":

@@ -11,147 +11,114 @@ exits 1 when a run that did not finish ended with 0, lost what it could have sav
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from emo.pipeline.run_dir import checkpoints, step_of
 from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 
-PYTHON = str(launching.BIN / "python")
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 ABRT = signal.SIGABRT  # as NCCL's watchdog
 # Victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command` is what the
 # user started. A `slow` step takes longer than launchers wait before they kill.
-COMMON = [
-    ("terminal", (INT,), "training"),
-    ("command", (TERM, USR1, KILL), "training"),
-    ("rank 1", (TERM, USR1, KILL), "training"),
-]
+HIT = (TERM, USR1, KILL)
+COMMON = [("terminal", (INT,), "training"), ("command", HIT, "training"), ("rank 1", HIT, "training")]
 BELOW = [("launch.py", (TERM, KILL), "training"), ("rank 0", (KILL,), "training")]
-STARTING = [("command", (KILL,), "starting"), ("rank 1", (TERM, USR1), "starting")]
 SLOW = [("terminal", (INT,), "slow")]
+STARTING = [("command", (KILL,), "starting"), ("rank 1", (TERM, USR1), "starting")]
+SCRIPT = [("rank 1", (ABRT,), "training"), ("deepspeed", (TERM, KILL), "training")]
 CELLS = {
     "deepspeed": [*COMMON, *BELOW, *SLOW, *STARTING],
-    "script": [
-        *COMMON,
-        ("rank 1", (ABRT,), "training"),
-        ("deepspeed", (TERM, KILL), "training"),
-        *BELOW,
-        *SLOW,
-        *STARTING,
-    ],
+    "script": [*COMMON, *SCRIPT, *BELOW, *SLOW, *STARTING],
     "torchrun": [*COMMON, *SLOW],
-    "python": [("command", (INT, TERM, USR1, KILL), "training"), ("command", (TERM, USR1), "starting")],
+    "python": [("command", (INT, *HIT), "training"), ("command", (TERM, USR1), "starting")],
 }
 
 
 def command(name: str) -> list[str]:
-    """Each launcher's command without arguments, on a port of its own."""
+    """Return a launcher's command without arguments, on a port that nobody else uses."""
     if name == "deepspeed":
         return launching.launch_command(2)
     if name == "script":
         return launching.script_command(2)
     if name == "python":
-        return [PYTHON, "launch/continual.sh"]
+        return [str(launching.BIN / "python"), "launch/continual.sh"]
     torchrun = [str(launching.BIN / "torchrun"), "--nproc-per-node=2"]
     return [*torchrun, f"--master-port={launching.free_port()}", "launch/continual.sh"]
 
 
-class End(NamedTuple):
-    """How a disturbed run ended."""
-
-    code: int  # as a shell shows it
-    saved: bool  # whether a step was saved after the disturbance
-    after: float  # seconds until the command returned
-    quiet: float  # seconds until its last process was gone
+def newest(run_dir: Path) -> int:
+    """Return the step of a run's newest checkpoint, 0 without one."""
+    return max((step_of(directory) for directory in checkpoints(run_dir)), default=0)
 
 
-class Run:
-    """A run that is going to be disturbed."""
-
-    def __init__(self, command: list[str], run_dir: Path, *options: str) -> None:
-        self.run_dir = run_dir
-        self.log = run_dir.with_suffix(".log")
-        arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *options]
-        self.process = launching.popen([*command, *arguments], stdout=self.log.open("a"))
-
-    def hit(self, victim: str, number: int) -> None:
-        """Send a signal to a victim; `terminal` is the foreground process group, as Ctrl-C sends it."""
-        if victim == "terminal":
-            os.killpg(self.process.pid, number)
-            return
-        if victim == "command":
-            self.process.send_signal(number)
-            return
-        process = launching.member(self.run_dir, victim)
-        assert process is not None, f"no {victim}"
-        process.send_signal(number)
-
-    def end(self, timeout: float = 300) -> End:
-        """Wait until the command and all its processes are gone."""
-        begun, before = time.monotonic(), self._newest()
-        code = self.process.wait(timeout)
-        after = time.monotonic() - begun
-        launching.wait_until_gone(self.run_dir, timeout)
-        saved = self._newest() > before
-        return End(code if code >= 0 else 128 - code, saved, after, time.monotonic() - begun)
-
-    def _newest(self) -> int:
-        return max((step_of(d) for d in checkpoints(self.run_dir)), default=0)
+def start(name: str, run_dir: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a run by a launcher."""
+    arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *options]
+    return launching.popen([*command(name), *arguments], stdout=run_dir.with_suffix(".log").open("a"))
 
 
-def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: str) -> End:
-    """One cell: how a run ended that got a signal."""
+def disturb(
+    name: str, home: Path, victim: str, number: signal.Signals, when: str
+) -> tuple[int, bool, float, float]:
+    """Send a run a signal; see how it ends.
+
+    Returns its exit code as a shell shows it, whether a step was saved after the signal, and seconds until
+    the command returned, and until its last process was gone.
+    """
     run_dir = home / f"{name}-{victim}-{number.name}-{when}".replace(" ", "")
-    run = Run(command(name), run_dir, *LONG)
+    process = start(name, run_dir, *LONG)
     try:
         if when == "starting":
             launching.wait_for(lambda: name == "python" or launching.member(run_dir, "rank 1"), "rank 1")
             time.sleep(1.5)  # past the first lines of the launch script, in its imports
         else:
             launching.wait_for_step(run_dir, 2)
-        if when == "slow":
-            with launching.slow_step(run_dir):
-                run.hit(victim, number)
-        else:
-            run.hit(victim, number)
-        return run.end()
+        with launching.slow_step(run_dir) if when == "slow" else contextlib.nullcontext():
+            if victim == "terminal":
+                os.killpg(process.pid, number)
+            elif victim == "command":
+                process.send_signal(number)
+            else:
+                member = launching.member(run_dir, victim)
+                assert member is not None, f"no {victim}"
+                member.send_signal(number)
+        begun, before = time.monotonic(), newest(run_dir)
+        code = process.wait(300)
+        after = time.monotonic() - begun
+        launching.wait_until_gone(run_dir)
+        saved = newest(run_dir) > before
+        return code if code >= 0 else 128 - code, saved, after, time.monotonic() - begun
     finally:
-        for process in launching.processes_of(run_dir):
-            process.kill()
-
-
-def mistake(name: str, home: Path) -> int:
-    """The exit code of a recipe with a mistake."""
-    run = Run(command(name), home / f"mistake-{name}", "train.learning_rate=-1")
-    return run.process.wait(120)
+        for item in launching.processes_of(run_dir):
+            item.kill()
 
 
 def measure(name: str, home: Path, only: str, show: Campaign) -> None:
-    """All cells of one launcher."""
-    code = mistake(name, home)
+    """Measure all cells of one launcher."""
+    code = start(name, home / f"mistake-{name}", "train.learning_rate=-1").wait(120)
     show(name, "a mistake in the recipe", f"exit code {code}", code == 2 or name == "torchrun")
     for victim, numbers, when in CELLS[name]:
         for number in numbers:
             case = f"{number.name} to {victim}, {when}"
             if only not in case:
                 continue
-            end = disturb(name, home, victim, number, when)
-            words = f"exit code {end.code} after {end.after:.0f} s, all ended after {end.quiet:.0f} s"
-            words += ", saved" if end.saved else ""
-            lost = when != "starting" and number not in (KILL, ABRT) and not end.saved
-            show(name, case, words, end.code != 0 and not lost)
+            code, saved, after, quiet = disturb(name, home, victim, number, when)
+            words = f"exit code {code} after {after:.0f} s, all ended after {quiet:.0f} s"
+            lost = when != "starting" and number not in (KILL, ABRT) and not saved
+            show(name, case, words + (", saved" if saved else ""), code != 0 and not lost)
 
 
 def main() -> int:
-    """Measure; 0 when every run that did not finish said so, saved what it could and left nothing behind."""
+    """Measure; return 0 when all runs that did not finish said so, saved, and left nothing behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launchers", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--only", default="", help="cells whose description contains this")

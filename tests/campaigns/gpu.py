@@ -29,14 +29,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.bench import common
-from tests.campaigns import gpu_figures
-from tests.campaigns.gpu_figures import Figures
-from tests.campaigns.gpu_setting import GPU, kill_family
+from tests.campaigns.gpu_setting import GPU, Figures, begin, kill_family, last_words, print_from, read, table
 
 
 class Part(NamedTuple):
@@ -55,85 +52,50 @@ PARTS = {
     4: Part("compiler", 150, "gpu_runs", needs_gpu=True),
     5: Part("plan", 240, "gpu_runs"),
     6: Part("attention", 120, "gpu_attention"),
-    7: Part("stops", 180, "gpu_stops"),
+    7: Part("stops", 180, "gpu_runs"),
     8: Part("lora", 75, "gpu_runs"),
     9: Part("compiled", 110, "gpu_runs", needs_gpu=True),
 }
-POLL = 0.2  # seconds between looks at what a part has found
+POLL = 0.2  # seconds between looks at the figures of a part
 LOG_BYTES = 128 * 1024  # of a part's output that are kept, its end
 RUNS = common.REPO / "runs"
 
 
-def run_part(number: int, until: float, work: Path, out: Path, quick: bool) -> None:
-    """One part, in this process; it has to be done by `until` on the clock of time.monotonic()."""
-    part = PARTS[number]
-    show = Figures(out, part.name, quick, until, work)
-    with show.attempt("the whole part"):
-        module = importlib.import_module(f"tests.campaigns.{part.module}")
-        measure: Callable[[Figures], None] = getattr(module, part.name)
-        measure(show)
-
-
-def in_child(number: int, work: Path, out: Path, quick: bool) -> None:
-    """One part in a process of its own, for as long as it may take; says its figures as they come."""
-    part = PARTS[number]
-    log = out / f"{part.name}.log"
-    output, end = len(gpu_figures.read(out)["records"]), time.monotonic() + part.seconds
+def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
+    """Run a part in a process of its own, for as long as it may take; print its figures as they come."""
+    part, log = PARTS[number], out / f"{PARTS[number].name}.log"
+    printed, end = len(read(out)["records"]), time.monotonic() + part.seconds
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
-    with log.open("w") as file:
-        process = _start(command, file)
-        try:
-            while process.poll() is None and time.monotonic() < end:
-                time.sleep(POLL)
-                output = _say_new(out, output)
-        finally:
-            late = process.poll() is None
-            kill_family(process)
-    show = Figures(out, part.name)
-    show("the whole part, time", time.monotonic() - end + part.seconds, "s", note=f"at most {part.seconds}")
-    if late:
-        show.failed("the whole part", f"killed after {part.seconds} s; see {log}")
-    elif process.returncode:
-        last = next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "no output")
-        show.failed("the whole part", f"exit code {process.returncode}: {last.strip()[:200]}; see {log}")
-    _say_new(out, output)
-    _keep_end(log)
-
-
-def _keep_end(log: Path) -> None:
-    """Cut a long log down to its last LOG_BYTES."""
-    content = log.read_bytes()
-    if len(content) > LOG_BYTES:
-        log.write_bytes(b"... cut: the end of %d bytes\n" % len(content) + content[-LOG_BYTES:])
-
-
-def _start(command: list[str], file: IO[str]) -> subprocess.Popen[bytes]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PIP_NO_INDEX"] = "1"  # peers that are not installed are left out, not looked for
     if not GPU:
         environment["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
         environment["TORCHDYNAMO_DISABLE"] = "1"  # a peer would be compiled for longer than all else takes
-    return subprocess.Popen(
-        command,
-        cwd=common.REPO,
-        env=environment,
-        stdout=file,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def _say_new(out: Path, output: int) -> int:
-    """Print the records from the `said`-th on; how many there are."""
-    records = gpu_figures.read(out)["records"]
-    for record in records[output:]:
-        print(gpu_figures.line(record), flush=True)
-    return len(records)
+    options: dict[str, Any] = {"cwd": common.REPO, "env": environment, "stderr": subprocess.STDOUT}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, start_new_session=True, **options)
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(POLL)
+                printed = print_from(out, printed)
+        finally:
+            late = process.poll() is None
+            kill_family(process)
+    show, content = Figures(out, part.name), log.read_bytes()
+    show("the whole part, time", time.monotonic() - end + part.seconds, "s", note=f"at most {part.seconds}")
+    if late:
+        show.failed("the whole part", f"killed after {part.seconds} s; see {log}")
+    elif process.returncode:
+        words = last_words(content.decode(errors="replace"))
+        show.failed("the whole part", f"exit code {process.returncode}: {words}; see {log}")
+    print_from(out, printed)
+    if len(content) > LOG_BYTES:
+        log.write_bytes(b"... cut: the end of %d bytes\n" % len(content) + content[-LOG_BYTES:])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The campaign; 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
+    """Run the campaign; return 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
     parser.add_argument(
@@ -146,20 +108,24 @@ def main(arguments: list[str] | None = None) -> int:
     out: Path = (given.output_path or usual).resolve()
     if given.part is not None:
         number, until, work = given.part
-        run_part(int(number), float(until), Path(work), out, given.quick)
+        part = PARTS[int(number)]
+        show = Figures(out, part.name, given.quick, float(until), Path(work))
+        with show.attempt("the whole part"):
+            getattr(importlib.import_module(f"tests.campaigns.{part.module}"), part.name)(show)
         return 0
     if not GPU and not given.quick:
         print("error: torch sees no GPU here; --quick tries the campaign on a CPU", file=sys.stderr)
         return 2
     names = [PARTS[number].name for number in given.parts]
-    gpu_figures.begin(out, names, machine=common.machine(), quick=given.quick)
+    begin(out, names, machine=common.machine(), quick=given.quick)
     for number in given.parts:
         if PARTS[number].needs_gpu and not GPU:
+            printed = len(read(out)["records"])
             Figures(out, PARTS[number].name).skip("all of it", "needs a GPU")
-            _say_new(out, len(gpu_figures.read(out)["records"]) - 1)
+            print_from(out, printed)
         else:
-            in_child(number, usual / "work", out, given.quick)
-    return gpu_figures.table(out)
+            run_part(number, usual / "work", out, given.quick)
+    return table(out)
 
 
 if __name__ == "__main__":

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.pipeline.loss import fuse_model, get_objective
-from emo.pipeline.loss.head import VARLEN
+from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
 from tests.bench import common
-from tests.campaigns.gpu_figures import Figures, MissingError
-from tests.campaigns.gpu_kernel import functions
-from tests.campaigns.gpu_setting import GPU, architecture, needs
+from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, Figures, MissingError, needs, random_model
+from tests.helpers.loss_reference import relative_error
 
-DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32
+ERROR = 1.5e-2 if GPU else 1e-5  # relative, of an attention function
+ALIKE = 1e-2 if GPU else 1e-4  # relative, of likelihoods: kernels add in another order
+HEADS, KEYS, SIZE = 16, 4, 64  # heads of queries, of keys and values, and values of each
 LONG = 4096  # tokens of a row whose memory is measured
 ROWS, LAYERS = 2, 8
-GIB = 2**30
-ALIKE = 1e-2 if GPU else 1e-4  # relative: bfloat16, in kernels that add in another order
-NAMES = (VARLEN, "flash_attention_2", "sdpa", "eager")
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Layer(nn.Module):
+    """What transformers hands to an attention function besides tensors."""
+
+    is_causal = True
+    num_key_value_groups = HEADS // KEYS
 
 
 def attention(show: Figures) -> None:
     """Part 6: packed rows give what single documents give; what packing costs in memory."""
+    lengths = (23, 9, 32) if show.quick else (700, 37, 2, 1309)
     with show.attempt(f"{VARLEN} beside sdpa"):
-        functions(show)
-    for name in NAMES:
+        _functions(show, lengths)
+    for name in (VARLEN, "flash_attention_2", "sdpa", "eager"):
         with show.attempt(name):
             show.need_seconds(15)
-            model = _model(name, layers=2, quick=show.quick)
-            _compare(show, name, model)
+            model = _model(name, "toy" if show.quick else "220M", layers=2)
+            _compare(show, name, model, lengths)
             del model
             if GPU:
                 _memory(show, name)
@@ -44,45 +54,97 @@ def attention(show: Figures) -> None:
             torch.cuda.empty_cache()
 
 
-def _model(name: str, layers: int, quick: bool) -> Any:
-    """A LLaMA with random weights that ends in the fused head. Raises MissingError without that attention."""
-    dtype = torch.bfloat16 if GPU else torch.float32
-    keys = architecture("toy" if quick else "220M") | {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(keys.pop("model_type"), tie_word_embeddings=False, **keys)
-    _check_host(name, config)
-    torch.manual_seed(0)
-    with DEVICE:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name)
-    model.config.use_cache = False
-    fuse_model(model, get_objective("mle"))
-    return model
+def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
+    """Output and gradients of packed rows beside SDPA in float64 under a mask; the time that they take."""
+    try:
+        from emo.pipeline.loss.varlen import varlen_attention
+    except ImportError as error:
+        raise MissingError(error) from None
+    positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths]).repeat(2, 1)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    given = [
+        torch.randn(2, heads, sum(lengths), SIZE, generator=generator, device=DEVICE).to(DTYPE)
+        for heads in (HEADS, KEYS, KEYS, HEADS)  # the last is the gradient of the output
+    ]
+    exact = [x.double() for x in given]
+    bounds, longest = segments(positions)  # known beforehand, as in the trainer
+    documents = dict(zip(SEGMENTS, (bounds, bounds, longest, longest), strict=True))
+
+    def segmented(**options: Any) -> Attention:
+        return lambda q, k, v: varlen_attention(_Layer(), q, k, v, None, **documents, **options)[0]
+
+    def masked(mask: Tensor) -> Attention:
+        return lambda q, k, v: sdpa_attention_forward(_Layer(), q, k, v, mask)[0]
+
+    mask = document_mask(positions, torch.float64)
+    truth = _outcome(masked(mask), *exact)
+    known = {VARLEN: segmented(), "sdpa": masked(document_mask(positions, DTYPE))}
+    for name, attend in known.items():
+        results = _outcome(attend, *given)
+        errors = {case: relative_error(results[case], truth[case]) for case in truth}
+        worst = max(errors, key=errors.__getitem__)
+        case = f"{name}, packed: error beside float64 under a mask"
+        show(case, errors[worst], at_most=ERROR, always=True, note=f"the worst: {worst}")
+    window = lengths[0] // 2
+    far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=DEVICE).tril(-window)
+    truth = _outcome(masked(mask.masked_fill(far, torch.finfo(torch.float64).min)), *exact)
+    results = _outcome(segmented(sliding_window=window), *given)
+    value = max(relative_error(results[case], truth[case]) for case in truth)
+    case = f"{VARLEN}, packed, a window of {window} tokens: error beside float64 under a mask"
+    show(case, value, at_most=ERROR, always=True)
+    runs: dict[str, Callable[[int], Any]] = {
+        name: lambda i, attend=attend: _outcome(attend, *given)  # type: ignore[misc]
+        for name, attend in known.items()
+    }
+    times = common.race(runs, rounds=1 if show.quick else 10)
+    note = f"sdpa under its mask takes {statistics.median(times['sdpa']) * 1e3:.2f} ms"
+    show(f"{VARLEN} / sdpa, forward and backward, time", common.ratio(times, VARLEN, "sdpa"), note=note)
 
 
-def _check_host(name: str, config: Any) -> None:
-    """Raises MissingError without that attention; where the trainer cannot be asked it is tried."""
+def _outcome(attend: Attention, q: Tensor, k: Tensor, v: Tensor, above: Tensor) -> dict[str, Tensor]:
+    """Return output [b, L, H, D] and the gradients of queries, keys and values."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    output = attend(q, k, v)
+    gradients = torch.autograd.grad(output, (q, k, v), above.transpose(1, 2))
+    return dict(zip(("output", "d_query", "d_key", "d_value"), (output.detach(), *gradients), strict=True))
+
+
+def _model(name: str, size: str, layers: int) -> Any:
+    """Return a LLaMA with random weights that ends in the fused head.
+
+    Raises MissingError without that attention; where the trainer cannot be asked, it is tried.
+    """
     if importlib.util.find_spec("pydantic") is None:
         if name == VARLEN:
             import emo.pipeline.loss.varlen  # noqa: F401 - registers it
         elif name == "flash_attention_2":
             needs("flash_attn")
-        return
-    from emo.pipeline.config import ModelConfig
-    from emo.pipeline.planning.attention import usable_attention
+    else:
+        from transformers import LlamaConfig
 
-    dtype = "bfloat16" if GPU else "float32"
-    try:
-        usable_attention(ModelConfig(path="random weights", attn_implementation=name, dtype=dtype), config)
-    except UserError as error:
-        raise MissingError(error) from None
+        from emo.pipeline.config import ModelConfig
+        from emo.pipeline.planning.attention import usable_attention
+
+        dtype = "bfloat16" if GPU else "float32"
+        config = ModelConfig(path="random weights", attn_implementation=name, dtype=dtype)
+        try:
+            usable_attention(config, LlamaConfig())
+        except UserError as error:
+            raise MissingError(error) from None
+    model = random_model(size, num_hidden_layers=layers, dtype=DTYPE, attn_implementation=name)
+    model.config.use_cache = False
+    fuse_model(model, get_objective("mle"))
+    return model
 
 
-def _documents(vocabulary: int, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
+def _documents(model: Any, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.vocab_size
     return [torch.randint(vocabulary, (length,), generator=generator).to(DEVICE) for length in lengths]
 
 
 def _inputs(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and labels of one row [1, L] that holds the documents."""
+    """Return ids, positions and labels of one row [1, L] that holds the documents."""
     ids = torch.cat(documents)[None]
     positions = torch.cat([torch.arange(len(d), device=DEVICE) for d in documents])[None]
     labels = torch.cat([torch.cat((d[1:], d.new_tensor([IGNORE]))) for d in documents])[None]
@@ -91,27 +153,26 @@ def _inputs(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def _nll(model: Any, documents: list[Tensor]) -> Tensor:
-    """Negative log-likelihood of each document of a row that holds them, a mean over its tokens."""
+    """Return the mean negative log-likelihood of a token of each document of a row that holds them."""
     ids, positions, labels = _inputs(documents)
     results, start = [], 0
     for document in documents:
-        own = torch.full_like(labels, IGNORE)
+        alone = torch.full_like(labels, IGNORE)
         part = slice(start, start + len(document))
-        own[:, part] = labels[:, part]
-        sums = model(input_ids=ids, labels=own, position_ids=positions)
+        alone[:, part] = labels[:, part]
+        sums = model(input_ids=ids, labels=alone, position_ids=positions)
         results.append(sums.nll / sums.tokens.clamp(min=1))
         start += len(document)
     return torch.stack(results).double()
 
 
-def _compare(show: Figures, name: str, model: Any) -> None:
-    lengths = (23, 9, 32) if show.quick else (700, 37, 2, 1309)
-    documents = _documents(model.config.vocab_size, lengths, seed=1)
+def _compare(show: Figures, name: str, model: Any, lengths: tuple[int, ...]) -> None:
+    documents = _documents(model, lengths, seed=1)
     packed = _nll(model, documents)
     alone = torch.cat([_nll(model, [document]) for document in documents])
     value = float(((packed - alone).abs() / alone).max())
     show(f"{name}: packed and alone, likelihoods apart", value, at_most=ALIKE, always=True)
-    others = [*_documents(model.config.vocab_size, lengths[:1], seed=2), *documents[1:]]
+    others = [*_documents(model, lengths[:1], seed=2), *documents[1:]]
     moved = float((_nll(model, others) - packed)[1:].abs().max())
     note = "largest change of a document's likelihood when the one before it is another"
     show(f"{name}: what other documents leak, nats a token", moved, at_most=1e-4, always=True, note=note)
@@ -124,10 +185,10 @@ def _memory(show: Figures, name: str) -> None:
     makes of it in bfloat16 and keeps for its backward pass; of attention by segments nothing, or one mask at
     most. Nobody counts eager attention, which keeps all of its scores.
     """
-    few = {}
-    model = _model(name, LAYERS, quick=False)
-    for case, lengths in (("one document", (LONG,)), ("packed", (1000, 50, 2046, 1000))):
-        rows = [_inputs(_documents(model.config.vocab_size, lengths, seed)) for seed in range(ROWS)]
+    peaks = []  # GiB
+    model = _model(name, "220M", LAYERS)
+    for lengths in ((LONG,), (1000, 50, 2046, 1000)):
+        rows = [_inputs(_documents(model, lengths, seed)) for seed in range(ROWS)]
         ids, positions, labels = (torch.cat(column) for column in zip(*rows, strict=True))
 
         def step(ids: Tensor = ids, positions: Tensor = positions, labels: Tensor = labels) -> None:
@@ -136,10 +197,10 @@ def _memory(show: Figures, name: str) -> None:
             model.zero_grad(set_to_none=True)
 
         step()
-        few[case] = common.peak_memory_mb(step) * 2**20
-    note = f"{few['packed'] / GIB:.2f} GiB packed, {few['one document'] / GIB:.2f} as one document a row"
+        peaks.append(common.peak_memory_mb(step) / 1024)
+    single, packed = peaks
+    note = f"{packed:.2f} GiB packed, {single:.2f} as one document a row"
     mask = ROWS * LONG * LONG / GIB
     most = {"sdpa": (1 + 2 * LAYERS) * mask, "eager": None}.get(name, mask)
-    extra = (few["packed"] - few["one document"]) / GIB
     case = f"{name}: memory of packing, {ROWS} rows of {LONG} tokens, {LAYERS} layers"
-    show(case, extra, "GiB", at_most=most, note=note)
+    show(case, packed - single, "GiB", at_most=most, note=note)

@@ -14,14 +14,8 @@ from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
-from tests.campaigns.gpu_figures import Figures, MissingError
+from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
 from tests.helpers.loss_reference import losses_from_logits, relative_error, unit_rows
-
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-GIB = 2**30
-MILLI = 1e3
-
 
 # Bounds of a relative error where logits and gradients are rounded to 8 bits. The likeliest tokens are 8 to
 # 16 above the target here. Half a quantum there is 2^-5: the relative error of their probabilities, and so of
@@ -159,7 +153,17 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
     runs: dict[str, Callable[[int], Any]] = objectives.runnable(setting, report)
     for note in report.notes:
         show.skip(note.partition(" left out")[0], note.partition("): ")[2])
-    runs["bare products"] = _products(setting)
+    if shape.N * shape.V * 2 > 8 * GIB:
+        raise MissingError("its logits would not fit")
+    h, w = setting.hidden.detach(), setting.weight.detach()
+
+    def products(i: int) -> None:
+        """The three matrix products that no linear cross-entropy can do without, and nothing else."""
+        logits = h @ w.T
+        logits @ w
+        logits.T @ h
+
+    runs["bare products"] = products
     times = common.race(runs, rounds=1 if show.quick else 10)
     for name in runs:
         show(f"{shape.label}: {name}, time", statistics.median(times[name]) * MILLI, "ms")
@@ -181,17 +185,3 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
             peak = common.peak_memory_mb(lambda name=name: runs[name](1)) * 2**20 / GIB  # type: ignore[misc]
             most = 6.0 if not first and name in (exact, cached) else None
             show(f"{where}: {name}, memory above inputs", peak, "GiB", at_most=most)
-
-
-def _products(setting: Setting) -> Callable[[int], None]:
-    """The three matrix products that no linear cross-entropy can do without, and nothing else."""
-    if setting.shape.N * setting.shape.V * 2 > 8 * GIB:
-        raise MissingError("its logits would not fit")
-    h, w = setting.hidden.detach(), setting.weight.detach()
-
-    def run(i: int) -> None:
-        logits = h @ w.T
-        logits @ w
-        logits.T @ h
-
-    return run

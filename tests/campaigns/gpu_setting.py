@@ -1,4 +1,4 @@
-"""What the runs of the GPU campaign are made of: data, models, recipes, and processes of their own.
+"""What the parts of the GPU campaign share: figures beside their targets, recipes, and runs that are watched.
 
 There is no network and nothing to download: the text is the embedded corpus, whose short documents fill
 packed rows, and weights are random. Vocabularies are as large as real ones; the text uses their first pieces.
@@ -10,53 +10,169 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import yaml
+from rich.console import Console
+from rich.table import Table
 
-from tests.campaigns.gpu_figures import OWN, Figures, MissingError
+from emo.common.errors import one_line
+from emo.common.files import write_text
 
 # tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
 REPO = Path(__file__).resolve().parents[2]
-TRAINER = ("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
+RESULTS = "results.json"
+CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off
 GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+GIB, MILLI = 2**30, 1e3
 STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
-SIZES: dict[str, dict[str, int]] = {
-    "1.1B": {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "220M": {
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
-    "toy": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+SIZES = {
+    "1.1B": dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4), strict=True)),
+    "220M": dict(zip(SHAPE, (32000, 1024, 2816, 12, 16, 16), strict=True)),
+    "toy": dict(zip(SHAPE, (1024, 64, 128, 2, 4, 2), strict=True)),
 }
-WORKER = "tests.campaigns.gpu_worker"
+
+
+class MissingError(Exception):
+    """What a figure needs is not here: a line says so, and no target is missed."""
+
+
+@dataclass
+class Figures:
+    """The records of one part, kept as soon as they are there; one process writes at a time."""
+
+    directory: Path  # for figures, logs and traces, which are small
+    part: str
+    quick: bool = False  # sizes that say whether it runs, not how well: no target holds
+    deadline: float = float("inf")  # of the part, by time.monotonic(), which processes share
+    work: Path = Path()  # for weights, data and runs, which are not small
+
+    def __call__(
+        self,
+        case: str,
+        value: float | None,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        always: bool = False,
+        note: str = "",
+    ) -> None:
+        """Keep a figure with its target; both bounds: within them. None, or NaN, misses a target.
+
+        `always`: it is a matter of right and wrong, and holds in small as well.
+        """
+        if value is not None and value != value:
+            value, note = None, f"not a number; {note}"
+        bounds = [(">=", at_least), ("<=", at_most)] if always or not self.quick else []
+        target = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+        low = -float("inf") if at_least is None else at_least
+        high = float("inf") if at_most is None else at_most
+        met = value is not None and low <= value <= high if target else None
+        self._keep(case, value, unit, target, met, note)
+
+    def skip(self, case: str, why: object) -> None:
+        """Keep that something could not be measured here."""
+        self._keep(case, None, "", "", None, f"left out: {why}")
+
+    def failed(self, case: str, why: object) -> None:
+        """Keep that something which should work did not."""
+        self._keep(case, None, "", "works", False, str(why))
+
+    @contextlib.contextmanager
+    def attempt(self, case: str) -> Iterator[None]:
+        """Keep what goes wrong in the block as a failure of `case`, and what is missing as left out."""
+        try:
+            yield
+        except MissingError as error:
+            self.skip(case, error)
+        except Exception as error:
+            package = ((isinstance(error, ModuleNotFoundError) and error.name) or "emo").partition(".")[0]
+            if package not in ("emo", "tests"):
+                self.skip(case, f"{package} is not installed")
+                return
+            traceback.print_exc()
+            self.failed(case, f"{type(error).__name__}: {one_line(error)}")
+
+    def need_seconds(self, seconds: float) -> None:
+        """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
+        if time.monotonic() + seconds > self.deadline:
+            raise MissingError(f"the part has less than {seconds:g} s left for it")
+
+    def limit(self, seconds: float) -> float:
+        """Return as many seconds, or those that the part has left less CLOSING; at least one."""
+        return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
+
+    def run_dir(self, name: str) -> Path:
+        """Return a run directory of this part."""
+        return self.work / "runs" / f"{self.part}-{name}"
+
+    def _keep(self, case: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
+        known = read(self.directory)
+        record = {"part": self.part, "what": case, "value": value, "unit": unit, "target": target}
+        known["records"].append(record | {"met": met, "note": note})
+        write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return what is kept so far: `records`, and `about` the sessions that the parts ran in."""
+    path = directory / RESULTS
+    return json.loads(path.read_text()) if path.is_file() else {"records": []}
+
+
+def begin(directory: Path, parts: list[str], **about: Any) -> None:
+    """Forget the records of parts that are about to run again; those of others stay; `about` this session."""
+    known = read(directory)
+    known["about"] = known.get("about", {}) | dict.fromkeys(parts, about)
+    known["records"] = [record for record in known["records"] if record["part"] not in parts]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / RESULTS, json.dumps(known, indent=1) + "\n")
+
+
+def cells(record: dict[str, Any]) -> list[str]:
+    """Return part, figure, value, target, verdict and note of a record for people."""
+    value = "" if record["value"] is None else f"{record['value']:,.4g} {record['unit']}".rstrip()
+    mark = {True: "met", False: "MISSED", None: ""}[record["met"]]
+    return [record["part"], record["what"], value, record["target"], mark, record["note"]]
+
+
+def print_from(directory: Path, start: int) -> int:
+    """Print the records from the `start`-th on, a line each; return how many there are."""
+    records = read(directory)["records"]
+    for part, case, value, target, mark, note in map(cells, records[start:]):
+        line = f"{part}: {case}: {value or '-'}{f' (target {target})' if target else ''} {mark}".rstrip()
+        print(f"{line}; {note}" if note else line, flush=True)
+    return len(records)
+
+
+def table(directory: Path) -> int:
+    """Print everything that is kept; return 1 when a target is missed or something failed, else 0."""
+    records = read(directory)["records"]
+    shown = Table("part", "figure", "value", "target", "", "note")
+    for record in records:
+        *first, note = cells(record)
+        shown.add_row(*first, note[:200])
+    Console(width=190).print(shown)
+    missed = [record for record in records if record["met"] is False]
+    print(f"{len(records)} figures, {len(missed)} missed; {directory / RESULTS}", flush=True)
+    return int(bool(missed))
 
 
 def needs(*packages: str) -> None:
@@ -66,36 +182,28 @@ def needs(*packages: str) -> None:
             raise MissingError(f"{name} is not installed")
 
 
-def architecture(size: str) -> dict[str, Any]:
-    """The configuration keys of a LLaMA of that size."""
-    return {"model_type": "llama", "max_position_embeddings": CONTEXT, **SIZES[size]}
-
-
-def model_directory(work: Path, size: str) -> Path:
-    """Random weights of a LLaMA of that size in bfloat16, written once."""
+def random_model(size: str, **options: Any) -> Any:
+    """Return a LLaMA of that size with random weights; `options` change its configuration and its loading."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    target = work / "models" / size
-    if (target / "config.json").is_file():
-        return target
+    loading = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
+    keys = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False, **SIZES[size], **options}
     torch.manual_seed(0)
-    keys = architecture(size)
-    config = AutoConfig.for_model(keys.pop("model_type"), tie_word_embeddings=False, **keys)
-    with torch.device("cuda" if GPU else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    partial = target.with_name(f"{size}.partial")
-    model.save_pretrained(partial)
-    partial.rename(target)
-    return target
+    with DEVICE:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **keys), **loading)
 
 
-def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[str, Any]) -> Path:
-    """A recipe on prepared data: rows of `block` tokens, `micro` of them a step; `sections` complete it.
+def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
+    """Return a recipe on prepared data: rows of `block` tokens, `micro` of them a step.
 
     Raises MissingError where a run of it could not start.
     """
-    needs(*TRAINER)
+    needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
     out = show.work
+    model = out / "models" / size
+    if not model.is_dir():
+        random_model(size, dtype=torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
+        model.with_name(f"{size}.partial").rename(model)
     content: dict[str, Any] = {
         "output_dir": str(out / "runs" / "unnamed"),
         "data": {
@@ -106,7 +214,7 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
             "sources": [{"embedded": "world", "limit": 400 if show.quick else 3000}],
             "validation_fraction": 0.02,
         },
-        "model": {"path": str(model_directory(out, size)), "dtype": "bfloat16"},
+        "model": {"path": str(model), "dtype": "bfloat16"},
         "objective": {"name": "emo"},
         "train": {
             "max_steps": 1000,
@@ -119,8 +227,6 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
         },
         "deepspeed": "ds_configs/zero3.json",
     }
-    for name, section in sections.items():
-        content[name] |= section
     path = out / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content))
@@ -132,24 +238,15 @@ def recipe(show: Figures, size: str, block: int, micro: int, **sections: dict[st
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    """What processes of the campaign inherit; None takes a variable away."""
-    results = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if GPU:  # tests.bench.common has set it for the benches; the trainer chooses for itself
-        results.pop("OMP_NUM_THREADS", None)
-    else:
-        results |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    for name, value in changes.items():
-        results.pop(name, None)
-        if value is not None:
-            results[name] = value
-    return results
+    """Return what processes of the campaign inherit; None takes a variable away."""
+    # tests.bench.common has set the number of threads; on a GPU the trainer chooses for itself
+    usual = {"OMP_NUM_THREADS": None} if GPU else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    merged = os.environ | {"PYTHONUNBUFFERED": "1"} | usual | changes
+    return {name: value for name, value in merged.items() if value is not None}
 
 
-def run(arguments: list[str], seconds: float, **changes: Any) -> str:
-    """Output of a Python process. Raises RuntimeError with its last words where it fails or takes longer.
-
-    Raises MissingError where a package that it imports is not installed.
-    """
+def run(arguments: list[str], seconds: float, **changes: Any) -> None:
+    """Run a Python process. Raises RuntimeError with its last words where it fails or takes longer."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -164,11 +261,7 @@ def run(arguments: list[str], seconds: float, **changes: Any) -> str:
         raise RuntimeError(f"{' '.join(arguments[:3])} was killed after {seconds:.0f} s") from None
     print(done.stdout, flush=True)
     if done.returncode:
-        absent = re.search(r"ModuleNotFoundError: No module named '([\w]+)", last_words(done.stdout))
-        if absent and absent[1] not in OWN:
-            raise MissingError(f"{absent[1]} is not installed")
         raise RuntimeError(f"exit code {done.returncode}: {last_words(done.stdout)}")
-    return done.stdout
 
 
 def kill_family(process: subprocess.Popen[Any]) -> None:
@@ -185,30 +278,30 @@ def kill_family(process: subprocess.Popen[Any]) -> None:
 
 
 def last_words(output: str) -> str:
-    """The line that says why a process failed, as far as one can tell."""
+    """Return the line that says why a process failed, as far as one can tell."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("error: ") or "Error" in line]
     return (telling or lines or ["no output"])[-1][:300]
 
 
 def measure(
-    show: Figures, name: str, path: Path, *options: str, seconds: float = 90, **changes: Any
+    show: Figures,
+    name: str,
+    shape: tuple[str, int, int],
+    *options: str,
+    seconds: float = 90,
+    least: float = 30,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """What the worker finds in STEPS steps of the recipe at `path`, with `options` as overrides.
+    """Return what the worker finds in STEPS steps of the recipe of a shape, with `options` as overrides.
 
-    The run may take `seconds`, and no longer than the part has left.
+    The run may take `seconds`, and no longer than the part has left, which must be `least`.
     """
-    run_dir = fresh(show, name)
+    show.need_seconds(least)
+    path, run_dir = recipe(show, *shape), show.run_dir(name)
+    shutil.rmtree(run_dir, ignore_errors=True)  # what another campaign left there
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
-    results.unlink(missing_ok=True)
-    arguments = ["-m", WORKER, "--to", str(results), "--steps", str(STEPS), str(path)]
+    arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]
     run([*arguments, f"output_dir={run_dir}", *options], show.limit(seconds), **changes)
     return json.loads(results.read_text())
-
-
-def fresh(show: Figures, name: str) -> Path:
-    """A run directory that nobody has used; what another campaign left there is removed."""
-    run_dir = show.work / "runs" / f"{show.part}-{name}"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    return run_dir

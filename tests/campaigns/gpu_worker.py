@@ -14,7 +14,7 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from emo.pipeline.report.console import Console
 from emo.pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
 
-WAITS = "called a synchronizing"  # of the warning that torch gives when the host has to wait
-
 
 class EnoughError(Exception):
     """The run has been watched for long enough."""
@@ -45,67 +43,57 @@ class Watcher:
     """Stands around the trainer's steps, its head and its saves."""
 
     def __init__(self, steps: int | None, counts: bool) -> None:
-        self.steps = steps  # None: to the end
-        self.counts = counts  # what makes the host wait, which costs a little time
+        """steps: None for all. counts: also what makes the host wait, which costs a little time."""
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.waits: list[int] = []  # of whole steps, after the warm ones
         self.head_waits: list[int] = []  # of the fused head alone, each time that it ran
-        self.stalls: list[float] = []
+        self.stalls: list[float] = []  # seconds that a save costs the steps
         self.peak: dict[str, int] = {}
         self.adapters: list[str] = []  # types of the weights that train
+        self._steps, self._counts = steps, counts
         self._caught: list[warnings.WarningMessage] = []
+        for owner, name, around in (
+            (Engine, "train_step", self._step),
+            (FusedHead, "forward", self._head),
+            (Saver, "save", self._save),
+        ):
+            original = getattr(owner, name)
+            setattr(
+                owner, name, lambda *a, _f=original, _around=around, **k: _around(lambda: _f(*a, **k), a[0])
+            )
 
-    def around_steps(self) -> None:
-        """Time every step; end the run before the one that is not wanted any more."""
-        original = Engine.train_step
-
-        def step(trainer: Engine, *args: Any, **kwargs: Any) -> Any:
-            if len(self.seconds) == self.steps:
-                raise EnoughError
-            if len(self.seconds) == WARM:
-                if GPU:
-                    torch.cuda.reset_peak_memory_stats()
-                trained = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}
-                self.adapters = sorted(trained)
-            _settle()
-            began = time.perf_counter()
-            with self._counting() if self.counts else contextlib.nullcontext():
-                sums = original(trainer, *args, **kwargs)
-            _settle()
-            self.seconds.append(time.perf_counter() - began)
-            self.losses.append(sums.loss / max(1, sums.tokens))
+    def _step(self, original: Callable[[], Any], trainer: Engine) -> Any:
+        if len(self.seconds) == self._steps:
+            raise EnoughError
+        if len(self.seconds) == WARM:
             if GPU:
-                self.peak = {"allocated": torch.cuda.max_memory_allocated()}
-                self.peak["reserved"] = torch.cuda.max_memory_reserved()
-            return sums
+                torch.cuda.reset_peak_memory_stats()
+            self.adapters = sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad})
+        _settle()
+        began = time.perf_counter()
+        with self._counting() if self._counts else contextlib.nullcontext():
+            sums = original()
+        _settle()
+        self.seconds.append(time.perf_counter() - began)
+        self.losses.append(sums.loss / max(1, sums.tokens))
+        if GPU:
+            self.peak = {"allocated": torch.cuda.max_memory_allocated()}
+            self.peak["reserved"] = torch.cuda.max_memory_reserved()
+        return sums
 
-        Engine.train_step = step  # type: ignore[method-assign, assignment]
+    def _head(self, original: Callable[[], Any], head: FusedHead) -> Any:
+        before = len(self._caught)
+        results = original()
+        if len(self.seconds) >= WARM:
+            self.head_waits.append(_waits(self._caught[before:]))
+        return results
 
-    def around_head(self) -> None:
-        """Count how often the head makes the host wait."""
-        original = FusedHead.forward
-
-        def forward(head: FusedHead, *args: Any, **kwargs: Any) -> Any:
-            before = len(self._caught)
-            results = original(head, *args, **kwargs)
-            if len(self.seconds) >= WARM:
-                self.head_waits.append(_count(self._caught[before:]))
-            return results
-
-        FusedHead.forward = forward  # type: ignore[method-assign, assignment]
-
-    def around_saves(self) -> None:
-        """Time what a save costs the steps."""
-        original = Saver.save
-
-        def save(saver: Saver, *args: Any, **kwargs: Any) -> None:
-            _settle()
-            began = time.perf_counter()
-            original(saver, *args, **kwargs)
-            self.stalls.append(time.perf_counter() - began)
-
-        Saver.save = save  # type: ignore[method-assign, assignment]
+    def _save(self, original: Callable[[], Any], saver: Saver) -> None:
+        _settle()
+        began = time.perf_counter()
+        original()
+        self.stalls.append(time.perf_counter() - began)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -118,11 +106,11 @@ class Watcher:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         if len(self.seconds) >= WARM:
-            self.waits.append(_count(self._caught))
+            self.waits.append(_waits(self._caught))
 
 
-def _count(caught: list[warnings.WarningMessage]) -> int:
-    return sum(WAITS in str(warning.message) for warning in caught)
+def _waits(caught: list[warnings.WarningMessage]) -> int:
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def _settle() -> None:
@@ -131,7 +119,7 @@ def _settle() -> None:
 
 
 def predicted(config: RunConfig) -> dict[str, float]:
-    """Bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
+    """Return bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
     ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
@@ -142,7 +130,7 @@ def predicted(config: RunConfig) -> dict[str, float]:
     return results | {"tokens": setup.tokens * setup.accumulation}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Watch a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", type=Path, required=True)
@@ -151,14 +139,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("options", nargs="*")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     config = load_config(given.recipe, given.options)
     world = engine.start_world()
     prediction = predicted(config)
     watcher = Watcher(None if given.whole else given.steps, given.waits and GPU)
-    watcher.around_steps()
-    watcher.around_head()
-    watcher.around_saves()
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
         train.train(config, world, Watch(), Console("lines" if world.is_main else "silent"))

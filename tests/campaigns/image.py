@@ -30,25 +30,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign
-from tests.campaigns.cluster import install
+from tests.campaigns.campaign import Campaign, can_install, install
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
 
 PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
 SUITE, NEEDED = "bookworm", 15  # of Debian, as in the Dockerfile; GiB of disk
-PARTS = ["verbs", "stops", "evaluation", "quickstart"]
 UNKNOWN = 4321  # a user without an entry in the image
+SHELL = ("--entrypoint", "sh")
+CONSTANT = "train.lr_scheduler_type=constant"
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
     *("--cap-drop", "all", "--security-opt", "no-new-privileges", "--health-interval", "disable"),
-    *(
-        "--ulimit",
-        "nofile=4096:4096",
-        "--ulimit",
-        "nproc=4096:4096",
-    ),  # podman's own are above what may be set
+    # podman's own are above what may be set
+    *("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"),
 ]
 
 
@@ -67,101 +63,87 @@ class Image:
         self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
 
     def ask(self, *arguments: str) -> str:
-        """What a command of podman prints; its errors go to the terminal."""
+        """Return what a command of podman prints; its errors go to the terminal."""
         command = [*self.podman, *arguments]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
     def build(self, torch_args: str) -> None:
-        """Base and image."""
-        base = self.directory / "base"
-        subprocess.run(
-            ["debootstrap", "--variant=minbase", SUITE, str(base)], check=True, stdout=subprocess.DEVNULL
-        )
+        """Make base and image."""
+        base, secrets = self.directory / "base", self.directory / "pip"
+        command = ["debootstrap", "--variant=minbase", SUITE, str(base)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
         command = [*self.podman, "import", "--quiet", "-", "emo-base"]
         subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
         shutil.rmtree(base)
-        mounts = pip_configuration(self.directory / "pip")
+        mounts = pip_configuration(secrets)
         command = ["buildah", *self.storage, "bud", "--isolation", "chroot", "--format", "docker"]
         command += [part for mount in mounts for part in ("--volume", f"{mount}:{mount}:ro")]
-        command += ["--secret", f"id=pip,src={self.directory / 'pip' / 'pip.conf'}"]
+        command += ["--secret", f"id=pip,src={secrets / 'pip.conf'}"]
         command += ["--build-arg", "BASE=localhost/emo-base", "--build-arg", f"TORCH_ARGS={torch_args}"]
         command += ["--build-arg", "REVISION=tested", "--tag", self.NAME, "."]
         subprocess.run(command, cwd=REPO, check=True)
 
     def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
-        """The command that runs the image with `arguments`."""
+        """Return the command that runs the image with `arguments`."""
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
-    def run(self, *arguments: str, **extra: object) -> tuple[int, str]:
-        """Exit code and all output of a container."""
-        command = self.command(*arguments, **extra)  # type: ignore[arg-type]
+    def run(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> tuple[int, str]:
+        """Return exit code and all output of a container."""
+        command = self.command(*arguments, user=user, options=options)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
     def remove(self) -> None:
-        """Containers, images, mounts."""
+        """Remove containers, images and mounts."""
         for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
             subprocess.run([*self.podman, *arguments], capture_output=True)
 
 
 def pip_configuration(directory: Path) -> list[Path]:
-    """Write pip.conf as pip is configured here; returns the directories that it needs at the same place."""
+    """Write pip.conf as pip is configured here; return the directories that it needs at the same place."""
     directory.mkdir()
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    results = {}
+    settings = {}
     for line in listed.stdout.splitlines():
         section, _, rest = line.partition(".")
         key, _, value = rest.partition("=")
         if section in ("global", ":env:"):
-            results[key] = str(ast.literal_eval(value))
-    mounts = set()
-    for url in re.findall(r"file://(\S+)", " ".join(results.values())):
-        mounts.add(Path(url).parent)
-    if Path(results.get("find-links", "none")).is_dir():
-        mounts.add(Path(results["find-links"]))
-    if "cert" in results:  # not at its own place, where the base has its own
-        shutil.copy(results["cert"], directory / "certificates")
-        results["cert"] = str(directory / "certificates")
+            settings[key] = str(ast.literal_eval(value))
+    mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}
+    if Path(settings.get("find-links", "none")).is_dir():
+        mounts.add(Path(settings["find-links"]))
+    if "cert" in settings:  # not at its own place, where the base has its own
+        shutil.copy(settings["cert"], directory / "certificates")
+        settings["cert"] = str(directory / "certificates")
         mounts.add(directory)
-    lines = [f"{key} = {value}\n" for key, value in results.items()]
+    lines = [f"{key} = {value}\n" for key, value in settings.items()]
     (directory / "pip.conf").write_text("[global]\n" + "".join(lines))
     return sorted(mounts)
 
 
-# --- what it is -------------------------------------------------------------------------------------------
-
-
 def verbs(image: Image, show: Campaign) -> None:
     """The image's configuration, what is in it and what is not, its verbs."""
-    results = json.loads(image.ask("image", "inspect", image.NAME))[0]
-    output = results["Config"]
-    labels = {key.rpartition(".")[2]: value for key, value in (output.get("Labels") or {}).items()}
-    show("verbs", "size", f"{results['Size'] / 2**30:.2f} GiB", True)
-    health = (output.get("Healthcheck") or results.get("Healthcheck") or {}).get("Test")
-    show(
-        "verbs",
-        "user, stop signal",
-        f"{output.get('User')}, {output.get('StopSignal')}",
-        output.get("User") == "1001",
-    )
+    inspected = json.loads(image.ask("image", "inspect", image.NAME))[0]
+    config = inspected["Config"]
+    labels = {key.rpartition(".")[2]: value for key, value in (config.get("Labels") or {}).items()}
+    show("verbs", "size", f"{inspected['Size'] / 2**30:.2f} GiB", True)
+    health = (config.get("Healthcheck") or inspected.get("Healthcheck") or {}).get("Test")
+    user = config.get("User")
+    show("verbs", "user, stop signal", f"{user}, {config.get('StopSignal')}", user == "1001")
     show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
     show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
     configured = (image.directory / "pip" / "pip.conf").read_text().splitlines()[1:]
-    told = image.ask("history", "--no-trunc", image.NAME) + json.dumps(results)
     values = [line.partition(" = ")[2] for line in configured if "/" in line]
-    _, inside = image.run("-c", "cat /etc/pip.conf; true", options=("--entrypoint", "sh"))
-    remaining = [value for value in values if value in told or value in inside]
-    show(
-        "verbs",
-        "pip's configuration in the image",
-        f"{len(remaining)} of {len(values)} settings",
-        not remaining,
-    )
-    code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=("--entrypoint", "sh"))
+    _, inside = image.run("-c", "cat /etc/pip.conf; true", options=SHELL)
+    inside += image.ask("history", "--no-trunc", image.NAME) + json.dumps(inspected)
+    remaining = [value for value in values if value in inside]
+    words = f"{len(remaining)} of {len(values)} settings"
+    show("verbs", "pip's configuration in the image", words, not remaining)
+    code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=SHELL)
     good = code == 0 and out.startswith("1001") and "Read-only file system" in out
-    show("verbs", "who writes where", "1001; /emo is read only, /tmp is not" if good else out, good)
+    show("verbs", "who writes where", "1001; /emo is read only, /tmp is not", good, out)
     load = "import ctypes; [ctypes.CDLL(name) for name in ('libibverbs.so.1', 'libmlx5.so.1')]"
     code, out = image.run("-c", load, options=("--entrypoint", "python"))
     show("verbs", "InfiniBand's libraries", out.strip() or "load", code == 0)
@@ -172,57 +154,41 @@ def verbs(image: Image, show: Campaign) -> None:
         show("verbs", " ".join(arguments[:2]), out.strip().splitlines()[0], code == 0 and "usage" in out)
 
 
-# --- stops ------------------------------------------------------------------------------------------------
-
-
-class Running:
+class Training:
     """A training in a container, by its name."""
 
     def __init__(self, image: Image, run: str, *extra: str, options: tuple[str, ...] = ()) -> None:
         self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
         self.log = image.directory / f"{run}.log"
-        arguments = [
-            "continual",
-            "--num_gpus",
-            "2",
-            "--",
-            "/emo/runs/recipe.yaml",
-            f"output_dir=/emo/runs/{run}",
-        ]
+        arguments = ["continual", "--num_gpus", "2", "--", "/emo/runs/recipe.yaml"]
+        arguments += [f"output_dir=/emo/runs/{run}", *extra]
         options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
-        command = image.command(*arguments, *extra, options=options)
         with self.log.open("a") as log:
+            command = image.command(*arguments, options=options)
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def end(self) -> int:
-        """The exit code, when it has ended."""
+    def end(self, *command: str) -> int:
+        """Do a command of podman with it; return the exit code when it has ended."""
+        if command:
+            self.image.ask(*command, self.name)
         return self.process.wait(600)
 
     def stop(self) -> int:
-        """What `docker stop` and a drained node do."""
-        self.image.ask("stop", "--time", "120", self.name)
-        return self.end()
-
-    def kill(self) -> int:
-        """The whole container at once, as the kernel does when memory is full."""
-        self.image.ask("kill", "--signal", "KILL", self.name)
-        return self.end()
+        """Do what `docker stop` and a drained node do."""
+        return self.end("stop", "--time", "120")
 
     def healthy(self) -> bool:
-        """What its health check says."""
+        """Return what its health check says."""
         command = [*self.image.podman, "healthcheck", "run", self.name]
         return subprocess.run(command, capture_output=True).returncode == 0
 
-    def ranks(self) -> list[int]:
-        """Process ids, on this machine, of the ranks."""
-        listed = self.image.ask("top", self.name, "hpid", "args").splitlines()[1:]
-        return [
-            int(line.split()[0]) for line in listed if "--local_rank=" in line and "launch.py" not in line
-        ]
-
-    def said(self) -> str:
-        """The end of its output."""
+    def output(self) -> str:
+        """Return the end of its output."""
         return self.log.read_text()[-800:]
+
+    def last_step(self) -> int:
+        """Return the last step that it has logged."""
+        return int(losses(self.run_dir)[-1][0])
 
 
 def stops(image: Image, show: Campaign) -> None:
@@ -233,75 +199,66 @@ def stops(image: Image, show: Campaign) -> None:
     shutil.copy(host / "text.txt", image.volume)
     (image.volume / "recipe.yaml").write_text(text.replace(str(host), "/emo/runs"))
     code, out = image.run("prepare", "/emo/runs/recipe.yaml")
-    show("stops", "prepare", out.strip().splitlines()[-1][:70] if code == 0 else out[-800:], code == 0)
-    long = ("train.max_steps=120", "train.save_steps=5", "train.lr_scheduler_type=constant")
-    alone = Running(image, "alone", *long)
-    code = alone.end()
-    show("stops", "a run left alone", "exit code 0" if code == 0 else alone.said(), code == 0)
+    show("stops", "prepare", out.strip().splitlines()[-1][:70], code == 0, out[-800:])
+    long = ("train.max_steps=120", "train.save_steps=5", CONSTANT)
+    alone = Training(image, "alone", *long)
+    show("stops", "a run left alone", "exit code 0", alone.end() == 0, alone.output())
 
-    run = Running(image, "disturbed", *long)
+    run = Training(image, "disturbed", *long)
     wait_for_step(run.run_dir, 7)
     code = run.stop()
     show("stops", "podman stop", f"exit code {code}", code == 75)
-    stopped = last_step(run.run_dir)
-    run = Running(image, "disturbed", *long)
+    stopped = run.last_step()
+    run = Training(image, "disturbed", *long)
     wait_for_step(run.run_dir, stopped + 6)
-    code = run.kill()
-    show("stops", "then killed", f"exit code {code} at step {last_step(run.run_dir)}", code == 137)
-    run = Running(image, "disturbed", *long)
-    code = run.end()
-    equal = code == 0 and losses(run.run_dir) == losses(alone.run_dir)
-    words = "finished; losses equal those of the run left alone" if equal else run.said()
-    show("stops", "the same command again", words, equal and run.log.read_text().count("resumed from") == 2)
-    healths(image, show)
+    code = run.end("kill", "--signal", "KILL")  # the whole container, as the kernel does when memory is full
+    show("stops", "then killed", f"exit code {code} at step {run.last_step()}", code == 137)
+    run = Training(image, "disturbed", *long)
+    good = run.end() == 0 and losses(run.run_dir) == losses(alone.run_dir)
+    good = good and run.log.read_text().count("resumed from") == 2
+    words = "finished; losses equal those of the run left alone"
+    show("stops", "the same command again", words, good, run.output())
 
-
-def last_step(run_dir: Path) -> int:
-    """The last step that a run has logged."""
-    return int(losses(run_dir)[-1][0])
-
-
-def healths(image: Image, show: Campaign) -> None:
-    """A rank that hangs makes the container unhealthy; one that goes on, healthy again."""
-    extra = ("train.max_steps=200000", "train.save_steps=100000", "train.lr_scheduler_type=constant")
-    run = Running(image, "hangs", *extra, options=("--env", "HANG_SECONDS=15"))
+    # A rank that hangs makes the container unhealthy; one that goes on, healthy again.
+    extra = ("train.max_steps=200000", "train.save_steps=100000", CONSTANT)
+    run = Training(image, "hangs", *extra, options=("--env", "HANG_SECONDS=15"))
     wait_for_step(run.run_dir, 3)
     show("stops", "health of a run", "healthy", run.healthy())
-    ranks = run.ranks()
-    os.kill(ranks[-1], signal.SIGSTOP)
+    listed = image.ask("top", run.name, "hpid", "args").splitlines()[1:]
+    ranks = [line for line in listed if "--local_rank=" in line and "launch.py" not in line]
+    rank = int(ranks[-1].split()[0])
+    os.kill(rank, signal.SIGSTOP)
     began = time.monotonic()
     wait_for(lambda: not run.healthy(), "bad health", 60)
     show("stops", "one rank hangs", f"unhealthy after {time.monotonic() - began:.0f} s", True)
-    os.kill(ranks[-1], signal.SIGCONT)
+    os.kill(rank, signal.SIGCONT)
     wait_for(run.healthy, "health", 60)
     code = run.stop()
     show("stops", "it goes on", f"healthy; stopped with {code}", code == 75)
 
 
-# --- evaluation, quickstart -------------------------------------------------------------------------------
-
-
 def evaluation(image: Image, show: Campaign) -> None:
     """A model and a run's export, by an unknown user; SIGTERM ends a watcher."""
-    run = image.volume / "evaluated"
+    run, empty = image.volume / "evaluated", image.volume / "empty"
     tiny_model(run / "export")
     write_tasks(image.volume / "tasks", ["sst2"], train=20, test=8)
+    empty.mkdir()
     for path in (image.volume, *image.volume.rglob("*")):
         os.chown(path, UNKNOWN, UNKNOWN)
-    on = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
+    tasks = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
     model = ("--model", "/emo/runs/evaluated/export", "--name", "tiny", "--output_path", "/emo/runs/results")
-    code, out = image.run("evaluate", *model, *on, user=UNKNOWN)
-    show("evaluation", "evaluate", "exit code 0" if code == 0 else out[-800:], code == 0)
-    code, out = image.run("watch", "/emo/runs/evaluated", "--once", *on, user=UNKNOWN)
+    code, out = image.run("evaluate", *model, *tasks, user=UNKNOWN)
+    show("evaluation", "evaluate", "exit code 0", code == 0, out[-800:])
+    code, out = image.run("watch", "/emo/runs/evaluated", "--once", *tasks, user=UNKNOWN)
     done = run / "eval" / "watch" / "done" / "evaluated.json"
     good = code == 0 and done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
-    show("evaluation", "watch --once", "evaluated" if good else out[-800:], good)
+    show("evaluation", "watch --once", "evaluated", good, out[-800:])
     good = (run / "eval" / "report.html").is_file() and done.stat().st_uid == UNKNOWN
-    show("evaluation", "report.html", f"written by user {UNKNOWN}" if good else out[-800:], good)
+    show("evaluation", "report.html", f"written by user {UNKNOWN}", good, out[-800:])
     options = ("--name", "emo-test-watch")
-    (image.volume / "empty").mkdir()
-    (image.volume / "empty").chmod(0o777)
-    waiting = subprocess.Popen(image.command("watch", "/emo/runs/empty", *on, user=UNKNOWN, options=options))
+    waiting = subprocess.Popen(
+        image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=options)
+    )
     wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
     time.sleep(5)
     began = time.monotonic()
@@ -314,32 +271,25 @@ def quickstart(image: Image, show: Campaign) -> None:
     """The whole product, by an unknown user."""
     began = time.monotonic()
     code, out = image.run("quickstart", user=UNKNOWN)
-    report = image.volume / "quickstart" / "report.html"
-    good = code == 0 and report.is_file()
+    good = code == 0 and (image.volume / "quickstart" / "report.html").is_file()
     words = f"report.html after {(time.monotonic() - began) / 60:.1f} minutes"
-    show("quickstart", "raw text to report", words if good else out[-1200:], good)
-
-
-def obstacle() -> str | None:
-    """Why the image cannot be built here, or None."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return "needs root on Debian"
-    free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
-    return f"needs {NEEDED} GiB of disk, {free:.0f} are free" if free < NEEDED else None
+    show("quickstart", "raw text to report", words, good, out[-1200:])
 
 
 def main() -> int:
-    """Build, then run the parts; 0 when all pass or nothing can run here."""
+    """Build, then run the parts; return 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Image, Campaign], None]]
     parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
     parser.add_argument(
         "--torch-args", default="", help="TORCH_ARGS of the build, to choose PyTorch for CPUs"
     )
     args = parser.parse_args()
     show = Campaign("image")
-    if (why := obstacle()) is not None:
+    free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
+    if not can_install() or free < NEEDED:
+        why = f"needs {NEEDED} GiB of disk, {free:.0f} are free" if can_install() else "needs root on Debian"
         show("image", "everything", f"skipped: {why}", True)
         return show.finish(vars(args))
     install(PACKAGES)

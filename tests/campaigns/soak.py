@@ -38,21 +38,28 @@ from tests.campaigns.campaign import Campaign
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses
 
+# Killed with -9, but for Ctrl-C, which goes to the foreground process group while a step takes longer than
+# the 30 seconds after which DeepSpeed's launcher kills its ranks.
+EXPORTING = "everything while it exports"
+CTRL_C = "Ctrl-C in a slow step"
+VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING, CTRL_C]
+
 
 def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
+    """Return the losses of a run that is left alone."""
     done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     return losses(run_dir)
 
 
-# Killed with -9, but for Ctrl-C, which goes to the foreground process group while a step takes longer than
-# the 30 seconds after which DeepSpeed's launcher kills its ranks.
-EXPORTING = "everything while it exports"
-VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING, "Ctrl-C in a slow step"]
+def last_step(run_dir: Path) -> int:
+    """Return the last step that a run has logged, 0 before its first."""
+    return int((read_metrics(run_dir) or [{"step": 0}])[-1]["step"])
 
 
-def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
-    """Disturb one run `count` times; whether it ended with the right losses and told the truth each time."""
+def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
+    """Disturb one run over and over: it must end with the right losses and tell the truth each time."""
+    count, rng = args.kills, random.Random(args.seed)
     options = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *options)
     run_dir = recipe.parent / "killed"
@@ -61,12 +68,11 @@ def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
     order = [victim for _ in range(-(-count // len(VICTIMS))) for victim in rng.sample(VICTIMS, len(VICTIMS))]
     for number, victim in enumerate(order[:count]):
         make = launching.launch_command if number % 2 else launching.script_command
-        process = launching.popen(
-            make(2, *arguments, f"train.export_checkpoints={str(victim == EXPORTING).lower()}")
-        )
+        exports = f"train.export_checkpoints={str(victim == EXPORTING).lower()}"
+        process = launching.popen(make(2, *arguments, exports))
         steps = len(read_metrics(run_dir))
-        _wait_for_the_moment(process, run_dir, rng, victim)
-        died = _strike(process, run_dir, victim)
+        disturb(process, run_dir, rng, victim)
+        died = time.monotonic()
         output, _ = process.communicate(timeout=600)
         launching.wait_until_gone(run_dir)
         slowest = max(slowest, time.monotonic() - died)
@@ -79,68 +85,55 @@ def kills(recipe: Path, count: int, rng: random.Random, show: Campaign) -> bool:
             unheard += early
             honest = honest and early
         remaining = [step_of(d) for d in checkpoints(run_dir)]
-        code = process.returncode
-        print(
-            f"{number + 1}: {victim} of {make.__name__}: exit code {code}; checkpoints {remaining}",
-            flush=True,
-        )
+        words = f"{number + 1}: {victim} of {make.__name__}: exit code {process.returncode}"
+        print(f"{words}; checkpoints {remaining}", flush=True)
         if finished:
             break
     done = launching.run(2, *arguments)
     equal = done.returncode == 0 and losses(run_dir) == expected
-    words = "losses bit-equal" if equal else f"LOSSES DIFFER {done.stdout[-600:]}"
-    show("kills", f"{count} kills, {resumed} resumes", words, equal)
+    otherwise = f"LOSSES DIFFER {done.stdout[-600:]}"
+    show("kills", f"{count} kills, {resumed} resumes", "losses bit-equal", equal, otherwise)
     words = f"none, but {unheard} of plain `deepspeed` before its ranks listen" if unheard else "none"
-    show("kills", "no unfinished life ended with 0", words if honest else "one did", honest)
+    show("kills", "no unfinished life ended with 0", words, honest, "one did")
     show("kills", "slowest end of all ranks after a kill", f"{slowest:.1f} s", slowest < 90)
-    return equal and honest and slowest < 90
 
 
-def _wait_for_the_moment(
-    process: subprocess.Popen[str], run_dir: Path, rng: random.Random, victim: str
-) -> None:
-    """Some time while the run starts, some time after this life's first step, or in an export."""
+def disturb(process: subprocess.Popen[str], run_dir: Path, rng: random.Random, victim: str) -> None:
+    """Disturb a run while it starts, some time after this life's first step, or in an export.
+
+    A victim that is not there yet means everything.
+    """
+
+    def wait_for(condition: Callable[[], object], what: str) -> None:
+        launching.wait_for(lambda: process.poll() is not None or condition(), what)
+
     if victim == EXPORTING:
-        exports = f"step-*.partial/{HF}*"
-        launching.wait_for(lambda: process.poll() is not None or any(run_dir.glob(exports)), "export")
-        return
-    if not victim.startswith("Ctrl-C") and rng.random() < 0.5:
+        wait_for(lambda: any(run_dir.glob(f"step-*.partial/{HF}*")), "export")
+    elif victim != CTRL_C and rng.random() < 0.5:
         time.sleep(rng.uniform(0.5, 14))
-        return
-    before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
-    launching.wait_for(
-        lambda: process.poll() is not None or (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] > before,
-        "step of this life",
-    )
-    time.sleep(rng.uniform(0, 1.5))
-
-
-def _strike(process: subprocess.Popen[str], run_dir: Path, victim: str) -> float:
-    """Disturb the run; when that was over. A victim that is not there yet means everything."""
-    if victim.startswith("Ctrl-C"):
+    else:
+        before = last_step(run_dir)
+        wait_for(lambda: last_step(run_dir) > before, "step of this life")
+        time.sleep(rng.uniform(0, 1.5))
+    if victim == CTRL_C:
         if process.poll() is None:
             with launching.slow_step(run_dir):
                 os.killpg(process.pid, signal.SIGINT)
-        return time.monotonic()
+        return
     target = None if victim.startswith("everything") else launching.member(run_dir, victim)
     for item in [target] if target is not None else launching.processes_of(run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
             item.kill()
-    return time.monotonic()
 
 
 def _largest(directory: Path) -> Path:
     return max((p for p in (directory / "state").rglob("*.pt")), key=lambda p: p.stat().st_size)
 
 
-def _edit(path: Path, change: Callable[[bytearray], object]) -> None:
+def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    change(data)
-    path.write_bytes(bytes(data))
-
-
-def _flip(data: bytearray) -> None:
     data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
 
 
 def _forge(directory: Path, **changes: object) -> None:
@@ -151,23 +144,18 @@ def _forge(directory: Path, **changes: object) -> None:
     (directory / COMPLETE).write_text(json.dumps(marker))
 
 
-def _swap(directory: Path) -> None:
-    """The newest step's name on the content of an older one, with its own marker."""
-    older = checkpoints(directory.parent)[-2]
-    shutil.copy(_largest(older), _largest(directory))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated file": lambda d: _edit(_largest(d), lambda b: b.__delitem__(slice(-10, None))),
+    "truncated file": lambda d: os.truncate(_largest(d), _largest(d).stat().st_size - 10),
     "empty file": lambda d: _largest(d).write_bytes(b""),
-    "flipped bit": lambda d: _edit(_largest(d), _flip),
+    "flipped bit": lambda d: _flip(_largest(d)),
     "file of zeros": lambda d: _largest(d).write_bytes(bytes(_largest(d).stat().st_size)),
     "missing rank file": lambda d: _largest(d).unlink(),
-    "file of another step": _swap,
+    # the newest step's name on the content of an older one
+    "file of another step": lambda d: shutil.copy(_largest(checkpoints(d.parent)[-2]), _largest(d)),
     "stray file": lambda d: (d / "state" / "stray.pt").write_bytes(b"x"),
     "missing COMPLETE": lambda d: (d / COMPLETE).unlink(),
     "empty COMPLETE": lambda d: (d / COMPLETE).write_text(""),
-    "torn COMPLETE": lambda d: _edit(d / COMPLETE, lambda b: b.__delitem__(slice(40, None))),
+    "torn COMPLETE": lambda d: os.truncate(d / COMPLETE, 40),
     "COMPLETE without files": lambda d: (d / COMPLETE).write_text('{"files": {}}'),
     "COMPLETE of another kind": lambda d: (d / COMPLETE).write_text('["files"]'),
     "COMPLETE with a wrong size": lambda d: _forge(d, size=1),
@@ -181,90 +169,76 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def damage(recipe: Path, show: Campaign) -> bool:
+def damage(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """Every damage to the newest checkpoint, one after the other."""
     options = ["train.max_steps=12", "train.save_steps=3", "train.save_total_limit=3", "train.eval_rows=2"]
     origin = recipe.parent / "origin"
     expected = undisturbed(recipe, origin, *options)
     shutil.rmtree(origin / "export")
-    good = True
     for name, harm in DAMAGE.items():
         run_dir = recipe.parent / name.replace(" ", "-")
         shutil.copytree(origin, run_dir)
         harm(checkpoints(run_dir)[-1])
         done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
         right = done.returncode == 0 and losses(run_dir) == expected and "step-000009" in done.stdout
-        show("damage", name, "resumed from step 9" if right else done.stdout[-300:], right)
-        good = good and right
+        show("damage", name, "resumed from step 9", right, done.stdout[-300:])
         shutil.rmtree(run_dir)
-    return good
 
 
-def disks(recipe: Path, show: Campaign) -> bool:
+def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
     undisturbed(recipe, recipe.parent / "measured")
     item = checkpoints(recipe.parent / "measured")[-1]
     bytes_ = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
-    good = True
     for case, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
-        with tempfile.TemporaryDirectory() as name:
-            mount = Path(name) / "disk"
-            mount.mkdir()
-            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)]
+        with tempfile.TemporaryDirectory() as mount:
+            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", mount]
             if subprocess.run(command, capture_output=True).returncode:
                 show("disks", case, "skipped: mounting needs root", True)
                 continue
             try:
                 options = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
-                done = launching.run(2, str(recipe), f"output_dir={mount / 'run'}", *options)
+                done = launching.run(2, str(recipe), f"output_dir={mount}/run", *options)
                 output = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-                remaining = checkpoints(mount / "run")
+                remaining = checkpoints(Path(mount) / "run")
                 right = done.returncode not in (0, 75) and len(output) == 1 and bool(remaining)
                 right = right and all(problem(d) is None for d in remaining)
-                words = f"one line, {len(remaining)} checkpoints left" if right else done.stdout[-3000:]
-                show("disks", case, words, right)
-                good = good and right
+                words = f"one line, {len(remaining)} checkpoints left"
+                show("disks", case, words, right, done.stdout[-3000:])
             finally:
-                subprocess.run(["umount", "-l", str(mount)], check=True)
-    return good
+                subprocess.run(["umount", "-l", mount], check=True)
 
 
-def stops(recipe: Path, show: Campaign) -> bool:
+def stops(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """Time to the first step: resuming beside a cold start, median of three."""
-    cold, warm = [], []
+    cold: list[float] = []
+    warm: list[float] = []
     for number in range(3):
         run_dir = recipe.parent / f"start-{number}"
         for times in (cold, warm):
-            before = (read_metrics(run_dir) or [{"step": 0}])[-1]["step"]
-            begun = time.monotonic()
+            before, begun = last_step(run_dir), time.monotonic()
             process = launching.start(2, str(recipe), f"output_dir={run_dir}", "train.max_steps=5000")
-            launching.wait_for_step(run_dir, int(before) + 1)
+            launching.wait_for_step(run_dir, before + 1)
             times.append(time.monotonic() - begun)
             (run_dir / "STOP").touch()
             process.communicate(timeout=120)
     ratio = statistics.median(warm) / statistics.median(cold)
     show("stops", "resume to first step / cold start", f"{ratio:.2f} (target <= 1.2)", ratio <= 1.2)
-    return ratio <= 1.2
 
 
 def main() -> int:
-    """Run the campaign; 0 when nothing was lost."""
+    """Run the campaign; return 0 when nothing was lost."""
+    parts = {"kills": kills, "damage": damage, "disks": disks, "stops": stops}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", default=["kills", "damage", "disks", "stops"])
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
     args = parser.parse_args()
     show = Campaign("soak")
     with tempfile.TemporaryDirectory() as directory:
         recipe = launching.tiny_recipe(Path(directory))
-        if "kills" in args.parts:
-            kills(recipe, args.kills, random.Random(args.seed), show)
-        if "damage" in args.parts:
-            damage(recipe, show)
-        if "disks" in args.parts:
-            disks(recipe, show)
-        if "stops" in args.parts:
-            stops(recipe, show)
+        for part in args.parts:
+            parts[part](recipe, args, show)
     return show.finish(vars(args))
 
 

@@ -16,17 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign
-from tests.campaigns.cluster import PACKAGES, install
-from tests.campaigns.slurm import ask, slurm_cluster
+from tests.campaigns.campaign import Campaign, can_install, install
+from tests.campaigns.slurm import OVER, PACKAGES, ask, slurm_cluster, state_of
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
@@ -66,12 +63,8 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
         equal &= finished(path, out) == expected
         repeated += sum(notes(out).get(name) != when for name, when in remaining.items())
     show("kills", f"{killed} kills of {sweeps} sweeps: the table", "the same" if equal else "DIFFERS", equal)
-    show(
-        "kills",
-        f"stages done before a kill, of {len(notes(path.parent / 'undisturbed'))}",
-        str(most),
-        most > 1,
-    )
+    stages = len(notes(path.parent / "undisturbed"))
+    show("kills", f"stages done before a kill, of {stages}", str(most), most > 1)
     show("kills", "stages done twice", str(repeated), repeated == 0)
 
 
@@ -81,24 +74,16 @@ def array(path: Path, expected: str, show: Campaign) -> None:
     process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    home = path.parent / "slurm"
-    home.mkdir()
-    with slurm_cluster(home) as environment:
+    with slurm_cluster(path.parent / "slurm") as environment:
         shape = ["--cpus-per-task=1", "--gpus=0", "--mem=1500", f"--output={path.parent}/array-%a.log"]
         queued = ask(environment, "sbatch", "--parsable", *shape, job)
-        deadline = time.monotonic() + 900
-        states: list[str] = []
-        while time.monotonic() < deadline:
-            states = re.findall(r"JobState=(\S+)", ask(environment, "scontrol", "show", "job", queued))
-            if states and all(state not in ("PENDING", "RUNNING", "COMPLETING") for state in states):
-                break
-            time.sleep(1)
+        states = OVER.findall(state_of(environment, queued))
     logs = {p.name: p.read_text() for p in sorted(path.parent.glob("array-*.log"))}
     worked = sum(": train" in text for text in logs.values())
     table = (out / "table.md").read_text() if (out / "table.md").is_file() else ""
     good = states == ["COMPLETED"] * WORKERS and table == expected
     words = f"{WORKERS} workers, {worked} of them trained: the same table"
-    show("slurm", "an array job", words if good else f"{states} {[t[-300:] for t in logs.values()]}", good)
+    show("slurm", "an array job", words, good, f"{states} {[text[-300:] for text in logs.values()]}")
 
 
 def main() -> int:
@@ -116,10 +101,10 @@ def main() -> int:
         took = time.monotonic() - began
         if "kills" in args.parts:
             kills(path, expected, args.kills, took, random.Random(args.seed), show)
-        if "slurm" in args.parts and (os.geteuid() != 0 or shutil.which("apt-get") is None):
+        if "slurm" in args.parts and not can_install():
             show("slurm", "everything", "skipped: needs root on Debian", True)
         elif "slurm" in args.parts:
-            install(PACKAGES["slurm"])
+            install(PACKAGES)
             array(path, expected, show)
     return show.finish(vars(args))
 

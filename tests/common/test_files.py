@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -32,27 +31,16 @@ def refusing(code: int) -> Callable[..., None]:
     return refuse
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.fsync", refusing(code))
+    monkeypatch.setattr("os.fsync", refusing(errno.ENOSPC))
     for write in (write_text, write_once):
         with pytest.raises(DiskFullError, match=str(tmp_path)):
             write(tmp_path / "a.json", "text")
     with pytest.raises(DiskFullError):
         claim(tmp_path / "new", "marker.json", "{}", "dir")
     assert [p.name for p in tmp_path.rglob("*")] == ["new"]
-
-
-def test_files_are_written_without_locks_in_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Results of many machines lie on file systems that need not have locks."""
-    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
-    write_text(tmp_path / "a", "text")
-    assert write_once(tmp_path / "b", "first") and not write_once(tmp_path / "b", "second")
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "text", "b": "first"}
 
 
 def test_hashes_are_remembered_until_a_file_is_touched(
@@ -81,18 +69,6 @@ def test_a_file_that_changes_before_its_hash_is_saved_is_not_remembered(tmp_path
     hashes.sha256(file)
     time.sleep(TICK)
     put(file, "y")
-    hashes.save()
-    assert Hashes(memory).sha256(file) == sha256(file)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"/a": 3}', '{"/a": [[1], 2, 3]}', "\udcff", None])
-def test_a_memory_that_cannot_be_used_costs_only_time(tmp_path: Path, content: str | None) -> None:
-    file, memory = put(tmp_path / "a"), tmp_path / "nowhere/hashes.json"
-    if content is not None:
-        memory.parent.mkdir()
-        memory.write_bytes(content.encode("utf-8", "surrogateescape"))
-    hashes = Hashes(memory)
-    assert hashes.sha256(file) == sha256(file)
     hashes.save()
     assert Hashes(memory).sha256(file) == sha256(file)
 

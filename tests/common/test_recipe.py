@@ -13,7 +13,7 @@ from pydantic import Field
 
 from emo.common.commands import parse_arguments
 from emo.common.errors import UserError
-from emo.common.recipe import KEYS, OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
+from emo.common.recipe import OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
 from emo.data_prep.cli import main as data_prep
 from emo.pipeline.cli import main as pipeline
 from emo.pipeline.config import RunConfig, load_config
@@ -34,74 +34,39 @@ def load(tmp_path: Path, content: bytes | str, *overrides: str) -> RunConfig:
 
 
 UNREADABLE: list[bytes | str] = [
-    bytes(range(256)),
     GOOD.encode("utf-16"),
-    GOOD.encode() + b"# caf\xe9\n",
     GOOD + "\0",
-    "",
     "- 1\n- 2\n",
     GOOD + "---\n" + GOOD,
-    "train: {learning_rate: [\n",
-    "train:\n\tlr: 1\n",
-    "train: *x\n",
     "train: !!python/object:os.system {}\n",
-    GOOD.replace("max_steps: 10", "steps: 2024-13-45"),
     "train: !!timestamp x\n",
     GOOD + "output_dir: runs/y\n",
-    GOOD.replace("max_steps: 10", "max_steps: 10, max_steps: 20"),
     f"a: &a [x, x]\nb: [{'*a, ' * 60}]\n",  # a bomb of aliases
     "train: &t {learning_rate: *t}\n",
     "train: " + "[" * 5000 + "]" * 5000,
     GOOD + "# " + "x" * 300_000,
-    GOOD + "extends: .\n",
     'output_dir: "\\ud800\\udc00"\n',  # half characters
 ]
 FILES: list[tuple[bytes | str, str]] = [
     *((content, "recipe-unreadable") for content in UNREADABLE),
     (GOOD + "trian: {lr: 1}\n", "unknown-key"),
-    (GOOD + "7: 1\n", "unknown-key"),
     (GOOD.replace("train: {", "objective: 5\ntrain: {"), "bad-value"),
     (GOOD + "extends: [a.yaml]\n", "extends"),
     (GOOD + "extends: ../../x.yaml\n", "extends"),
-    (GOOD + "extends: /etc/hostname\n", "extends"),
     (GOOD + "extends: nowhere.yaml\n", "no-recipe"),
     (GOOD + "extends: recipe.yaml\n", "recipe-circle"),
     (GOOD.replace("max_steps: 10", "max_steps: 10, copy_to: 'https://me:hunter2@host/x'"), "secret"),
 ]
 OVERRIDES = {
     "bad-override": [
-        *(
-            "train.learning_rate=[",
-            "data.dir=*x",
-            "train.learning_rate={a: 1, a: 2}",
-            "train.learning_rate=2024-13-45",
-        ),
-        *(
-            "train.learning_rate=" + "9" * 5000,
-            "data.sources.0.files=x",
-            "train..lr=1",
-            "=1",
-            "train.=1",
-            "train.learning_rate",
-        ),
+        *("train.learning_rate=[", "train.learning_rate={a: 1, a: 2}", "data.sources.0.files=x"),
+        *("train.learning_rate=" + "9" * 5000, "train..lr=1", "train.learning_rate"),
     ],
     "bad-value": [
-        *("train.betas=[2,3]", "train.betas=[0.9]", "train.betas=[0.9, -0.1]", "data.sequence_len=1e30"),
-        *(
-            "data.sequence_len=100000000000",
-            "data.sequence_len=1.5",
-            "data.shards=1e30",
-            "train.max_steps=1e30",
-        ),
-        *(
-            "train.seed=-1e30",
-            "train.seed=100000000000000000",
-            "train.learning_rate=.inf",
-            "train.learning_rate=nan",
-        ),
-        *("train.max_steps=true", "objective.params={ratio_cap: yes}"),
+        *("train.betas=[2,3]", "data.sequence_len=1e30", "data.sequence_len=1.5", "train.learning_rate=.inf"),
+        *("train.seed=100000000000000000", "train.max_steps=true"),
     ],
-    "unknown-key": ["trian.lr=1", "dta.dir=/x"],
+    "unknown-key": ["trian.lr=1"],
 }
 
 
@@ -123,13 +88,6 @@ def test_what_cannot_be_used_is_one_line_and_soon(
     assert time.process_time() - began < 3
 
 
-def test_recipes_in_a_circle_are_named(tmp_path: Path) -> None:
-    for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
-        (tmp_path / f"{name}.yaml").write_text(f"extends: {base}.yaml\n")
-    with pytest.raises(UserError, match=r"b\.yaml -> c\.yaml -> b\.yaml"):
-        read_recipe(tmp_path / "a.yaml", [])
-
-
 def test_what_yaml_allows_still_reads(tmp_path: Path) -> None:
     """Anchors, merges, a byte order mark, exponents without a point."""
     text = (
@@ -148,10 +106,6 @@ def test_an_override_changes_one_place_only(tmp_path: Path) -> None:
     path.write_text("objective: { params: &p { a: 1 } }\nmodel: { architecture: *p }\n")
     tree = read_recipe(path, ["objective.params.a=2"])
     assert tree == {"objective": {"params": {"a": 2}}, "model": {"architecture": {"a": 1}}}
-
-
-def test_the_top_level_keys_are_those_of_a_run() -> None:
-    assert set(KEYS) == set(RunConfig.model_fields)
 
 
 class Inner(Section):
@@ -190,12 +144,7 @@ def test_overrides_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixt
     first.add_argument("--workers", type=int)
     commands.add_parser("second")
     expected = {"command": "first", "recipe": "r", "overrides": ["a=1", "b=2"], "workers": 3}
-    for line in (
-        "r a=1 b=2 --workers 3",
-        "r a=1 --workers 3 b=2",
-        "--workers 3 r a=1 b=2",
-        "r --workers 3 a=1 b=2",
-    ):
+    for line in ("r a=1 b=2 --workers 3", "r a=1 --workers 3 b=2", "--workers 3 r a=1 b=2"):
         assert vars(parse_arguments(parser, ["first", *line.split()])) == expected, line
     for line in ("first r --wrkers 3", "first r a=1 --wrkers", "second x=1"):
         with pytest.raises(SystemExit):
@@ -205,21 +154,6 @@ def test_overrides_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixt
     assert data_prep(["prepare", recipe, "--workers", "1", "data.sequence_length=3"]) == 2
     assert pipeline(["plan", recipe, "--gpus", "1xA100-80G", "train.max_stps=3"]) == 2
     assert re.findall(r"mean (\w+)\?", capsys.readouterr().err) == ["sequence_len", "max_steps"]
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("train.lr", "train.learning_rate"),
-        ("train.leraning_rate", "learning_rate"),
-        ("data.max_seq_length", "data.sequence_len"),
-        ("run_dir", "output_dir"),
-        ("train.wamup_ratio", "warmup_ratio"),
-    ],
-)
-def test_names_that_other_trainers_use_are_known(tmp_path: Path, key: str, meant: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"did you mean {meant}?")):
-        load(tmp_path, GOOD, f"{key}=1")
 
 
 def test_other_names_lead_to_keys_of_a_recipe() -> None:
@@ -232,5 +166,6 @@ def test_other_names_lead_to_keys_of_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", ["stories260k-wikitext2", "storis260k-wikitext2.yaml"])
 def test_a_recipe_that_comes_with_this_program_is_found_by_its_name(name: str) -> None:
-    with pytest.raises(UserError, match=r"launch/recipes/stories260k-wikitext2\.yaml\?"):
+    with pytest.raises(UserError, match=r"stories260k-wikitext2\.yaml\?") as error:
         read_recipe(Path(name), [])
+    assert error.value.code == "no-recipe"

@@ -20,20 +20,9 @@ RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
 
 
 def commands(recipe: Path) -> list[str]:
-    """What the header says to run, remarks in brackets left out."""
-    lines = [
-        line[1:].strip() for line in recipe.read_text(encoding="utf-8").splitlines() if line.startswith("#")
-    ]
-    return [re.sub(r"\s+\(.*\)$", "", line) for line in lines if line.startswith(("emo ", "deepspeed "))]
-
-
-def of_experiment(recipe: Path) -> bool:
-    """Whether its header says to run an experiment."""
-    return any(line.startswith("emo sweep ") for line in commands(recipe))
-
-
-def needs_files(recipe: Path) -> bool:
-    return "root" in read_recipe(recipe, [])["data"]
+    """Return what the header says to run, remarks in brackets left out."""
+    lines = re.findall(r"^#\s*((?:emo|deepspeed) .*)$", recipe.read_text(encoding="utf-8"), re.M)
+    return [re.sub(r"\s+\(.*\)$", "", line.strip()) for line in lines]
 
 
 # Those left out continue what quickstart-pretrain exports (tests/pipeline/test_quickstart.py), or what an
@@ -41,7 +30,8 @@ def needs_files(recipe: Path) -> bool:
 ALONE = [
     recipe
     for recipe in RECIPES
-    if recipe.stem not in ("quickstart-continue", "quickstart-own") and not of_experiment(recipe)
+    if recipe.stem not in ("quickstart-continue", "quickstart-own")
+    and not any(line.startswith("emo sweep ") for line in commands(recipe))
 ]
 
 
@@ -51,8 +41,8 @@ def test_the_commands_in_a_header_can_be_run(
 ) -> None:
     """Whatever override is needed is in the line, and every folder goes by its name."""
     monkeypatch.chdir(REPO)
-    lines = commands(recipe)
-    if needs_files(recipe):
+    lines, needs_files = commands(recipe), "root" in read_recipe(recipe, [])["data"]
+    if needs_files:
         assert len(lines) == 2
         directory = str(request.getfixturevalue("shared_data"))
         lines = [re.sub(r"\bDIR\b", directory, line) for line in lines]
@@ -63,7 +53,7 @@ def test_the_commands_in_a_header_can_be_run(
         if words[0] == "emo":
             assert words[1] == "prepare"
             config = load_data_config(recipe, overrides)
-            if needs_files(recipe):
+            if needs_files:
                 held_out = config.validation
                 sets = held_out.values() if isinstance(held_out, dict) else [held_out]
                 assert len(open_inputs(config)) == len(config.sources) + sum(map(len, sets))

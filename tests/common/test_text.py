@@ -1,25 +1,16 @@
-"""Text of others: it does not act on a terminal or in Markdown, and secrets in it are not passed on."""
+"""Text of others does not act on a terminal or in Markdown, and passes on no secrets; progress in words."""
 
 from __future__ import annotations
 
 import pytest
 
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common import progress as module
+from emo.common.errors import UserError, one_line
+from emo.common.progress import amount, duration, progress, progress_line
 from emo.common.text import counted, markdown, on_one_line, printable, publishable, without_secrets
 
 TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
-ACTING = [
-    "\x1b[2J",
-    TITLE,
-    "a\rb",
-    "a\bb",
-    "\x9b31m",
-    "\u202egpj.exe",
-    "\u2066x\u2069",
-    "\u2028",
-    "\ud800",
-    "\x7f",
-]
+ACTING = ["\x1b[2J", TITLE, "a\rb", "\x9b31m", "\u202egpj.exe", "\u2066x\u2069", "\u2028", "\ud800", "\x7f"]
 
 
 @pytest.mark.parametrize("text", ACTING)
@@ -33,12 +24,6 @@ def test_plain_text_stays_as_it_is() -> None:
     text = "na\u00efve \u65e5\u672c \U0001f642, 50 % of a/b_c.txt: tab\tand line\n"
     assert printable(text) == text
     assert on_one_line("two  spaces\nstay") == "two  spaces stay"
-
-
-def test_a_message_stays_the_one_line_that_it_is() -> None:
-    forged = UserError("no column a; there are: b\nerror: all is well\u2028finished")
-    assert len(str(forged).splitlines()) == 1
-    assert issubclass(FailureError, UserError)
 
 
 def test_a_long_line_keeps_its_ends() -> None:
@@ -64,19 +49,21 @@ SECRETS = {
 }
 
 
-@pytest.mark.parametrize("text", SECRETS)
-def test_secrets_are_left_out(text: str) -> None:
-    assert without_secrets(text) == SECRETS[text]
-    assert SECRETS[text] in str(UserError(f"cannot read {text}"))
-    assert SECRETS[text] in one_line(ValueError(text))
+INNOCENT = [
+    "s3://bucket/x",
+    "https://h:8080/x",
+    "hf_checkpoints_of_a_llama",
+    "the bearer of it",
+    "git@host:a/b",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s3://bucket/x", "https://h:8080/x", "hf_checkpoints_of_a_llama", "the bearer of it", "git@host:a/b"],
-)
-def test_what_only_looks_like_one_stays(text: str) -> None:
-    assert without_secrets(text) == text
+def test_secrets_are_left_out() -> None:
+    for text, expected in SECRETS.items():
+        assert without_secrets(text) == expected
+        assert expected in str(UserError(f"cannot read {text}"))
+        assert expected in one_line(ValueError(text))
+    assert [without_secrets(text) for text in INNOCENT] == INNOCENT
 
 
 PUBLISHABLE = {
@@ -87,14 +74,11 @@ PUBLISHABLE = {
 }
 
 
-@pytest.mark.parametrize("text", PUBLISHABLE)
-def test_what_is_published_names_no_folder(text: str) -> None:
-    assert publishable(text) == PUBLISHABLE[text]
-
-
-@pytest.mark.parametrize("text", ["runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b", "/ 1/2"])
-def test_what_names_no_folder_of_a_machine_stays(text: str) -> None:
-    assert publishable(text) == text
+def test_what_is_published_names_no_folder() -> None:
+    for text, expected in PUBLISHABLE.items():
+        assert publishable(text) == expected
+    for text in ("runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b", "/ 1/2"):
+        assert publishable(text) == text
 
 
 def test_long_texts_take_no_time() -> None:
@@ -104,9 +88,28 @@ def test_long_texts_take_no_time() -> None:
         assert publishable(text) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(1, "1 step"), (1.0, "1 step"), (0, "0 steps"), (2.5, "2.5 steps"), (1000, "1,000 steps")],
-)
-def test_a_number_has_its_noun(count: float, said: str) -> None:
-    assert counted(count, "step") == said
+def test_a_number_has_its_noun() -> None:
+    assert [counted(n, "step") for n in (1, 2.5, 1000)] == ["1 step", "2.5 steps", "1,000 steps"]
+
+
+def test_a_line_tells_bytes_and_the_time_left() -> None:
+    line = progress_line("reading", 3_400_000, 6_800_000, 34)
+    assert line == "reading: 3.4 MB of 6.8 MB (50%), 100 kB/s, 34 s left"
+    assert progress_line("reading", 500, 0, 5) == "reading: 500 bytes, 100 bytes/s"
+    assert "left" not in progress_line("reading", 0, 1000, 0)
+    assert [amount(n) for n in (0, 999, 1000, 999_499, 1_500_000, 2 * 10**9)] == [
+        *("0 bytes", "999 bytes", "1 kB", "999 kB", "1.5 MB", "2.0 GB")
+    ]
+    assert [duration(n) for n in (0.4, 61, 3600, 86399)] == ["0 s", "1 min 1 s", "1 h 0 min", "23 h 59 min"]
+
+
+def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: False, raising=False)
+    lines: list[str] = []
+    with progress("reading", 100, lines.append) as at:
+        for done in range(100):
+            now[0] += 1
+            at(done)
+    assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["29%", "59%", "89%"]

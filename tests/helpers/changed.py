@@ -23,23 +23,12 @@ NEEDED = {
     "launch/": ["pipeline", "common"],
     "ds_configs/": ["pipeline"],
     "examples/": ["pipeline/test_examples.py", "loss/test_registry.py"],
-    "docs/": ["test_docs.py"],
-    "README.md": ["test_docs.py"],
-    "CHANGELOG.md": ["test_contributing.py", "test_packaging.py"],
-    "CITATION.cff": ["test_contributing.py", "test_packaging.py"],
-    "CONTRIBUTING.md": ["test_contributing.py"],
-    "LICENSE": ["test_packaging.py"],
-    "Makefile": ["test_contributing.py"],
-    "pyproject.toml": ["test_audit.py", "test_contributing.py", "test_packaging.py"],
-    "requirements.lock": ["test_audit.py", "test_packaging.py", "test_private_apis.py"],
-    ".github/": ["test_contributing.py"],
-    ".pre-commit-config.yaml": ["test_contributing.py"],
-    "tests/bench/": [],
-    "tests/campaigns/": [],
-    **{
-        f"tests/{room}/": [room]
-        for room in ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
-    },
+    **{key: ["test_docs.py"] for key in ("docs/", "README.md")},
+    **{key: [] for key in ("CONTRIBUTING.md", "Makefile", ".github/", ".pre-commit-config.yaml")},
+    **{key: ["test_packaging.py"] for key in ("CHANGELOG.md", "CITATION.cff", "LICENSE")},
+    **{key: ["test_packaging.py", "test_private_apis.py"] for key in ("pyproject.toml", "requirements.lock")},
+    **{key: [] for key in ("tests/bench/", "tests/campaigns/")},
+    **{f"tests/{room}/": [room] for room in ROOMS},
 }
 
 

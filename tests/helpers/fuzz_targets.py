@@ -1,6 +1,6 @@
 """The parsers of files that others write, each with sound files of its kind.
 
-A further one is a function of a directory: `@target("judges' replies", files(a__txt="..."), "a.txt")`.
+A further one is a function of a directory: `@target("judges' replies", files(a__txt="..."))`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+import torch
 import zstandard
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.data_prep.rows import Rejected, RowSpec, parse
 from emo.data_prep.sources import open_inputs
 from emo.data_prep.templates import Conversation, render
 from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.prefixes import from_file
+from emo.eval.icl.task_data import load_data
+from emo.eval.icl.tasks import load_task, select_tasks
 from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_answers, read_questions
 from emo.eval.judging.judges import JUDGES
+from emo.eval.model import EvaluatedModel
+from emo.eval.targets import DamagedError, NotWholeError, Target
+from emo.experiments.design import chosen, expand, read_experiment, trials
+from emo.pipeline.config import Batch, dump_config, load_config
+from emo.pipeline.loss.cost_files import load_cost
+from emo.pipeline.planning.ds_file import deepspeed_config
 from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, texts, tiny_tokenizer
 from tests.helpers.fuzzing import target
@@ -54,31 +68,23 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
 @target(
     "recipe",
     files(a__yaml=RECIPE.read_text(), b__yaml="extends: a.yaml\ntrain: {learning_rate: 1.0e-3}\n"),
-    "a.yaml",
-    "b.yaml",
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
 )
 def recipe(directory: Path) -> None:
-    from emo.pipeline.config import dump_config, load_config
-
     dump_config(
         load_config(directory / "b.yaml", ["train.global_batch_size=32", "objective.params.ratio_cap=2"])
     )
 
 
-@target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()), "a.yaml")
+@target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()))
 def experiment(directory: Path) -> None:
-    from emo.experiments.design import chosen, expand, read_experiment, trials
-
     design = read_experiment(directory / "a.yaml", [])
     runs = expand(design)
     chosen(design, runs, dict.fromkeys((run.name for run in trials(design, runs)), 0.0))
 
 
-@target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()), "a.yaml")
+@target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()))
 def task_file(directory: Path) -> None:
-    from emo.eval.icl.tasks import select_tasks
-
     for task in select_tasks(str(directory / "a.yaml")):
         _ = task.template, task.demonstration_template, task.identity()
 
@@ -87,11 +93,8 @@ DS_CONFIG = (REPO / "ds_configs/zero3_offload.json").read_text()
 LONG_KEY = json.dumps({"zero_optimization": {"stage": 3, f"stage3_{LONG * 6}": 1}})
 
 
-@target("DeepSpeed file", files(a__json=DS_CONFIG), "a.json", crashes=(("a.json", LONG_KEY.encode()),))
+@target("DeepSpeed file", files(a__json=DS_CONFIG), crashes=(("a.json", LONG_KEY.encode()),))
 def deepspeed_file(directory: Path) -> None:
-    from emo.pipeline.config import Batch, load_config
-    from emo.pipeline.planning.ds_file import deepspeed_config
-
     config = load_config(RECIPE, [f"deepspeed={directory / 'a.json'}"])
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed_config(config, Batch(16, 4, 1, 4))
@@ -128,18 +131,18 @@ def _read_all(directory: Path, kind: str, **source: Any) -> None:
             pass
 
 
-@target("rows of text", files(a__jsonl=rows(TEXTS)), "a.jsonl")
+@target("rows of text", files(a__jsonl=rows(TEXTS)))
 def text_rows(directory: Path) -> None:
     _read_all(directory, "text", files="a.jsonl")
 
 
-@target("rows of instructions", files(a__jsonl=rows(CHATS)), "a.jsonl")
+@target("rows of instructions", files(a__jsonl=rows(CHATS)))
 def instruction_rows(directory: Path) -> None:
     for form in ("auto", "alpaca", "messages"):
         _read_all(directory, "instruct", files="a.jsonl", format=form)
 
 
-@target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])), "a.jsonl")
+@target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])))
 def token_rows(directory: Path) -> None:
     _read_all(directory, "text", files="a.jsonl", format="tokens")
 
@@ -150,28 +153,25 @@ PACKED = {
 }
 
 
-@target("text files", files(a__txt=PLAIN, **PACKED), "a.txt", "b.txt.gz", "c.txt.zst")
+@target("text files", files(a__txt=PLAIN, **PACKED))
 def text_files(directory: Path) -> None:
     for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
         _read_all(directory, "text", files="*.txt*", format=form)
 
 
 def make_tables(directory: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     (directory / "a.json").write_text(json.dumps({"version": 1, "data": TEXTS}))
     (directory / "b.json").write_text(json.dumps(TEXTS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "c.parquet")
 
 
-@target("tables", make_tables, "a.json", "b.json", "c.parquet")
+@target("tables", make_tables)
 def tables(directory: Path) -> None:
     for name in ("a.json", "b.json", "c.parquet"):
         _read_all(directory, "text", files=name)
 
 
-@target("payloads", files(a__txt=PLAIN), "a.txt")
+@target("payloads", files(a__txt=PLAIN))
 def payloads(directory: Path) -> None:
     """Any bytes as any kind of payload."""
     for kind, form, lines in (
@@ -229,8 +229,6 @@ MODEL_CRASHES = (
 
 
 def make_model(directory: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(directory, max_shard_size="1KB")
     (directory / "config.json").write_text(json.dumps(MODEL))
     (directory / "trainer_state.json").write_text("{}")
@@ -249,10 +247,6 @@ def make_model(directory: Path) -> None:
     ),
 )
 def model_directory(directory: Path) -> None:
-    from emo.eval.model import EvaluatedModel
-    from emo.eval.targets import DamagedError, NotWholeError, Target
-    from emo.pipeline.loss.cost_files import load_cost
-
     with contextlib.suppress(DamagedError, NotWholeError):
         Target("model", directory, foreign=True).require_whole(directory, settled=True)
     EvaluatedModel(str(directory), "model")
@@ -260,17 +254,12 @@ def model_directory(directory: Path) -> None:
 
 
 def make_costs(directory: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     save_file({"head": torch.randn(8, 4)}, directory / "a.safetensors")
     torch.save(torch.randn(8, 4), directory / "b.pt")
 
 
-@target("cost file", make_costs, "a.safetensors", "b.pt")
+@target("cost file", make_costs)
 def cost_file(directory: Path) -> None:
-    from emo.pipeline.loss.cost_files import load_cost
-
     for name in ("a.safetensors", "b.pt"):
         load_cost(str(directory / name), 8)
 
@@ -284,10 +273,8 @@ PREFIXES = {
 }
 
 
-@target("prefixes", files(**PREFIXES), "a.jsonl", "b.txt", "c.jsonl.zst")
+@target("prefixes", files(**PREFIXES))
 def prefixes(directory: Path) -> None:
-    from emo.eval.generation.prefixes import from_file
-
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
         _ = from_file(directory / name).digest, from_file(directory / name, 2, 3)
 
@@ -306,9 +293,6 @@ def make_task_rows(directory: Path) -> None:
 
 @target("rows of tasks", make_task_rows, "sst2/train.jsonl", "sst2/test.jsonl", "mmlu/test.jsonl")
 def task_rows(directory: Path) -> None:
-    from emo.eval.icl.task_data import load_data
-    from emo.eval.icl.tasks import load_task
-
     for name in ("sst2", "mmlu"):
         load_data(load_task(name), str(directory))
 
@@ -339,11 +323,7 @@ def _summarise(judged: pairs.Judged) -> None:
     _ = list(results.lines(numbers))
 
 
-@target(
-    "judges' replies",
-    files(**{f"{name}__txt": text for name, text in REPLIES.items()}),
-    *(f"{name}.txt" for name in REPLIES),
-)
+@target("judges' replies", files(**{f"{name}__txt": text for name, text in REPLIES.items()}))
 def judges_replies(directory: Path) -> None:
     """Any text, to every judge's parser: a verdict, or none."""
     for name in REPLIES:
@@ -352,13 +332,13 @@ def judges_replies(directory: Path) -> None:
             assert judge.verdict(text) in ("first", "second", "tie", None)
 
 
-@target("questions", files(**QUESTION_FILES), "a.jsonl", "b.json", "c.jsonl.zst")
+@target("questions", files(**QUESTION_FILES))
 def questions(directory: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.jsonl.zst"):
         assert all(question.text.encode() for question in read_questions(str(directory / name), "hub", 2)[1])
 
 
-@target("answers", make_answers, "a.json", "b.jsonl")
+@target("answers", make_answers)
 def answers(directory: Path) -> None:
     """Two files of answers, and the prompts that are made of them."""
     read_answers(directory / "b.jsonl").by_text()
@@ -419,7 +399,7 @@ VERDICTS = {
 }
 
 
-@target("published verdicts", files(**VERDICTS), *(name.replace("__", ".") for name in VERDICTS))
+@target("published verdicts", files(**VERDICTS))
 def published_verdicts(directory: Path) -> None:
     """AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J with the labels of people."""
     for verdicts, labels, judge in (

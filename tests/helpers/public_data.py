@@ -10,9 +10,8 @@ fetched, 2 no directory.
 
 from __future__ import annotations
 
-import io
+import functools
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -67,72 +66,59 @@ SETS: dict[str, Rows | Files] = {
 
 
 def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) -> list[str]:
-    """Make what is missing below `directory`; a line for each thing that could not be made."""
-    wanted: list[tuple[Path, Callable[[Path], None]]] = []
-    for name, made_of in sets.items():
-        if isinstance(made_of, Rows):
-            wanted.append((directory / name, lambda path, rows=made_of: _write(path, _rows(rows))))
+    """Make what is missing below `directory`; return a line for each thing that could not be made."""
+    wanted: dict[Path, Callable[[Path], None]] = {}
+    for name, source in sets.items():
+        if isinstance(source, Rows):
+            wanted[directory / name] = functools.partial(_write, rows=_rows(source))
         else:
-            wanted += [
-                (directory / name / file, lambda path, hub=made_of.hub: _copy(hub, path))
-                for file in made_of.names
-            ]
+            wanted |= {directory / name / file: functools.partial(_copy, source.hub) for file in source.names}
     for task in map(load_task, tasks):
         for split in sorted({task.spec.splits.test, task.spec.splits.demonstrations}):
             path = directory / "nlu" / task.name / f"{split}.jsonl.zst"
-            wanted.append((path, lambda path, task=task, split=split: _write(path, hub_rows(task, split)[0])))
-    return [line for path, make in wanted if (line := _made(path, make))]
-
-
-def _made(path: Path, make: Callable[[Path], None]) -> str:
-    """Empty where `path` is there in the end, else why not."""
-    if path.exists():
-        return ""
-    print(path, flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        make(path)
-    except UserError as error:
-        return f"{path}: {error}"
-    except Exception as error:  # the libraries raise a dozen kinds: no network, no such id, no access
-        return f"{path}: {type(error).__name__}: {one_line(error, 150)}"
-    return ""
+            wanted[path] = lambda path, task=task, split=split: _write(path, hub_rows(task, split)[0])  # type: ignore[misc]
+    missing = []
+    for path, make in wanted.items():
+        if path.exists():
+            continue
+        print(path, flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make(path)
+        except Exception as error:  # the libraries raise a dozen kinds: no network, no such id, no access
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            missing.append(f"{path}: {kind}{one_line(error, 150)}")
+    return missing
 
 
 def _rows(wanted: Rows) -> Iterator[dict[str, Any]]:
-    """Rows as they come, so that the first of a large set are here before the rest is."""
+    """Yield rows as they come, so that the first of a large set are here before the rest is."""
     from datasets import load_dataset
 
-    data = load_dataset(
-        wanted.hub, wanted.config, split=wanted.split, revision=wanted.revision, streaming=True
-    )
-    for row in islice(data, wanted.limit):
+    options = {"split": wanted.split, "revision": wanted.revision, "streaming": True}
+    for row in islice(load_dataset(wanted.hub, wanted.config, **options), wanted.limit):
         yield {column: row[column] for column in wanted.columns}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A compressed file of JSON lines, or of text where its name says so; whole or not at all."""
+    """Write a compressed file of JSON lines, or of text where its name says so; whole or not at all."""
     text = path.name.endswith(".txt.zst")
 
     def write(sink: Any) -> None:
-        with (
-            zstandard.ZstdCompressor().stream_writer(sink, closefd=False) as packed,
-            io.TextIOWrapper(packed, "utf-8", newline="") as lines,
-        ):
+        with zstandard.ZstdCompressor().stream_writer(sink, closefd=False) as packed:
             for row in rows:
                 line = row["text"] if text else json.dumps(row, ensure_ascii=False)
-                lines.write(line if line.endswith("\n") else line + "\n")
+                packed.write((line if line.endswith("\n") else line + "\n").encode())
 
     write_atomically(path, write)
 
 
 def _copy(hub: str, path: Path) -> None:
-    """A file of a model on the hub, or of a local directory."""
+    """Copy a file of a model on the hub, or of a local directory."""
     from huggingface_hub import hf_hub_download
 
-    found = Path(hub) / path.name if Path(hub).is_dir() else Path(hf_hub_download(hub, path.name))
-    with found.open("rb") as source:
-        write_atomically(path, lambda sink: shutil.copyfileobj(source, sink))
+    source = Path(hub) / path.name if Path(hub).is_dir() else Path(hf_hub_download(hub, path.name))
+    write_atomically(path, lambda sink: sink.write(source.read_bytes()))
 
 
 def main(argv: list[str]) -> int:
@@ -140,11 +126,10 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m tests.helpers.public_data DIRECTORY", file=sys.stderr)
         return ExitCode.MISTAKE
-    directory = Path(argv[0])
-    missing = fetch(directory, SETS, known_tasks())
+    missing = fetch(Path(argv[0]), SETS, known_tasks())
     for line in missing:
         print(f"error: {line}", file=sys.stderr)
-    print(f"{directory}: " + (f"{len(missing)} files are missing; run it again" if missing else "complete"))
+    print(f"{argv[0]}: " + (f"{len(missing)} files are missing; run it again" if missing else "complete"))
     return ExitCode.FAILURE if missing else ExitCode.DONE
 
 

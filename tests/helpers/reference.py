@@ -93,25 +93,19 @@ def type_of(field: dict[str, Any]) -> str:
     return f"{kind} {limits}".strip()
 
 
-def default_of(name: str, field: dict[str, Any], section: dict[str, Any]) -> str:
-    """Return a field's default as YAML would have it, or that it must be given."""
-    if name in section.get("required", ()):
-        return "required"
-    value = field.get("default")
-    if isinstance(value, dict) and value:
-        return ""  # a section, whose own table has its defaults
-    return "" if value is None else f"`{json.dumps(value)}`"
-
-
 def table(title: str, section: dict[str, Any]) -> list[str]:
     """Return a section's heading, description and table of keys."""
     lines = [f"## {title}", "", section.get("description", "").split("\n\n")[0].replace("\n", " "), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in section["properties"].items():
         meaning = field["description"].replace("\n", " ").replace("|", "\\|")
-        default = default_of(name, field, section)
+        default = field.get("default")
+        if isinstance(default, dict) and default:
+            default = None  # a section, whose own table has its defaults
+        shown = "" if default is None else f"`{json.dumps(default)}`"
+        shown = "required" if name in section.get("required", ()) else shown
         free = " *Free.*" if field.get("mark") == FREE else ""
-        lines.append(f"| `{name}` | {type_of(field)} | {default} | {meaning}{free} |")
+        lines.append(f"| `{name}` | {type_of(field)} | {shown} | {meaning}{free} |")
     return [*lines, ""]
 
 

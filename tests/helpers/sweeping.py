@@ -20,36 +20,30 @@ MEASURE = (
     "import json, sys, pathlib; name, out = sys.argv[1:]; path = pathlib.Path(out) / f'{name}.json'; "
     "path.write_text(json.dumps({'letters': [len(name)], 'made': 1}))"
 )
+EXPERIMENT = """
+axes:
+  objective: { mle: { objective.name: mle }, emo: { objective.name: emo } }
+  seed: { train.seed: [1, 2] }
+repeat: seed
+compare: { axis: objective, baseline: mle }
+questions:
+  helps: { text: "Does EMO help?", better: emo, than: [mle], outcome: validation_nll }
+"""
 
 
 def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
-    script = tmp_path / "measure.py"
+    """Write an experiment on a recipe and return its path; `changes` replace its sections."""
+    script, path = tmp_path / "measure.py", tmp_path / "sweep.yaml"
     script.write_text(MEASURE)
-    tree = {
-        "out": str(tmp_path / "out"),
-        "recipe": str(recipe),
-        "axes": {
-            "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
-            "seed": {"train.seed": [1, 2]},
-        },
-        "repeat": "seed",
-        "measures": {
-            "length": {
-                "command": f"python {script} {{run}} {{out}}",
-                "read": {"letters": "{out}/{run}.json:letters.0"},
-            }
-        },
-        "compare": {"axis": "objective", "baseline": "mle"},
-        "questions": {
-            "helps": {"text": "Does EMO help?", "better": "emo", "than": ["mle"], "outcome": "validation_nll"}
-        },
-    } | changes
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    command = f"python {script} {{run}} {{out}}"
+    measures = {"length": {"command": command, "read": {"letters": "{out}/{run}.json:letters.0"}}}
+    tree = {"out": str(tmp_path / "out"), "recipe": str(recipe), "measures": measures}
+    path.write_text(yaml.safe_dump(tree | yaml.safe_load(EXPERIMENT) | changes, sort_keys=False))
     return path
 
 
 def opened(path: Path, *overrides: str) -> Sweep:
+    """Return the sweep of an experiment file, silent."""
     return Sweep(read_experiment(path, list(overrides)), lambda _: None)
 
 
@@ -69,10 +63,11 @@ def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Ta
 
 
 def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command that does an experiment file."""
     return popen([sys.executable, "-m", "emo", "sweep", str(path), *arguments])
 
 
 def notes(out: Path) -> dict[str, int]:
-    """When the note of each stage that is done was written."""
+    """Return when the note of each stage that is done was written."""
     results = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_note(path)]
     return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in results}

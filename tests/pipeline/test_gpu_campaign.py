@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.campaigns import gpu
-from tests.campaigns.gpu_figures import RESULTS
+from tests.campaigns.gpu_setting import RESULTS
 
 
 def records(directory: Path) -> dict[str, list[dict[str, Any]]]:

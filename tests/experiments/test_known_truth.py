@@ -1,0 +1,213 @@
+"""Known truths: fixed points in closed form, a learner that finds them, and a small study end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from emo.common.recipe import load_section
+from emo.experiments.known_truth import bigram, study
+from emo.experiments.known_truth.expected import Costs, expected_gradient, settle
+from emo.pipeline.loss import Objective, get_objective
+from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
+from tests.conftest import REPO
+
+V = 30
+
+
+def truths(n: int = 4) -> Tensor:
+    torch.manual_seed(0)
+    rows = torch.distributions.Dirichlet(torch.full((V,), 0.7, dtype=torch.float64)).sample((n,))
+    return (rows + 1e-4) / (rows + 1e-4).sum(-1, keepdim=True)
+
+
+def geometry() -> Costs:
+    return Costs(torch.randn(V, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def matrix(costs: Costs) -> Tensor:
+    return costs.apply(torch.eye(V, dtype=torch.float64))
+
+
+def entropy(q: Tensor) -> Tensor:
+    return -(q * q.log()).sum(-1)
+
+
+def test_costs_are_costs() -> None:
+    cosine, constant = matrix(geometry()), matrix(Costs(torch.eye(V, dtype=torch.float64)))
+    assert torch.allclose(cosine, cosine.T)
+    assert cosine.diagonal().abs().max() < 1e-12
+    assert torch.equal(constant, 1 - torch.eye(V, dtype=torch.float64))
+    permuted = matrix(geometry().permuted(torch.Generator().manual_seed(2)))
+    assert not torch.allclose(permuted, cosine)
+    assert torch.allclose(permuted.flatten().sort().values, cosine.flatten().sort().values)
+
+
+@pytest.mark.parametrize(
+    "costs", [geometry(), Costs(torch.eye(V, dtype=torch.float64))], ids=["cosine", "constant"]
+)
+@pytest.mark.parametrize(
+    "name", ["mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"]
+)
+def test_the_gradient_is_the_mean_over_targets(name: str, costs: Costs) -> None:
+    objective, c = get_objective(name), matrix(costs)
+    truth, q = truths(1)[0], truths(2)[1]
+    assert torch.allclose(
+        expected_gradient(q, truth, objective, costs), by_hand(q, truth, objective, c), atol=1e-14
+    )
+
+
+def by_hand(q: torch.Tensor, truth: torch.Tensor, objective: Objective, c: torch.Tensor) -> torch.Tensor:
+    """The mean over targets of what the loss library's own check says is the gradient for one."""
+    total = torch.zeros(V, dtype=torch.float64)
+    for y in range(V):
+        target = torch.tensor([y])
+        rows = Rows(q.log()[None], target, c[target], torch.zeros(1, dtype=torch.float64))
+        scalars = scalars_of(rows.z, rows, objective.logit_scale)
+        results = objective.coefficients(scalars)
+        total += truth[y] * gradient(results, scalars, rows, objective.logit_scale)[0]
+    return total
+
+
+def test_emo_settles_where_its_closed_form_says() -> None:
+    truth, costs = truths(), geometry()
+    q, residual = settle(truth, get_objective("emo"), costs)
+    assert residual.max() < 1e-11
+    m, D = -q.log(), costs.apply(q)
+    w = m / D
+    shared = (truth * (1 - m)).sum(-1, keepdim=True) + costs.apply(truth * w)
+    assert torch.allclose(q * shared, truth, atol=1e-10)
+    assert (entropy(q) < entropy(truth)).all()
+
+
+def test_gem_settles_at_the_tempered_truth() -> None:
+    """softmax(z / beta) = P, so the model is the truth at temperature 1 / beta: broader."""
+    truth = truths()
+    want = torch.softmax(0.7 * truth.log(), -1)
+    assert torch.allclose(settle(truth, get_objective("gem", beta=0.7), geometry()).q, want, atol=1e-9)
+
+
+SEEDS = [0, 1, 2, 3]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def forward_kl(truth: bigram.Truth, q: Tensor) -> Tensor:
+    rows = (torch.special.xlogy(truth.rows, truth.rows) - torch.special.xlogy(truth.rows, q)).sum(-1)
+    return rows @ truth.contexts
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])
+def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: float, high: float) -> None:
+    truth = bigram.geometric_truth(60, share, generator())
+    entropy = -torch.special.xlogy(truth.rows, truth.rows).sum(-1)
+    assert torch.allclose(entropy, torch.full_like(entropy, 0.5 * math.log(60)), atol=1e-6)
+    assert torch.allclose(truth.contexts @ truth.rows, truth.contexts, atol=1e-9)
+    # expected cost between two draws of the same context, against draws of any context
+    costs = Costs(truth.embedding)
+    within = (truth.rows * costs.apply(truth.rows)).sum(-1) @ truth.contexts
+    marginal = truth.contexts @ truth.rows
+    across = marginal @ costs.apply(marginal)
+    spread = within / (1 - (truth.rows**2).sum(-1) @ truth.contexts)  # draws of two different tokens
+    assert low < spread / across < high
+
+
+def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
+    """The error of counts is (parameters) / (2 N) nats; the learner stays within a factor of it."""
+    truth = bigram.geometric_truth(12, 1.0, generator())
+    errors = []
+    for tokens in (2_000, 20_000, 200_000):
+        train = bigram.sample_counts(truth, tokens, SEEDS)
+        dev = bigram.sample_counts(truth, tokens, [s + 100 for s in SEEDS])
+        fitted = bigram.fit(train, dev, get_objective("mle"), Costs(torch.eye(12)), SEEDS, 1e-2, 800)
+        errors.append(forward_kl(truth, torch.softmax(fitted.logits.double(), -1)).mean().item())
+    assert errors[0] > 4 * errors[1] > 16 * errors[2]
+    assert errors[2] < 5 * 12 * 11 / (2 * 200_000)
+
+
+def test_runs_are_independent_and_repeatable() -> None:
+    truth = bigram.geometric_truth(12, 0.5, generator())
+    train, dev = bigram.sample_counts(truth, 2000, SEEDS), bigram.sample_counts(truth, 500, [9] * 4)
+    costs = Costs(truth.embedding.float())
+    together = bigram.fit(train, dev, get_objective("emo"), costs, SEEDS, 3e-3, 100)
+    alone = bigram.fit(train[2:3], dev[2:3], get_objective("emo"), costs, SEEDS[2:3], 3e-3, 100)
+    assert torch.allclose(together.logits[2], alone.logits[0], atol=1e-4)
+    assert together.step[2] == alone.step[0]
+
+
+FILE = str(REPO / "experiments/known-truth.yaml")
+SMALL = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "truths=3", "steps=60", "rates=[3e-3]"]
+
+
+def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main([FILE, f"out={tmp_path}", *SMALL]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    points = {point["contestant"]: point for point in results["fixed_points"]}
+    assert points["mle"]["kl_pq"] < 1e-9
+    assert points["mle"]["temperature"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.8 < points["emo"]["temperature"] < 0.97
+    assert points["emo-constant"]["kl_from_tempered_truth"] < points["emo"]["kl_from_tempered_truth"]
+    assert points["tailr"]["settled"] < 1
+    (row,) = results["rows"]
+    assert row["contestants"]["mle"]["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert set(row["verdicts"]) == set(results["verdicts"])
+    assert row["at_end"] == []  # a single rate is no choice
+    assert row["contestants"]["emo"]["temperature"]["mean"] > row["contestants"]["mle"]["temperature"]["mean"]
+    assert set(results["verdicts"]) == {"geometry", "beyond-sharpening"}
+    assert results["verdicts"]["geometry"]["n"] == 3
+    (cell,) = (tmp_path / "cells").iterdir()
+    before = cell.stat().st_mtime_ns
+    assert study.main([FILE, f"out={tmp_path}", *SMALL]) == 0
+    assert cell.stat().st_mtime_ns == before
+    capsys.readouterr()
+
+
+def test_a_truth_with_zeros(tmp_path: Path) -> None:
+    """MixCE's set-up: measures that are infinite there are left out, the mass in the zeros is not."""
+    small = [override for override in SMALL if not override.startswith("shares")]
+    assert study.main([str(REPO / "experiments/known-truth-mixce.yaml"), f"out={tmp_path}", *small]) == 0
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    mle = row["contestants"]["mle"]
+    assert "kl_qp" not in mle and 0 < mle["tail_mass"]["mean"] < 1
+
+
+PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
+
+
+def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of the study's code, a plug-in, a parameter or a share makes its cell anew."""
+    (tmp_path / "plugin.py").write_text(PLUGIN.format(1.0))
+    tree = {
+        "out": str(tmp_path / "out"),
+        "contestants": {"mle": {"name": "mle"}, "mine": {"name": f"{tmp_path / 'plugin.py'}:scaled"}},
+        "vocabularies": [6],
+        "shares": [0.12345678],
+        "tokens": [200],
+        "truths": 2,
+        "steps": 20,
+        "rates": [3e-3],
+    }
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
+    measured = []
+    measure = study.measure_cell
+    monkeypatch.setattr(study, "fixed_points", lambda _: [])
+    monkeypatch.setattr(study, "measure_cell", lambda *cell: measured.append(cell) or measure(*cell))
+
+    def run(*overrides: str) -> int:
+        study.run(load_section(study.Study, tmp_path / "study.yaml", list(overrides)))
+        return len(measured)
+
+    assert [run(), run()] == [1, 1]
+    assert [run("shares=[0.12345679]"), run("steps=40"), run()] == [2, 3, 3]
+    (tmp_path / "plugin.py").write_text(PLUGIN.format(2.0))
+    assert [run(), run()] == [4, 4]
+    monkeypatch.setattr(study, "code_digest", lambda _: "other")
+    assert [run(), run()] == [5, 5]
