@@ -93,7 +93,7 @@ def _sniff(args: argparse.Namespace) -> None:
     first_word(args.files)
     from rich.console import Console
 
-    from emo.data_prep.sources.sniff import sniff
+    from emo.data_prep.sniff import sniff
 
     sniff(args.files, args.tokenizer, Console())
 

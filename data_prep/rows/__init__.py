@@ -5,6 +5,7 @@ Works on one piece of a source at a time, the same way when rows are scanned and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -12,9 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from emo.data_prep.rows.columns import columns_read, first, missing, text_columns, wrong
-from emo.data_prep.rows.messages import clean, conversation, keys_not_read
-from emo.data_prep.rows.spec import (
+from emo.data_prep.rows.columns import (
     CODE,
     REASONS,
     STRUCTURE,
@@ -22,9 +21,16 @@ from emo.data_prep.rows.spec import (
     Payload,
     Rejected,
     Row,
+    RowError,
     RowSpec,
     TokenIds,
+    columns_read,
+    first,
+    missing,
+    names_of,
+    wrong,
 )
+from emo.data_prep.rows.messages import clean, conversation, keys_not_read
 from emo.data_prep.templates import Chat, Conversation
 
 __all__ = ["CODE", "REASONS", "STRUCTURE", "UNREADABLE", "Payload", "Rejected", "Row", "RowSpec", "TokenIds"]
@@ -57,8 +63,11 @@ def parse(payload: Payload, spec: RowSpec) -> Iterator[Row | Rejected]:
 def judge(payload: Payload, spec: RowSpec) -> Iterator[Judged]:
     """Yield the rows of a payload, in order, with what rows are compared and counted by."""
     for raw in raw_rows(payload, spec):
-        row = _row(raw, spec)
-        yield Judged(row) if isinstance(row, Rejected) else _judged(row, spec)
+        try:
+            judged = _judged(_row(raw, spec), spec)
+        except RowError as error:
+            judged = Judged(Rejected(*error.args))
+        yield judged
 
 
 def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:
@@ -66,9 +75,7 @@ def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:
     rows: list[Row] = []
     for raw, times in zip(raw_rows(payload, spec), copies, strict=True):
         if times:
-            row = _row(raw, spec)
-            assert not isinstance(row, Rejected), "only good rows are assigned to a shard"
-            rows += [row] * times
+            rows += [_row(raw, spec)] * times
     return rows
 
 
@@ -126,30 +133,29 @@ def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str], set[st
     """
     read: set[str] = set()
     present: set[str] = set()
-    keys: set[str] = set()
     flags: set[str] = set()
     for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
-        if not isinstance(_row(raw, spec), Rejected):
+        with contextlib.suppress(RowError):
+            _row(raw, spec)
             row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
-            present |= set(map(str, row))
+            present |= {*map(str, row), *keys_not_read(row, spec)}
             read |= columns_read(row, spec)
-            keys |= keys_not_read(row, spec)
             flags |= {str(name) for name, value in row.items() if isinstance(value, bool)}
-    unread = (present - read) | keys
+    unread = present - read
     return read, unread, flags & unread
 
 
-def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
-    """Return a raw row as text or conversation, cleaned."""
+def _row(raw: Any, spec: RowSpec) -> Row:
+    """Return a raw row as text or conversation, cleaned. Raises RowError."""
     if isinstance(raw, Rejected):  # a table's row that is broken
-        return raw
+        raise RowError(*raw)
     if isinstance(raw, bytes):
         if len(raw) > 4 * spec.max_chars:
-            return Rejected("too_long", f"{len(raw):,} bytes")
+            raise RowError("too_long", f"{len(raw):,} bytes")
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            return Rejected("bad_utf8", f"byte {error.object[error.start]:#04x}")
+            raise RowError("bad_utf8", f"byte {error.object[error.start]:#04x}") from None
         if not spec.lines:
             if "\r" in text:
                 text = text.replace("\r\n", "\n").removesuffix("\r")
@@ -157,24 +163,27 @@ def _row(raw: Any, spec: RowSpec) -> Row | Rejected:
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
         except RecursionError:
-            return Rejected("broken_json", "nested too deep")
+            raise RowError("broken_json", "nested too deep") from None
         except ValueError as error:  # without `msg`: an integer of thousands of digits
-            return Rejected("broken_json", getattr(error, "msg", "a number of thousands of digits"))
+            reason = getattr(error, "msg", "a number of thousands of digits")
+            raise RowError("broken_json", reason) from None
     raw = _object(raw)
     if not isinstance(raw, dict):
-        return Rejected("not_an_object", f"a row must be an object, not {type(raw).__name__}")
+        raise RowError("not_an_object", f"a row must be an object, not {type(raw).__name__}")
     if spec.kind == "instruct":
         return conversation(raw, spec)
-    names = text_columns(spec)
+    names = names_of("text", spec)
     name = first(raw, names)
     if name is None:
-        return missing(raw, names, spec)
+        raise missing(raw, names, spec)
     value = raw[name]
     if spec.format == "tokens":
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-            return wrong(name, value, "a list of token ids")
+            raise wrong(name, value, "a list of token ids")
         return TokenIds(tuple(value))
-    return clean(value, spec.clean) if isinstance(value, str) else wrong(name, value)
+    if not isinstance(value, str):
+        raise wrong(name, value)
+    return clean(value, spec.clean)
 
 
 def _object(raw: Any) -> Any:
@@ -185,22 +194,30 @@ def _object(raw: Any) -> Any:
 
 
 def _judged(row: Row, spec: RowSpec) -> Judged:
-    """Return a row with its content hash and characters, or the reason why its content is useless."""
-    if isinstance(row, TokenIds):
-        if not row.ids:
-            return Judged(Rejected("empty"))
-    elif isinstance(row, str):
-        if not row or row.isspace():
-            return Judged(Rejected("empty"))
-    elif silent := _silent(row):
-        return Judged(silent)
+    """Return a row with its content hash and characters. Raises RowError for content that is useless."""
+    if isinstance(row, Conversation | Chat):
+        _refuse_silence(row)
+    elif not (row.ids if isinstance(row, TokenIds) else row.strip()):
+        raise RowError("empty")
     text = plain_text(row)
     try:
         content, whole = text.encode(), True
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
         content, whole = text.encode("utf-8", "surrogatepass"), False
-    if not isinstance(row, TokenIds) and (fault := _fault(text, content, whole, spec)):
-        return Judged(Rejected(fault))
+    if not isinstance(row, TokenIds):
+        if len(text) > spec.max_chars:
+            raise RowError("too_long")
+        if len(content.translate(None, _CONTROL)) < len(content):
+            raise RowError("control_characters")
+        if not whole:
+            raise RowError("bad_utf8")
+        if len(content) > len(text) and text.count("\ufffd") * 100 > len(text):
+            raise RowError("replacement_characters")
+    if isinstance(row, str):
+        if not any(c.isalnum() for c in text):
+            raise RowError("no_letters")
+        if len(text) >= 200 and len(set(text[:200])) <= 3 and len(set(text)) <= 3:
+            raise RowError("repetitive")
     if isinstance(row, Conversation | Chat):
         if isinstance(row, Conversation):
             identity = json.dumps((row.exchanges, row.system), ensure_ascii=False)
@@ -212,41 +229,19 @@ def _judged(row: Row, spec: RowSpec) -> Judged:
     return Judged(row, int.from_bytes(digest, "little"), len(text))
 
 
-def _silent(row: Conversation | Chat) -> Rejected | None:
-    """Return the rejection of a conversation without loss, or with a message that says nothing."""
+def _refuse_silence(row: Conversation | Chat) -> None:
+    """Raise RowError for a conversation without loss, or with a message that says nothing."""
     if row.unsupervised and len(row.unsupervised) == row.answers:
-        return Rejected("no_loss", "every answer is marked as carrying no loss")
+        raise RowError("no_loss", "every answer is marked as carrying no loss")
     if isinstance(row, Conversation):
         if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges):
-            return Rejected("empty_instruction")
+            raise RowError("empty_instruction")
         if any(not e.response.strip() for e in row.exchanges):
-            return Rejected("empty_response")
-        return None
+            raise RowError("empty_response")
+        return
     for message in json.loads(row.messages):
         if not (message.get("content") or "").strip() and not message.get("tool_calls"):
             if message["role"] == "user":
-                return Rejected("empty_instruction")
+                raise RowError("empty_instruction")
             if message["role"] == "assistant":
-                return Rejected("empty_response")
-    return None
-
-
-def _fault(text: str, content: bytes, whole: bool, spec: RowSpec) -> str:
-    """Return why a text is not prose of any kind, or ''.
-
-    content: its bytes; whole: it has no half of a character.
-    """
-    if len(text) > spec.max_chars:
-        return "too_long"
-    if len(content.translate(None, _CONTROL)) < len(content):
-        return "control_characters"
-    if not whole:
-        return "bad_utf8"
-    if len(content) > len(text) and text.count("\ufffd") * 100 > len(text):
-        return "replacement_characters"
-    if spec.kind == "text":
-        if not any(c.isalnum() for c in text):
-            return "no_letters"
-        if len(text) >= 200 and len(set(text[:200])) <= 3 and len(set(text)) <= 3:
-            return "repetitive"
-    return ""
+                raise RowError("empty_response")

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from emo.data_prep.rows.columns import (
     HISTORY,
+    RowError,
+    RowSpec,
     chat_column,
     first,
     missing,
     names_of,
-    prompt_columns,
     wrong,
 )
-from emo.data_prep.rows.spec import Rejected, RowSpec
 from emo.data_prep.templates import Chat, Conversation, Exchange
 
 ROLES = {
@@ -36,135 +36,117 @@ MARKS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "mas
 OTHER_MARKS = ("mask", "loss_mask", "loss_weight", "loss_scale", "train_detail", "training_detail")
 
 
-class Said(NamedTuple):
-    """A message: who said what, and the keys that only a chat_template reads."""
+class Message(NamedTuple):
+    """A message of a chat."""
 
     role: str  # one of ROLES, or what the row says
     content: str | None
-    extra: dict[str, Any]  # tool_calls, name, reasoning_content ...
+    extra: dict[str, Any]  # what only a chat_template reads: tool_calls, name, reasoning_content ...
     supervised: bool = True  # False: it is marked as carrying no loss
 
 
-def conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat | Rejected:
-    """An Alpaca row or a row of messages."""
+def conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+    """Return what an Alpaca row or a row of messages holds. Raises RowError."""
     talk = chat_column(raw, spec)
     if talk is not None or spec.format == "messages":
-        names = names_of("messages", spec) if talk is None else (talk,)
-        return missing(raw, names, spec) if talk is None or talk not in raw else _messages(raw, talk, spec)
-    prompts, responses = prompt_columns(spec), names_of("output", spec)
-    prompt, response = first(raw, prompts), first(raw, responses)
-    if prompt is None or response is None:
-        return missing(raw, prompts if prompt is None else responses, spec)
-    context, system = first(raw, names_of("input", spec)), first(raw, names_of("system", spec))
+        if talk is None or talk not in raw:
+            raise missing(raw, names_of("messages", spec) if talk is None else (talk,), spec)
+        messages, system, role = _messages(raw, talk, spec)
+        if spec.chat:
+            return _chat([Message(role, system, {}), *messages] if system else messages, raw, spec)
+        return _exchanges(messages, system)
+    names = [first(raw, names_of(part, spec)) for part in ("instruction", "output", "input", "system")]
+    if None in names[:2]:
+        raise missing(raw, names_of("output" if names[0] else "instruction", spec), spec)
     values = []
-    for name in (prompt, response, context, system):
-        value = "" if name is None else raw[name]
-        if value is None and name in (context, system):
-            value = ""
+    for i, name in enumerate(names):
+        value = "" if name is None or (raw[name] is None and i > 1) else raw[name]
         if not isinstance(value, str):
-            return wrong(str(name), value)
+            raise wrong(str(name), value)
         values.append(clean(value, spec.clean))
-    earlier = _history(raw.get(names_of("history", spec)[0]) or [], spec)
-    if isinstance(earlier, Rejected):
-        return earlier
-    read = Conversation((*earlier, Exchange(*values[:3])), values[3])
-    return _as_chat(read, raw, spec) if spec.chat else read
-
-
-def _history(pairs: Any, spec: RowSpec) -> list[Exchange] | Rejected:
-    """Earlier exchanges of an Alpaca row: [[prompt, response], ...]."""
+    pairs = raw.get(names_of("history", spec)[0]) or []
     if not isinstance(pairs, list):
-        return wrong(HISTORY, pairs, "a list of pairs")
+        raise wrong(HISTORY, pairs, "a list of pairs")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            return wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
-    return [Exchange(*(clean(text, spec.clean) for text in pair)) for pair in pairs]
-
-
-def _as_chat(read: Conversation, raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
-    """An Alpaca row as messages."""
-    messages = [Said("system", read.system, {})] if read.system else []
-    for exchange in read.exchanges:
+            raise wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
+    earlier = [Exchange(*(clean(text, spec.clean) for text in pair)) for pair in pairs]
+    exchanges, system = (*earlier, Exchange(*values[:3])), values[3]
+    if not spec.chat:
+        return Conversation(exchanges, system)
+    messages = [Message("system", system, {})] if system else []
+    for exchange in exchanges:
         prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
-        messages += [Said("user", prompt, {}), Said("assistant", exchange.response, {})]
+        messages += [Message("user", prompt, {}), Message("assistant", exchange.response, {})]
     return _chat(messages, raw, spec)
 
 
-def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> Conversation | Chat | Rejected:
-    """Messages of a chat, with what a system column says before them."""
-    messages = _said(raw[column], column, spec)
-    if isinstance(messages, Rejected):
-        return messages
+def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> tuple[list[Message], str, str]:
+    """Return the messages of a chat without its preface; the preface, and the role that speaks it.
+
+    The preface is what a system column says, and the first message if it is of a role of PREFACES.
+    """
+    if not isinstance(raw[column], list):
+        raise wrong(column, raw[column], "a list of messages")
+    messages = [_message(item, f"{column}[{i}]", spec) for i, item in enumerate(raw[column])]
     name = first(raw, names_of("system", spec))
     preface = raw[name] or "" if name is not None else ""
     if not isinstance(preface, str):
-        return wrong(str(name), preface)
+        raise wrong(str(name), preface)
     systems, role = [clean(preface, spec.clean)] if preface else [], "system"
     if messages and messages[0].role in PREFACES:
         role = messages[0].role
         systems.append(messages.pop(0).content or "")
-    system = "\n\n".join(filter(None, systems))
-    if spec.chat:
-        return _chat([Said(role, system, {}), *messages] if system else messages, raw, spec)
-    return _exchanges(messages, system)
+    return messages, "\n\n".join(filter(None, systems)), role
 
 
-def _said(talk: Any, column: str, spec: RowSpec) -> list[Said] | Rejected:
-    if not isinstance(talk, list):
-        return wrong(column, talk, "a list of messages")
+def _message(message: Any, where: str, spec: RowSpec) -> Message:
+    """Return a message; where: its place in the row, for an error."""
+    if not isinstance(message, dict):
+        raise wrong(where, message, "an object")
     roles, contents = names_of("role", spec), names_of("content", spec)
-    messages = []
-    for i, message in enumerate(talk):
-        if not isinstance(message, dict):
-            return wrong(f"{column}[{i}]", message, "an object")
-        role, content = (message.get(first(message, names) or "") for names in (roles, contents))
-        unread = (*roles, *contents, *MARKS)
-        extra = {k: v for k, v in message.items() if k not in unread and v is not None}
-        calls = spec.chat and bool(extra.get("tool_calls"))
-        if role is None or (content is None and not calls):
-            null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
-            if null is not None:
-                return wrong(f"{column}[{i}].{null}", None)
-            return missing(message, (f"{roles[0]} and {contents[0]}",))
-        marked = _marked_part(content)
-        if marked is not None:
-            return Rejected(
-                "wrong_type", f"{column}[{i}].{contents[0]}: {marked} of a part; mark the message"
-            )
-        content = _joined(content)
-        if isinstance(content, list):
-            parts = {
-                str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content
-            }
-            odd = ", ".join(sorted(parts - {"text"})) or "text without text"
-            return Rejected("wrong_type", f"column {column}[{i}].{contents[0]} must be text, not {odd}")
-        if content is not None and not isinstance(content, str):
-            return wrong(f"{column}.{contents[0]}", content)
-        text = None if content is None else clean(content, spec.clean)
-        role = ROLE_OF.get(str(role), str(role))
-        supervised = _supervised(message, role, f"{column}[{i}]")
-        if isinstance(supervised, Rejected):
-            return supervised
-        messages.append(Said(role, text, extra if spec.chat else {}, supervised))
-    return messages
-
-
-def _supervised(message: dict[str, Any], role: str, where: str) -> bool | Rejected:
-    """Return whether the marks of a message leave it supervised, or why they cannot be followed."""
-    supervised = True
+    role, content = (message.get(first(message, names) or "") for names in (roles, contents))
+    keys = (*roles, *contents, *MARKS)
+    extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
+    if role is None or (content is None and not extra.get("tool_calls")):
+        null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
+        if null is not None:
+            raise wrong(f"{where}.{null}", None)
+        raise missing(message, (f"{roles[0]} and {contents[0]}",))
+    if content is not None:
+        content = clean(_text(content, f"{where}.{contents[0]}"), spec.clean)
+    role, supervised = ROLE_OF.get(str(role), str(role)), True
     for key in (*MARKS, *OTHER_MARKS):
         value = message.get(key)
         if value is None:
             continue
         if key in OTHER_MARKS or not isinstance(value, int | float) or value not in (0, 1):
-            marks = ", ".join(MARKS)
             problem = f"{where}.{key} may say what carries loss, and cannot be followed"
-            return Rejected("wrong_type", f"{problem}: only {marks} are, with 0, 1, true or false; remove it")
+            raise RowError(
+                "wrong_type", f"{problem}: only {', '.join(MARKS)} are, with 0, 1, true or false; remove it"
+            )
         learned = value == MARKS[key]
         if learned and role != "assistant" and key != "weight":  # weight is of the assistant's alone
-            return Rejected("wrong_type", f"{where}.{key} asks for loss on the {role}'s words; remove it")
+            raise RowError("wrong_type", f"{where}.{key} asks for loss on the {role}'s words; remove it")
         supervised &= learned
-    return supervised
+    return Message(role, content, extra, supervised)
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the content of a message, whose parts may be listed, as one text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, content)
+    parts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+    for key in (*MARKS, *OTHER_MARKS):
+        if any(part.get(key) is not None for part in parts):
+            raise RowError("wrong_type", f"{where}: {key} of a part; mark the message")
+    texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
+    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        odd = ", ".join(sorted({str(part.get("type")) for part in parts} - {"text"})) or "text without text"
+        raise RowError("wrong_type", f"column {where} must be text, not {odd}")
+    return "".join(map(str, texts))
 
 
 def keys_not_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
@@ -177,29 +159,8 @@ def keys_not_read(raw: dict[str, Any], spec: RowSpec) -> set[str]:
     return {f"{talk}[].{key}" for key in keys - read}
 
 
-def _marked_part(content: Any) -> str | None:
-    """Return the first mark of loss on a part of a content, which cannot be followed there."""
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    return next((key for part in parts for key in (*MARKS, *OTHER_MARKS) if part.get(key) is not None), None)
-
-
-def _joined(content: Any) -> Any:
-    """Parts of a content as one text, if all of them are text; anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = [
-        part["text"]
-        if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part
-        else None
-        for part in content
-    ]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        return content
-    return "".join(text for text in texts if text is not None)
-
-
-def _exchanges(messages: list[Said], system: str) -> Conversation | Rejected:
-    """User and assistant in turn.
+def _exchanges(messages: list[Message], system: str) -> Conversation:
+    """Return user and assistant in turn.
 
     What the assistant says before any user, and what a user says last, has no counterpart: both are left out,
     and counted.
@@ -208,24 +169,24 @@ def _exchanges(messages: list[Said], system: str) -> Conversation | Rejected:
     last = len(messages) - (len(messages) > start and messages[-1].role == "user")
     used = messages[start:last]
     if not used or [message.role for message in used] != ["user", "assistant"] * (len(used) // 2):
-        return _bad_roles(messages)
+        raise _bad_roles(messages)
     pairs = zip(used[::2], used[1::2], strict=True)
     exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
     return Conversation(exchanges, system, len(messages) - len(used), _unsupervised(used))
 
 
-def _unsupervised(messages: list[Said]) -> tuple[int, ...]:
+def _unsupervised(messages: list[Message]) -> tuple[int, ...]:
     """Return the numbers, among the assistant's messages, of those that carry no loss."""
     answers = [message for message in messages if message.role == "assistant"]
     return tuple(i for i, answer in enumerate(answers) if not answer.supervised)
 
 
-def _bad_roles(messages: list[Said]) -> Rejected:
-    return Rejected("bad_roles", " ".join(message.role for message in messages) or "no messages")
+def _bad_roles(messages: list[Message]) -> RowError:
+    return RowError("bad_roles", " ".join(message.role for message in messages) or "no messages")
 
 
-def _chat(messages: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Rejected:
-    """Messages for a chat_template, which says itself what order it allows.
+def _chat(messages: list[Message], raw: dict[str, Any], spec: RowSpec) -> Chat:
+    """Return messages for a chat_template, which says itself what order it allows.
 
     What the assistant says before anybody else, and all after what it says last, is left out, and counted.
     """
@@ -233,45 +194,36 @@ def _chat(messages: list[Said], raw: dict[str, Any], spec: RowSpec) -> Chat | Re
     begin = next((i for i in range(front, len(messages)) if messages[i].role != "assistant"), len(messages))
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     if last <= begin or any(message.role not in ROLES for message in messages):
-        return _bad_roles(messages)
-    tools = _tools(raw, spec)
-    if isinstance(tools, Rejected):
-        return tools
+        raise _bad_roles(messages)
+    name = first(raw, names_of("tools", spec))
+    tools = None if name is None else raw[name] or None  # a list of schemas, or that as JSON
+    if isinstance(tools, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools) or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        raise wrong(str(name), tools, "a list of tools")
     used = [*messages[:front], *messages[begin : last + 1]]
-    written = "" if tools is None else _json(tools)
     return Chat(
-        _json([_message(message) for message in used]),
-        written,
+        _json([_for_template(message) for message in used]),
+        "" if tools is None else _json(tools),
         len(messages) - len(used),
         _unsupervised(used),
     )
 
 
-def _tools(raw: dict[str, Any], spec: RowSpec) -> list[Any] | Rejected | None:
-    """The tools of a row: a list of schemas, or that as JSON."""
-    name = first(raw, names_of("tools", spec))
-    tools = None if name is None else raw[name] or None
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools) or None
-    if tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return tools
-    return wrong(str(name), tools, "a list of tools")
-
-
-def _message(spoken: Said) -> dict[str, Any]:
-    """A message as chat templates expect it: the arguments of a call are an object, not its JSON."""
-    content = {} if spoken.content is None else {"content": spoken.content}
-    message = {"role": spoken.role, **content, **spoken.extra}
-    calls = json.loads(_json(message.get("tool_calls")))  # a copy: the row itself stays as it was read
+def _for_template(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates expect it: the arguments of a call are an object, not its JSON."""
+    content = {} if message.content is None else {"content": message.content}
+    tree = {"role": message.role, **content, **message.extra}
+    calls = json.loads(_json(tree.get("tool_calls")))  # a copy: the row itself stays as it was read
     if calls:
-        message["tool_calls"] = calls
+        tree["tool_calls"] = calls
     for call in calls if isinstance(calls, list) else ():
         inner = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
                 inner["arguments"] = json.loads(inner["arguments"])
-    return message
+    return tree
 
 
 def _json(value: Any) -> str:

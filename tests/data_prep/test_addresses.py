@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from emo.common.errors import FailureError, UserError
-from emo.data_prep.sources.addresses import remote_files
+from emo.data_prep.addresses import remote_files
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, train_set, write_jsonl
 

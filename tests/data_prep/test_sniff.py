@@ -21,7 +21,7 @@ from rich.console import Console
 from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
-from emo.data_prep.sources.sniff import sniff
+from emo.data_prep.sniff import sniff
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with

@@ -50,12 +50,12 @@ def test_a_file_that_changes_as_it_is_read_is_refused(
     path = put(tmp_path / name, texts(60))
     real = inputs.file_identity
 
-    def changing(file: Path, called: str) -> dict[str, Any]:
+    def changing(file: Path) -> dict[str, Any]:
         if moment == "touched":
             os.utime(path)
         if moment == "before it is hashed":
             put(path, texts(70))
-        found = real(file, called)
+        found = real(file)
         if moment == "while it is hashed":
             put(path, texts(70))
         return found

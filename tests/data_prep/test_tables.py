@@ -160,13 +160,13 @@ def test_rows_are_read_a_few_times_however_many_shards(
         (tmp_path / name).write_bytes(gzip.compress(content.encode()))
     opened: list[int] = []
     for kind in (TextInput, TableInput):
-        real = kind._opened
+        real = kind._open
 
         def counting(self: Any, start: int, real: Any = real) -> Any:
             opened.append(start)
             return real(self, start)
 
-        monkeypatch.setattr(kind, "_opened", counting)
+        monkeypatch.setattr(kind, "_open", counting)
     config = data_config(
         tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.002, sequence_len=8
     )

@@ -24,7 +24,7 @@ from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import Input
 from emo.data_prep.inspect import CONTEXT, stretch
 from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
-from emo.data_prep.rows.columns import flow, guess
+from emo.data_prep.rows.columns import guess
 from emo.data_prep.sources import open_inputs
 from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.templates.chat import RefusedError, read_template
@@ -205,7 +205,7 @@ def _description(look: Look) -> list[str]:
         if body := look.proposed.get("output"):
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {flow({'text': body})}"
+                f"template below, and write columns: {yaml.safe_dump({'text': body}, default_flow_style=True, width=10_000, allow_unicode=True).strip()}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
