@@ -37,7 +37,7 @@ class RemoteFile:
         return self.address
 
     def open(self, mode: Literal["rb"] = "rb", at_random: bool = False) -> IO[bytes]:
-        """Return its bytes, in order: web servers may not know how to begin in the middle. Raises UserError."""
+        """Return its bytes, in order: web servers may not know how to begin in the middle."""
         in_order = _is_web(self._system) and not at_random
         with _explained(self.address):
             file = self._system.open(self._path, mode, **({"block_size": 0} if in_order else {}))

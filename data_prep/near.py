@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -51,12 +51,11 @@ def _said(row: Row) -> tuple[str, str]:
     texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
         parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
-        texts.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
+        spoken = [
+            part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part
+        ]
+        texts.setdefault(message["role"], []).extend(spoken)
     return "\n".join(texts["user"]), "\n".join(texts["assistant"])
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections import Counter
@@ -105,15 +106,14 @@ def _best_look(files: str, template: str | None) -> Look:
 
     Instructions come first, then text, then both by guessed columns.
     """
-    refused: UserError | None = None
     looks = []
-    for kind in ("instruct", "text"):
-        try:
-            looks.append(_look(files, kind, {}, template))
-        except UserError as error:
-            refused = error  # of text, after that of instructions
-    if not looks:
-        raise refused or UserError(f"{files} cannot be read")
+    with contextlib.suppress(UserError):  # what is no text either is refused as that
+        looks.append(_look(files, "instruct", {}, template))
+    try:
+        looks.append(_look(files, "text", {}, template))
+    except UserError:
+        if not looks:
+            raise
     for look in looks[:2]:
         if proposed := _proposed(look):
             looks.append(_look(files, look.config.kind, proposed, template))
@@ -137,17 +137,13 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
     inputs = open_inputs(config)
     first = inputs[0]
     payload = next((piece.payload for piece in first.pieces() if piece.payload is not None), b"")
-    if first.spec.format == "lines" and isinstance(payload, bytes) and _has_paragraphs(payload):
-        first.spec = first.spec._replace(format="paragraphs")
+    if first.spec.format == "lines" and isinstance(payload, bytes):
+        # Blank lines may divide the text into stretches of several lines.
+        filled = [bool(line.strip()) for line in payload.split(b"\n")[:-1]]
+        together = any(a and b for a, b in pairwise(filled))
+        if together and filled.count(False) * 20 > len(filled):
+            first.spec = first.spec._replace(format="paragraphs")
     return Look(first, len(inputs), payload, list(parse(payload, first.spec)), config, proposed)
-
-
-def _has_paragraphs(text: bytes) -> bool:
-    """Return whether blank lines divide a text into stretches of several lines."""
-    lines = text.split(b"\n")[:-1]
-    blank = sum(not line.strip() for line in lines)
-    together = any(a.strip() and b.strip() for a, b in pairwise(lines))
-    return bool(blank) and together and blank * 20 > len(lines)
 
 
 def _proposed(look: Look) -> dict[str, str]:
@@ -203,9 +199,10 @@ def _description(look: Look) -> list[str]:
     if look.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
         if body := look.proposed.get("output"):
+            text = yaml.safe_dump({"text": body}, default_flow_style=True, width=10_000, allow_unicode=True)
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {yaml.safe_dump({'text': body}, default_flow_style=True, width=10_000, allow_unicode=True).strip()}"
+                f"template below, and write columns: {text.strip()}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
@@ -224,7 +221,15 @@ def _examples(
 ) -> tuple[list[list[Stretch]], list[int]]:
     """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
     if directory is None:  # about as many
-        plain = [_plain(rows[number], look.template) for number in picked]
+        plain: list[list[Stretch]] = []
+        for row in (rows[number] for number in picked):
+            if not isinstance(row, Conversation):
+                plain.append([(str(row), True)])
+                continue
+            plain.append([])
+            for number, turn in enumerate(render(row, look.template)):
+                supervised = number not in row.unsupervised
+                plain[-1] += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
         return plain, [len(plain_text(row)) // CHARS for row in rows]
     chat = read_template(directory, "") if look.template == "chat_template" else None
     facts = tokenizer_facts(directory)
@@ -241,16 +246,6 @@ def _examples(
             ids = encoder.texts([row], look.input.name).ids
             encoded.append((ids, np.array([[0, len(ids)]], np.int64)))
     return [_decoded(*encoded[number], decoder) for number in picked], [len(ids) for ids, _ in encoded]
-
-
-def _plain(row: Row, template: str) -> list[Stretch]:
-    if not isinstance(row, Conversation):
-        return [(str(row), True)]
-    stretches = []
-    for number, turn in enumerate(render(row, template)):
-        supervised = number not in row.unsupervised
-        stretches += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
-    return stretches
 
 
 def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:

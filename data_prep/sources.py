@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from emo.common.errors import UserError, one_line
 from emo.data_prep import world
@@ -235,7 +235,7 @@ class CsvInput(TableInput):
                 header = next((text for text in lines if text.strip()), "")
                 delimiter = next((d for d in DELIMITERS[suffix] if d in header), DELIMITERS[suffix][0])
                 csv.field_size_limit(LINE_LIMIT * self.spec.max_chars)  # its own is far below a document
-                quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+                quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
                 reader = csv.reader(chain([header], lines), delimiter=delimiter, quoting=quoting, strict=True)
                 names = [name.strip() or f"column {i}" for i, name in enumerate(next(reader, []), 1)]
                 twice = next((name for name, count in Counter(names).items() if count > 1), None)

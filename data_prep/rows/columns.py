@@ -1,4 +1,4 @@
-"""How the rows of a source read: what a row may be, which of its columns is which, and why one is not used."""
+"""What a row may be, which of its columns is which, and why a row is not used."""
 
 from __future__ import annotations
 
