@@ -33,7 +33,7 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
     order, copies = training.row[turns], training.copies[turns].astype(np.int64)
     step = max(256, 3 * limit * int(copies.sum()) // max(1, plan.summary["chars"][TRAIN]))
     tokens = np.zeros(0, np.int64)  # of one copy of the first rows in this order
-    want = target = limit // config.sequence_len * config.block if config.kind == "text" else limit
+    want = target = limit // config.sequence_len * config.sequence_len if config.kind == "text" else limit
     quotas = None
     while True:
         while len(tokens) < len(order) and int((tokens * copies[: len(tokens)]).sum()) < target:
@@ -52,7 +52,7 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
         shard, blocks = _dealt(config, plan, inputs, order[:count], (tokens * copies[: len(tokens)])[:count])
         short = want - int(blocks.sum()) * config.sequence_len
         if short <= 0 or count == len(order):
-            quotas = (_trimmed(blocks, max(0, -short // config.sequence_len)) * config.block).tolist()
+            quotas = (_trimmed(blocks, max(0, -short // config.sequence_len)) * config.sequence_len).tolist()
             break
         target = int(ends[count - 1]) + short  # what the ends of shards and domains lose
     copies[count:] = 0

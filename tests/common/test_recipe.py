@@ -211,7 +211,7 @@ def test_overrides_may_follow_options(tmp_path: Path, capsys: pytest.CaptureFixt
     ("key", "meant"),
     [
         ("train.lr", "train.learning_rate"),
-        ("train.leraning_rate", "train.learning_rate"),
+        ("train.leraning_rate", "learning_rate"),
         ("data.max_seq_length", "data.sequence_len"),
         ("run_dir", "output_dir"),
         ("train.wamup_ratio", "warmup_ratio"),

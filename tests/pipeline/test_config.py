@@ -64,7 +64,7 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ),
         ("train.optimizer=muon", "optimizer muon needs muon_lr"),
         ("train.muon_lr=0.02", "which adamw does not read"),
-        ("run_dir.x=2", "run_dir is a value, not a section"),
+        ("output_dir.x=2", "output_dir is a value, not a section"),
         ("model.architecture={hidden_size: 8}", "architecture needs model_type"),
         ("data.sources=[{files: a, hub: b}]", "exactly one of hub, files, embedded"),
     ],
