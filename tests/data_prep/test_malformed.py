@@ -152,7 +152,7 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "two origins": ({"sources": [{"files": "a.*", "hub": "x/y"}]}, "exactly one of hub, files, embedded"),
     "unknown key": ({"sources": [{"file": "a.*"}]}, "unknown key data.sources.0.file"),
-    "block of one": ({"block": 1}, "data.sequence_len"),
+    "block of one": ({"sequence_len": 1}, "data.sequence_len"),
     "weight of nothing": ({"sources": [{"files": "a.*", "weight": 0}]}, "weight"),
     "two validations": (
         {"validation": [{"files": "a.*"}], "validation_fraction": 0.1},

@@ -81,9 +81,9 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
         if arguments.command == "eval" and arguments.tasks != "all":
             assert [load_task(name).name for name in arguments.tasks.split(",")] == list(PAPER_ORDER)
         if arguments.command in ("eval", "generate", "answer"):
-            written.append(f"{arguments.out}/models/{arguments.name}/")
+            written.append(f"{arguments.output_path}/models/{arguments.name}/")
         if arguments.command == "judge":
-            written.append(f"{arguments.out}/judgements/{arguments.name}.json:")
+            written.append(f"{arguments.output_path}/judgements/{arguments.name}.json:")
     for measure in experiment(path).measures.values():
         for source in (source for sources in measure.read.values() for source in sources):
             file = source.format(**sweep.variables(last))
