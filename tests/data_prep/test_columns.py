@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from emo.common.errors import UserError
 from emo.data_prep.rows import Rejected, RowSpec, parse
 from emo.data_prep.rows.columns import guess
 from emo.data_prep.templates import Chat, Conversation, Exchange
@@ -92,39 +91,10 @@ def test_messages_may_have_keys_of_their_own() -> None:
     assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "hint"),
-    [
-        (QUESTION, "instruct", "as sniff proposes"),
-        ({"body": "b"}, "text", "as sniff proposes"),
-        ({"question": "q", "answer": "a"}, "text", "set data.kind=instruct"),
-        ({"text": "b"}, "instruct", "set data.kind=text"),
-        ({"n": 1}, "instruct", "there are: n"),
-    ],
-)
-def test_an_unknown_column_is_refused_with_what_to_write(row: Any, kind: str, hint: str) -> None:
-    result = read(row, kind)
-    assert isinstance(result, Rejected) and result.reason == "missing_column"
-    assert result.detail.endswith(hint) and result.detail.startswith("no column ")
-
-
 def test_what_is_proposed_is_read() -> None:
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
         proposed = guess(row, "instruct")
         assert read(row, **proposed) == talked(("q", "a")), proposed
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        {"columns": {"question": "instruction"}},
-        {"columns": {"output": "a"}, "column": "b"},
-        {"columns": {"instruction": 3}},
-    ],
-)
-def test_columns_that_cannot_be_meant(tmp_path: Path, source: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="columns"):
-        data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"} | source])
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -221,11 +191,6 @@ def test_an_empty_column_is_not_passed_over(row: Any, kind: str, expected: str) 
     assert read(row, kind).reason == expected
 
 
-def test_an_empty_context_and_system_stay_empty() -> None:
-    for name, other in (("input", "context"), ("system", "system_prompt")):
-        assert read({**PAIR, name: "", other: "id-7"}) == talked(("q", "a"))
-
-
 def marked(*marks: dict[str, Any]) -> dict[str, Any]:
     """Return a chat with an answer for each of the marks."""
     turns = []
@@ -294,31 +259,16 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
         assert all(a in (b, -100) for a, b in zip(some, every, strict=True))
 
 
-def test_a_mark_on_a_part_of_a_content_is_refused() -> None:
-    part = {"type": "text", "text": "bad", "weight": 0}
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [part]}]
-    line = json.dumps({"messages": talk}).encode() + b"\n"
-    (row,) = parse(line, RowSpec("instruct", "auto", True, None, "none", 1000))
-    assert isinstance(row, Rejected) and row.reason == "wrong_type"
-
-
 def test_answers_that_were_rejected_are_not_proposed() -> None:
     for row in (
         {"prompt": "q", "chosen": "a", "rejected": "a much longer answer"},
-        {"rejected": "b", "chosen": "a", "prompt": "q"},
         {"question": "q", "incorrect_answers": "b", "chosen": "a"},
-        {"prompt": "q", "rejected_response": "b", "chosen": "a"},
         {"prompt": "q", "lose": "b", "chosen": "a"},
     ):
         assert guess(row, "instruct")["output"] == "chosen"
-    for better, worse in (("win", "lose"), ("winning_response", "losing_response"), ("winner", "loser")):
-        assert guess({"prompt": "q", worse: "b, longer", better: "a"}, "instruct") == {"output": better}
     for row in (
         {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
         {"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"},
-        {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 1},
     ):
         assert guess(row, "instruct") == {}
-    talks = {"rejected": [{"role": "user", "content": "q"}], "chosen": [{"role": "user", "content": "q"}]}
-    assert guess(talks, "instruct") == {"messages": "chosen"}
     assert guess({"chosen": "a talk", "rejected": "another and longer talk"}, "text") == {"text": "chosen"}

@@ -22,7 +22,7 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-        "sources: [{files: a.jsonl}], block: 32, shards: 5}"
+        "sources: [{files: a.jsonl}], sequence_len: 32, shards: 5}"
     )
     return path
 

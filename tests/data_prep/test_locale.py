@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = """data:
   dir: данные
   tokenizer: {tokenizer}
-  block: 64
+  sequence_len: 64
   shards: 2
   validation_fraction: 0.2
   sources: [{{files: "исходник/*.jsonl"}}, {{files: "Größe.csv"}}]

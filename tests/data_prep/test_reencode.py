@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from emo.common.errors import UserError
 from emo.data_prep import write
 from emo.data_prep.encode import RowEncoder
-from emo.data_prep.prepare import prepare
 from emo.data_prep.reencode import PlainEncoder, ShardCheck, _same_within
 from emo.data_prep.tokenizer import read_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
@@ -29,22 +28,15 @@ CHATML = (
 # Settings of what is prepared, and whether verify can tell anything of it.
 SORTS: dict[str, tuple[dict[str, Any], bool]] = {
     "text": ({"validation_fraction": 0.3}, True),
-    "text in few rows": ({"block": 500}, True),
-    "part of a text": ({"limit_tokens": 2000}, True),
     "domains and copies": (
         {"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "other"}]},
         True,
     ),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}]}, True),
     "instructions": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 400}, True),
-    "cut short": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 150}, False),
     "split": (
         {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 60, "overlong": "split"},
         False,
-    ),
-    "a transcript": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 300, "template": "chat"},
-        True,
     ),
     "a chat_template": (
         {
@@ -199,21 +191,3 @@ def test_any_stretch_of_right_ids_passes(parts: list[str], start: int, length: i
     assert _same_within(plain, ids) is not False
     wrong = [number ^ 1 for number in ids]
     assert len(ids) < 100 or _same_within(plain, wrong) is not True
-
-
-def test_a_job_that_stops_at_a_shard_keeps_those_before(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = data_config(files, sources=[{"files": "b.jsonl"}], shards=3)
-    encode, parts = RowEncoder.encode, []
-
-    def late(self: RowEncoder, part: Any) -> Any:
-        done = encode(self, part)
-        parts.append(part)
-        return done if len(parts) < 3 else done._replace(ids=done.ids[::-1].copy())
-
-    monkeypatch.setattr(RowEncoder, "encode", late)
-    with pytest.raises(UserError):
-        prepare(config, (0, 1), 1, False, False, lambda _: None)
-    assert sorted(p.name for p in config.dir.rglob("*.arrow")) == [
-        "shard-00000-of-00003.arrow",
-        "shard-00001-of-00003.arrow",
-    ]

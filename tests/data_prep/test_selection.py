@@ -40,16 +40,6 @@ def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
 
 
-def test_a_weight_drops_no_row_of_validation(tmp_path: Path) -> None:
-    """Validation takes what training leaves out, and nothing that it uses."""
-    made = texts(300)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
-    common = {"sources": [{"files": "a.jsonl", "weight": 0.5}]}
-    config = prepared(tmp_path, "out", validation=[{"files": "a.jsonl", "weight": 3}], **common)
-    used, held_out = rows_of(config), Counter(rows_of(config, 1))
-    assert set(held_out) == set(made) - set(used) and set(held_out.values()) == {3}
-
-
 @pytest.mark.parametrize("weight", [1, 2.5, 0.6])
 def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
     """Limit_rows 300 with weight 2.5 gave 713."""
@@ -72,7 +62,7 @@ def test_copies_are_spread(tmp_path: Path) -> None:
     assert [text for text in found if text in set(first)] == first
 
 
-@pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (30_000, 16), (100, 3), (250_000, 4)])
+@pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (100, 3)])
 def test_limit_of_tokens_is_exact_with_long_documents(
     shared_data: Path, tmp_path: Path, limit: int, shards: int
 ) -> None:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from emo.data_prep import inspect as look
-from emo.data_prep.arrow import lists_of, numbers_of
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
@@ -23,7 +22,6 @@ from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
-    random_dataset,
     run,
     texts,
     train_set,
@@ -181,30 +179,3 @@ def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig)
         assert "### Instruction:" in rest and rest.count("<s>") == rest.count("### Response:")
     outputs = {row["output"] for row in alpaca_rows(60)}
     assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
-
-
-@pytest.mark.slow
-def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
-    """All rows are read in random order, and few pages of the mapped files stay resident."""
-
-    def mapped() -> int:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) * 1024
-
-    data = random_dataset(tmp_path / "train", rows=160_000, block=256)
-    size = sum(info.bytes for info in data.manifest.shards)
-    assert size > 80_000_000
-    before, peak = mapped(), 0
-    order = np.random.default_rng(0).permutation(len(data))
-    for start in range(0, len(data), 50):
-        data.batch(order[start : start + 50])
-        peak = max(peak, mapped()) if start % 500 == 450 else peak
-    assert peak - before < size // 2
-
-
-def test_numbers_of_sliced_lists() -> None:
-    """The values of a slice alone, and none of no lists."""
-    lists = lists_of(np.array([0, 2, 2, 5]), np.arange(5, dtype=np.uint16))
-    assert numbers_of(lists).tolist() == [0, 1, 2, 3, 4]
-    assert numbers_of(lists.slice(1, 2)).tolist() == [2, 3, 4]
-    assert numbers_of(lists.slice(3)).tolist() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -18,14 +17,13 @@ import pytest
 import zstandard
 from rich.console import Console
 
-from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
 from emo.data_prep.sniff import sniff
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
-from tests.helpers.corpus import alpaca_rows, run, sentence, texts, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, run, texts, tiny_tokenizer, train_set, write_jsonl
 
 TALK = [{"from": "human", "value": "two birds"}, {"from": "gpt", "value": "sing"}]
 
@@ -85,7 +83,7 @@ FILES: dict[str, tuple[Any, list[str]]] = {
         lambda p: p.write_bytes(
             zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
         ),
-        ["block: "],
+        ["sequence_len: "],
     ),
     "body.parquet": (
         lambda p: pyarrow.parquet.write_table(pa.table({"id": list(range(90)), "body": texts(90)}), p),
@@ -173,54 +171,13 @@ def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
         assert train_set(config).manifest.documents == 40
 
 
-def test_what_is_rejected_and_left_out_is_said(tmp_path: Path) -> None:
-    rows = [{"conversations": [TALK[1], *TALK, TALK[0]]}] * 3 + [{"conversations": [TALK[0]]}, {"x": 1}]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    printed, _ = shown(tmp_path / "a.jsonl")
-    assert "of the first 5 rows 3 are used; rejected: 1 bad roles, 1 missing column" in printed
-    assert "messages left out, before the first prompt or after the last response: 6" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"n": 1}\n', r"a.jsonl: no row can be read: missing column \(no column .*there are: n"),
-        ("a.jsonl", b"no json\n", r"a.jsonl: no row can be read: broken json"),
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.jsonl", b'[{"text": "a"}]', "a.jsonl is one array"),
-        ("a.docx", b"x", "has none of the known endings"),
-        ("b.jsonl", b"x", "no file matches"),
-        ("a.txt", "Wörter\n".encode("utf-16"), "a.txt is UTF-16"),
-        ("a.txt", b"\n\n", "a.txt: no row can be read: no rows"),
-        ("a.csv", b"\xff\xfe\0", "a.csv is UTF-16"),
-        ("a.parquet", b"PAR1", "not readable as parquet"),
-    ],
-)
-def test_what_cannot_be_read_is_told_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name.replace("b.", "c.")).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        shown(tmp_path / name)
-    assert main(["sniff", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 2 and error[1].startswith("error: ")
-
-
-def test_one_giant_line(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    (tmp_path / "a.txt").write_text(" ".join(sentence(rng) for _ in range(30_000)))
-    printed, recipe = shown(tmp_path / "a.txt")
-    assert printed.count("...") == 1 and len(printed) < 4000 and "block: 1024" in recipe
-
-
 def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(tiny_tokenizer(), place)
     (place / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(400)))
     _, recipe = shown(tmp_path / "a.jsonl", place)
-    assert "  block: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
+    assert "  sequence_len: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
     assert "  validation_fraction: 0.05\n" in recipe
     write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
     assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]

@@ -1,22 +1,37 @@
-"""Files as sources: which are read, that they stay what they were, and how text begins and ends in them."""
+"""Files and data sets as sources: what is read of them, and that they stay what they were."""
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from emo.common.errors import UserError
 from emo.data_prep import inputs
-from emo.data_prep.rows import parse
+from emo.data_prep.inputs import TableInput, TextInput, open_text
+from emo.data_prep.rows import Rejected, parse
 from emo.data_prep.sources import open_inputs
-from tests.helpers.corpus import data_config, run, texts, train_set, write_jsonl
+from emo.data_prep.tokenizer import load_tokenizer
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 
 
 def rows_of(tmp_path: Path, **source: Any) -> list[Any]:
@@ -41,8 +56,8 @@ def put(path: Path, lines: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.csv", "a.json", "a.parquet"])
-@pytest.mark.parametrize("moment", ["before it is hashed", "while it is hashed", "touched"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.csv", "a.json", "a.parquet"])
+@pytest.mark.parametrize("moment", ["while it is hashed", "touched"])
 def test_a_file_that_changes_as_it_is_read_is_refused(
     tmp_path: Path, name: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,8 +68,6 @@ def test_a_file_that_changes_as_it_is_read_is_refused(
     def changing(file: Path) -> dict[str, Any]:
         if moment == "touched":
             os.utime(path)
-        if moment == "before it is hashed":
-            put(path, texts(70))
         found = real(file)
         if moment == "while it is hashed":
             put(path, texts(70))
@@ -110,20 +123,6 @@ def test_an_empty_file_among_others(tmp_path: Path) -> None:
     assert error.value.code == "empty-file"
 
 
-def test_files_without_rows_are_passed_over_unless_strict(tmp_path: Path) -> None:
-    """Refused by default: blank lines, and nothing in a packed file."""
-    write_jsonl(tmp_path / "a1.jsonl", ({"text": text} for text in texts(60)))
-    (tmp_path / "a2.jsonl").write_text("\n \n\n", encoding="utf-8")
-    (tmp_path / "a3.jsonl.gz").write_bytes(gzip.compress(b""))
-    sources = [{"files": "a*"}]
-    with pytest.raises(UserError) as error:
-        run(data_config(tmp_path, sources=sources))
-    assert error.value.code == "no-rows"
-    config = data_config(tmp_path, sources=sources, strict=False)
-    run(config)
-    assert [source["rows"] for source in train_set(config).manifest.sources] == [60, 0, 0]
-
-
 def test_files_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
     """They have no hash, may be changed afterwards, and need not even hold rows."""
     write_jsonl(tmp_path / "a1.jsonl", ({"text": text} for text in texts(60)))
@@ -166,26 +165,211 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
     assert rows_of(tmp_path, files="b.jsonl") == ["a", "a", "a"]  # around JSON it is nobody's text
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_rows_without_tokens_go_to_no_other_split(tmp_path: Path, overlong: str) -> None:
-    """limit_tokens deals rows by tokens: those that come to nothing stay in training, wherever they are."""
-    rows = [{"instruction": f"q{i}", "output": text} for i, text in enumerate(texts(60))]
-    rows += [{"instruction": f"q{i}", "output": "much longer " * 80} for i in range(60, 75)]
+GOOD = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
+TABS = GOOD.replace('",', '"\t')
+
+# a.csv or the named file: content, rows that are rejected by reason
+COUNTED: dict[str, tuple[str, bytes, dict[str, int]]] = {
+    "plain": ("a.csv", f"text,n\r\n{GOOD}".encode(), {}),
+    "byte order mark": ("a.csv", b"\xef\xbb\xbf" + f"text,n\n{GOOD}".encode(), {}),
+    "blank lines": ("a.csv", f"\n\ntext,n\n\n{GOOD}\n\n".encode(), {}),
+    "quotes and line breaks": ("a.csv", f'text,n\n"a ""word"",\r\nand more",1\n{GOOD}'.encode(), {}),
+    "semicolons": ("a.csv", f"text;n\n{GOOD}".replace('",', '";').encode(), {}),
+    "tabs": ("a.tsv", f"text\tn\n{TABS}".encode(), {}),
+    "empty cells": ("a.csv", f"text,\n,1\n{GOOD}".encode(), {"empty": 1}),
+    "not UTF-8": ("a.csv", f"text,n\n{GOOD}caf\xe9 au lait,1\n".encode("latin-1"), {"bad_utf8": 1}),
+    "separators of Unicode": ("a.csv", f"text,n\none\u2028two\x85three,1\n{GOOD}".encode(), {}),
+    "gzip": ("a.csv.gz", gzip.compress(f"text,n\n{GOOD}".encode()), {}),
+    "zstd": ("a.tsv.zst", zstandard.compress(f"text\tn\n{TABS}".encode()), {}),
+}
+ERRORS: dict[str, tuple[str, bytes]] = {
+    "two columns of a name": ("a.csv", f"text,n,text\n{GOOD}".encode()),
+    "too many fields": ("a.csv", f"text,n\n{GOOD}one,two,three\n".encode()),
+    "UTF-16": ("a.csv", f"text,n\n{GOOD}".encode("utf-16")),
+    "cut short": ("a.csv.gz", gzip.compress(f"text,n\n{GOOD * 99}".encode())[:-20]),
+    "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 800),
+    "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{GOOD}'.encode()),
+    "text after a closing quote": ("a.csv", f'text,n\n{GOOD}"He" said,1\n'.encode()),
+    "quotes as in a csv": ("a.tsv", b'text\tn\n"a ""word"" of it"\t1\n'),
+    "one line and no end": ("a.csv", b"text,n\n" + b"word " * 900),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_tables_are_read(tmp_path: Path, case: str) -> None:
+    name, content, counts = COUNTED[case]
+    (tmp_path / name).write_bytes(content)
+    (one,) = open_inputs(data_config(tmp_path, sources=[{"files": "a.*"}]))
+    rows = [row for piece in one.pieces() for row in parse(piece.payload or [], one.spec)]
+    assert Counter(row.reason for row in rows if isinstance(row, Rejected)) == counts
+    assert len(rows) >= 9 + len(counts) and one.position() == one.size
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_tables_that_are_none_give_one_line(tmp_path: Path, case: str) -> None:
+    name, content = ERRORS[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        run(data_config(tmp_path, sources=[{"files": "a.*"}], max_chars=1000))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_table_gives_the_shards_of_the_same_rows_as_json(tmp_path: Path) -> None:
+    """Line breaks, quotes and delimiters in cells included; more rows than a piece."""
+    rows = [row | {"input": f'"{i}";\r\n,\t '} for i, row in enumerate(alpaca_rows(300))]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    held = [{"instruction": f"v{i}", "output": text} for i, text in enumerate(texts(20, seed=5))]
-    write_jsonl(tmp_path / "v.jsonl", held)
+    with (tmp_path / "b.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    prints = set()
+    for name in ("a.jsonl", "b.csv"):
+        more = {"kind": "instruct", "sequence_len": 200, "sources": [{"files": name}]}
+        run(config := data_config(tmp_path, dir=str(tmp_path / f"out {name}"), **more))
+        prints.add(train_set(config).fingerprint)
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("name", ["[set] one/a.jsonl", "a*.jsonl", "a[.jsonl"])
+def test_names_with_signs_of_patterns_are_names(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write_jsonl(path, ({"text": text} for text in texts(60)))
+    write_jsonl(tmp_path / "a1.jsonl", [{"text": "another file"}])
+    config = data_config(tmp_path, sources=[{"files": str(path.relative_to(tmp_path))}])
+    run(config)
+    (source,) = train_set(config).manifest.sources
+    assert source["name"] == str(path.relative_to(tmp_path)) and source["rows"] == 60
+
+
+def test_a_tsv_file_has_no_quotes(tmp_path: Path) -> None:
+    """Each line is a row, and all of a field is text."""
+    fields = ['"Well', 'he said "no"', '"all of it"', '"', "5\" and 6'", "plain"]
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + "".join(f"{f} x\t{i}\n" for i, f in enumerate(fields)))
+    (one,) = open_inputs(data_config(tmp_path, sources=[{"files": "a.tsv"}]))
+    rows = [row for piece in one.pieces() for row in parse(piece.payload or [], one.spec)]
+    assert rows == [f"{field} x" for field in fields]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "a.parquet", "a.json"])
+def test_rows_are_read_a_few_times_however_many_shards(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formats that cannot be entered in the middle are gone through once for all shards of a split."""
+    rows = [{"text": text} for text in texts(6000, sentences=1)]
+    if name == "a.csv":
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["text"], *([row["text"]] for row in rows)])
+    elif name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    elif name == "a.json":
+        (tmp_path / name).write_text(json.dumps(rows))
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    opened: list[int] = []
+    for kind in (TextInput, TableInput):
+        real = kind._open
+
+        def counting(self: Any, start: int, real: Any = real) -> Any:
+            opened.append(start)
+            return real(self, start)
+
+        monkeypatch.setattr(kind, "_open", counting)
     config = data_config(
-        tmp_path,
-        kind="instruct",
-        template="chat",
-        sequence_len=150,
-        overlong=overlong,
-        limit_tokens=10**6,
-        sources=[{"files": "a.jsonl"}],
-        validation=[{"files": "v.jsonl"}],
+        tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.002, sequence_len=8
+    )
+    with contextlib.suppress(UserError):  # so few rows are held out that some shards have none
+        run(config)
+    assert len(opened) <= 4  # to compare words with texts, for each split, and once more
+
+
+def test_a_tokenizer_without_an_end_is_refused_for_instructions(tmp_path: Path) -> None:
+    """Text is prepared, with a note."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(40))
+    (tmp_path / "a.txt").write_text("\n".join(texts(99)))
+    for name, special in (("bare", {}), ("other", {"eos_token": "<end>"})):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "tokenizer.json").write_bytes((tiny_tokenizer() / "tokenizer.json").read_bytes())
+        (place / "tokenizer_config.json").write_text(json.dumps(special))
+        common = {"tokenizer": name, "dir": str(tmp_path / f"out-{name}")}
+        with pytest.raises(UserError):
+            run(data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], **common))
+        said = run(data_config(tmp_path, sources=[{"files": "a.txt"}], **common))
+        assert any("has no end-of-sequence token: nothing in the tokens" in line for line in said)
+
+
+def test_windows_wikitext_is_wikitext(shared_data: Path, tmp_path: Path) -> None:
+    """Line ends, and blanks at the ends of lines, change neither documents nor their number."""
+    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
+        lines = stream.read()[:300_000].split(b"\n")
+    found = {}
+    for name, content in {
+        "unix": b"\n".join(lines),
+        "windows": b"\r\n".join(lines),
+        "stripped": b"\n".join(line.strip() for line in lines),
+    }.items():
+        (tmp_path / f"{name}.txt").write_bytes(content)
+        config = data_config(tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.txt"}])
+        run(config)
+        found[name] = train_set(config)
+    assert found["unix"].fingerprint == found["windows"].fingerprint
+    assert found["unix"].manifest.documents == found["stripped"].manifest.documents > 10
+
+
+def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
+    """Directories of save_to_disk, of a data set and of several splits."""
+    import datasets
+
+    made = datasets.Dataset.from_dict({"text": texts(100)})
+    made.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": made, "test": made.select([1])}).save_to_disk(str(tmp_path / "two"))
+    (tmp_path / "a.txt").write_text("\n".join(texts(100)))
+    prints = set()
+    for i, source in enumerate(({"files": "a.txt"}, {"files": "one"}, {"files": "t*"}, {"hub": "one"})):
+        if "hub" in source:
+            source = {"hub": str(tmp_path / "one")}
+        config = data_config(tmp_path, dir=str(tmp_path / f"out{i}"), sources=[source])
+        said = run(config)
+        assert not any("not pinned" in line for line in said)
+        prints.add(train_set(config).fingerprint)
+    assert len(prints) == 1
+    with pytest.raises(UserError):
+        run(data_config(tmp_path, dir=str(tmp_path / "x"), sources=[{"files": "two", "split": "dev"}]))
+
+
+def test_json_on_one_line(tmp_path: Path) -> None:
+    """An object that holds the rows, on one line, longer than a read; one row is still a row."""
+    made = texts(3000)
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "data": [{"text": t} for t in made]}))
+    config = data_config(tmp_path, sources=[{"files": "a.json"}])
+    run(config)
+    assert train_set(config).manifest.documents == 3000
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a " * 99}]
+    (tmp_path / "b.json").write_text(json.dumps({"messages": talk}))
+    source = {"files": "b.json"}
+    config = data_config(
+        tmp_path, dir=str(tmp_path / "b"), kind="instruct", sequence_len=512, sources=[source]
     )
     run(config)
-    train = train_set(config).manifest
-    validation = type(train_set(config))(config.dir / "validation").manifest
-    assert (train.documents, validation.documents) == (75, 20)
-    assert validation.counts.get("overlong", 0) == 0 and train.counts["overlong"] == 15
+    assert train_set(config).manifest.documents == 1
+
+
+def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
+    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    tree["model"]["dropout"] = 0.5
+    (tmp_path / "drawing").mkdir()
+    (tmp_path / "drawing" / "tokenizer.json").write_text(json.dumps(tree))
+    text = "the same words have the same ids " * 5
+    drawing, plain = load_tokenizer(tmp_path / "drawing"), load_tokenizer(tiny_tokenizer())
+    assert {tuple(drawing(text).input_ids) for _ in range(5)} == {tuple(plain(text).input_ids)}
+
+
+def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
+    rows = [[1, 5, 6, 7], [1, 9, 1, 8], [1, 4, 4, 4]]
+    write_jsonl(tmp_path / "t.jsonl", [{"ids": ids, "text": "not read"} for ids in rows])
+    config = data_config(
+        tmp_path, sequence_len=4, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}], dedup="none"
+    )
+    run(config)
+    assert [ids for ids, _ in segments(train_set(config))] == rows

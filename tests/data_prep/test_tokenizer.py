@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep import planning
 from emo.data_prep.inputs import open_text
 from emo.data_prep.tokenizer import (
     load_tokenizer,
@@ -83,16 +81,6 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
     assert opt("Hello world")["input_ids"] == [2, 31414, 232]
 
 
-def test_gpt2_as_the_hub_has_it(shared_data: Path, tmp_path: Path) -> None:
-    """Its tokenizer.json comes with a configuration that names no special token."""
-    original = load_tokenizer(shared_data / "tokenizers/gpt2")
-    original.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
-    bare = load_tokenizer(tmp_path)
-    assert (bare.bos_token_id, bare.eos_token_id) == (50256, 50256)
-    assert tokenizer_fingerprint(bare) == tokenizer_fingerprint(original)
-
-
 def test_special_tokens_are_never_found_in_text(shared_data: Path) -> None:
     for name in ("tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"):
         tokenizer = load_tokenizer(shared_data / name)
@@ -143,39 +131,6 @@ def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "a")
     assert tokenizer.decode(encoder(tokenizer).encode("Ünseen ☃ 123").ids) == "Ünseen ☃ 123"
     assert len(tokenizer) == 350
-
-
-def test_errors_are_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/tokenizer.json").write_text('{"model": 3}')
-    (tmp_path / "noise.model").write_bytes(b"\x00\xffnot a model")
-    cases = {
-        str(tmp_path / "absent/dir/ectory"): "does not exist|neither a local path",
-        str(tmp_path / "empty"): "holds none of tokenizer.json",
-        str(tmp_path / "broken"): "cannot be read",
-        str(tmp_path / "noise.model"): "cannot be read|not a plain BPE",
-        "no-such-owner/no-such-model": "neither a local path nor reachable",
-    }
-    for path, message in cases.items():
-        with pytest.raises(UserError, match=message) as caught:
-            load_tokenizer(path)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="train_tokenizer"):
-        train_sentencepiece(["too little text"], 5000, tmp_path / "t.model")
-
-
-def test_other_kinds_of_sentencepiece_models_are_refused(tmp_path: Path) -> None:
-    prefix = tmp_path / "unigram"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts(300)),
-        model_prefix=str(prefix),
-        vocab_size=60,
-        model_type="unigram",
-        minloglevel=2,
-    )
-    with pytest.raises(UserError, match="not a plain BPE"):
-        load_tokenizer(prefix.with_suffix(".model"))
 
 
 def test_lines_of_any_length_are_trained_on(tmp_path: Path) -> None:
@@ -249,28 +204,3 @@ def test_the_fingerprint_does_not_depend_on_how_a_file_is_written(shared_data: P
     tree["normalizer"] = {"type": "NFC"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
     assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(original)
-
-
-def test_training_takes_an_even_sample_and_parses_no_other_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(300)))
-    samples: list[list[str]] = []
-    train = planning.train_sentencepiece
-
-    def noted(rows: Iterator[str], vocab_size: int, path: Path) -> None:
-        samples.append(list(rows))
-        train(samples[0], vocab_size, path)
-
-    monkeypatch.setattr(planning, "train_sentencepiece", noted)
-    for name, chars in (("all", 1 << 30), ("sample", 5000)):
-        monkeypatch.setattr(planning, "TRAINING_CHARS", chars)
-        sources = [{"files": "a.jsonl"}]
-        run(
-            data_config(
-                tmp_path, dir=str(tmp_path / name), tokenizer=None, train_tokenizer=400, sources=sources
-            )
-        )
-    every, sample = samples
-    step = -(-len(every) // len(sample))
-    assert step > 2 and sample == every[::step]

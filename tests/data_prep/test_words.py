@@ -12,10 +12,8 @@ import pytest
 import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from emo.common.errors import UserError
 from emo.data_prep import words
 from emo.data_prep.plan import Plan
 from emo.data_prep.tokenizer import save_tokenizer
@@ -193,20 +191,6 @@ def test_sentencepiece_without_bytes_is_encoded_whole(tmp_path: Path, prefix: bo
     hard = ["日\n本 語\n\né", "river \t\n x", "é é", "a\u00a0\u2003b", *texts(20)]
     found = [np.frombuffer(ids, np.uint16).tolist() for ids in ours.encode(hard)]
     assert found == [original.encode(text) for text in hard]
-
-
-def test_sentencepiece_with_space_behind_is_refused(tmp_path: Path) -> None:
-    """Treat_whitespace_as_suffix, and whatever else the conversion gets wrong."""
-    for key, message in (("treat_whitespace_as_suffix", "not a plain BPE"), ("", "not get the ids of")):
-        model = sentencepiece_model_pb2.ModelProto()
-        model.ParseFromString((tiny_tokenizer() / "model/tokenizer.model").read_bytes())
-        if key:
-            setattr(model.trainer_spec, key, True)
-        else:
-            model.normalizer_spec.escape_whitespaces = False
-        (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
-        with pytest.raises(UserError, match=message):
-            save_tokenizer(tmp_path / "tokenizer.model", None, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])
