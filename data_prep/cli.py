@@ -116,13 +116,7 @@ def _world(args: argparse.Namespace) -> None:
     world.write_tasks(args.directory, args.train, args.test)
 
 
-COMMANDS = {
-    "prepare": _prepare,
-    "inspect": _inspect,
-    "verify": _verify,
-    "sniff": _sniff,
-    "world": _world,
-}
+COMMANDS = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "sniff": _sniff, "world": _world}
 
 
 def _job(text: str) -> tuple[int, int]:

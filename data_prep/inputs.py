@@ -26,12 +26,7 @@ STRADDLE = 4096  # bytes that the place between two rows has at most
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TEXT_LIMIT = 1 << 30  # bytes that `read_text` holds at most: a small packed file may unpack to any number
 # Byte order marks. Those of UTF-32 come first: one begins like one of UTF-16.
-MARKS = {
-    b"\xff\xfe\0\0": "UTF-32",
-    b"\0\0\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
+MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 UTF8_MARK = b"\xef\xbb\xbf"
 AGAIN = "run prepare with --force to start over"
 

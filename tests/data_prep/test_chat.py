@@ -19,14 +19,7 @@ from emo.data_prep.templates import Chat
 from emo.data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import (
-    data_config,
-    run,
-    segments,
-    tiny_tokenizer,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

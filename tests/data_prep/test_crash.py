@@ -1,9 +1,10 @@
-"""Killed, doubled, out of disk: started again, the bytes are the same, and nothing half is believed."""
+"""Real processes: killed, side by side, out of disk, of an array, in any locale: the bytes are the same."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,12 +52,7 @@ class Job:
 def config_of(root: Path, out: Path) -> DataConfig:
     """The configuration of a Job."""
     return data_config(
-        root,
-        dir=str(out),
-        sequence_len=64,
-        shards=6,
-        validation_fraction=0.2,
-        sources=[{"files": "a.jsonl"}],
+        root, dir=str(out), sequence_len=64, shards=6, validation_fraction=0.2, sources=[{"files": "a.jsonl"}]
     )
 
 
@@ -198,3 +194,94 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         )
         peaks.append(int(done.stdout.splitlines()[-1]))
     assert peaks[1] - peaks[0] < 15, f"peak of {peaks} MiB"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(300)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
+        "sources: [{files: a.jsonl}], sequence_len: 32, shards: 5}"
+    )
+    return path
+
+
+def together(commands: list[tuple[list[str], dict[str, str]]]) -> None:
+    """Run them at the same time; all must succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=os.environ | {"PATH": path} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, environment in commands
+    ]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * len(running), said
+
+
+def whole(recipe: Path) -> bool:
+    out = recipe.parent / "out"
+    return len(TokenDataset(out / "train").manifest.shards) == 5 and verify(out)[1] == []
+
+
+def test_slurm_array(recipe: Path) -> None:
+    """An array that starts at 1, as some sites like it."""
+    script = ["bash", "launch/slurm/prepare.sbatch", str(recipe), "data.seed=0"]
+    slurm = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_CPUS_PER_TASK": "1"}
+    together([(script, slurm | {"SLURM_ARRAY_TASK_ID": str(i)}) for i in (1, 2, 3)])
+    assert whole(recipe)
+
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """data:
+  dir: данные
+  tokenizer: {tokenizer}
+  sequence_len: 64
+  shards: 2
+  validation_fraction: 0.2
+  sources: [{{files: "исходник/*.jsonl"}}, {{files: "Größe.csv"}}]
+"""
+STRANGE = ("naïve", "日本 語", "Straße", "солнце", "▁", "e\u0301", "\u2028", "🙂")
+
+
+def commands(folder: Path, workers: int, **variables: str) -> dict[str, bytes]:
+    """What `prepare` and `verify` leave behind under some variables of the environment."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONUTF8"))}
+    environment |= {"PYTHONPATH": str(ROOT)} | variables
+    for command in (
+        ["prepare", "recipe.yaml", "--workers", str(workers)],
+        ["prepare", "recipe.yaml"],
+        ["verify", "данные"],
+        ["inspect", "данные"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "emo", *command], cwd=folder, env=environment, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+    found = file_bytes(folder / "данные")
+    shutil.rmtree(folder / "данные")
+    return found
+
+
+@pytest.mark.slow
+def test_the_locale_changes_no_byte(tmp_path: Path) -> None:
+    folder = tmp_path / "ordner ä"
+    rows = [f"{text} {' '.join(STRANGE)}" for text in texts(120)]
+    write_jsonl(folder / "исходник" / "ключ.jsonl", ({"text": row} for row in rows))
+    table = "".join(f'"{row} {i}"\n' for i, row in enumerate(rows))
+    (folder / "Größe.csv").write_text("text\n" + table, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(RECIPE.format(tokenizer=tiny_tokenizer()), encoding="utf-8")
+    expected = commands(folder, 1, LC_ALL="C.UTF-8")
+    assert any(name.endswith(".arrow") for name in expected)
+    assert commands(folder, 2, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == expected
+    made = tmp_path / "locales" / "en_US.ISO-8859-1"
+    made.parent.mkdir()
+    subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", made], check=True, capture_output=True)
+    latin = {"LC_ALL": made.name, "LOCPATH": str(made.parent), "PYTHONUTF8": "0"}
+    assert commands(folder, 2, **latin) == expected

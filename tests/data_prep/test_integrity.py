@@ -1,4 +1,4 @@
-"""What was prepared stays as it is, or it is refused: changed files and recipes, directories of others, forged data."""
+"""Prepared data stay as they are, or are refused: changed files and recipes, others' directories, forgeries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,21 +19,12 @@ import zstandard
 from emo.common.errors import UserError
 from emo.common.files import Hashes, sha256
 from emo.data_prep import inputs
-from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, check_prepared
 from emo.data_prep.inputs import read_text
 from emo.data_prep.prepare import Workers
-from emo.data_prep.shards import (
-    MANIFEST,
-    Manifest,
-    TokenDataset,
-    manifest_text,
-    open_prepared,
-    read_manifest,
-)
+from emo.data_prep.shards import MANIFEST, Manifest, TokenDataset, manifest_text, open_prepared, read_manifest
 from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.verify import verify
-from tests.conftest import REPO
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -269,29 +258,6 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path, inside: str, force
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_files_put_beside_the_data_survive(config: DataConfig, force: bool) -> None:
-    """Also --force removes only what prepare made, and says what is in the way."""
-    for name in (
-        "train/readme.txt",
-        "tokenizer/chat_template.jinja",
-        "thesis.tex",
-        "validation/old/shard.arrow",
-    ):
-        own = config.dir / name
-        own.parent.mkdir(exist_ok=True)
-        own.write_text("the only copy")
-        if not force:
-            (config.dir / "plan.parquet").unlink(missing_ok=True)
-        before = listing(config.dir)
-        with pytest.raises(UserError):
-            run(config_of(config.root, sequence_len=32 if not force else 64), force=force)
-        assert listing(config.dir) == before
-        own.unlink()
-        if own.parent.name == "old":
-            own.parent.rmdir()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -329,54 +295,6 @@ def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("emo.data_prep.prepare.Workers", Meanwhile)
     run(config)
     assert tried == ["force"] and verify(config.dir)[1] == []
-
-
-KILL_AT_EVERY_STEP = """
-import os, sys
-from itertools import count
-from pathlib import Path
-from emo.data_prep.cli import main
-import emo.data_prep.prepare
-left = 0
-def hook(name):
-    old = getattr(Path, name)
-    def method(self, *args, **kwargs):
-        global left
-        left -= str(self).startswith("DIRECTORY")
-        if left == 0:
-            os._exit(9)
-        return old(self, *args, **kwargs)
-    setattr(Path, name, method)
-for name in ("unlink", "replace", "rmdir", "mkdir"):
-    hook(name)
-for moment in count(1, 9):
-    child = os.fork()
-    if not child:
-        left = moment
-        os._exit(main(sys.argv[1:]))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print("code", code, flush=True)
-    if code != 9:
-        break
-"""
-
-
-def test_a_killed_force_is_run_again(config: DataConfig) -> None:
-    """Killed at any moment of clearing and beginning anew, the same command ends in the same bytes."""
-    recipe = config.root / "recipe.yaml"
-    recipe.write_text(
-        f"data: {{dir: {config.dir}, root: {config.root}, tokenizer: tokenizer, sequence_len: 48, shards: 3, "
-        "validation_fraction: 0.2, sources: [{files: '*.jsonl'}]}\n"
-    )
-    script = KILL_AT_EVERY_STEP.replace("DIRECTORY", str(config.dir))
-    command = ["prepare", str(recipe), "--workers", "1", "--force"]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *command], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    codes = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("code ")]
-    assert codes[-1] == 0 and codes.count(9) == len(codes) - 1 > 3, codes
-    assert main(command) == 0
-    assert read_manifest(config.dir / "train").block == 48 and verify(config.dir)[1] == []
 
 
 @pytest.fixture

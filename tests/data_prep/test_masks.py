@@ -17,19 +17,10 @@ from hypothesis import strategies as st
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import open_text
-from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.data_prep.words import encoder
-from tests.helpers.corpus import (
-    alpaca_rows,
-    data_config,
-    run,
-    segments,
-    tiny_tokenizer,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
 
 WORDS = st.sampled_from(
     ["river", "a bird", " ", "\n", "### Response:", "</s>", "é", "🙂", "\n\n", ":", "Anna"]
@@ -199,23 +190,3 @@ def test_alpaca_text_is_the_published_one() -> None:
     )
     assert second.text == "### Instruction:\nAgain.\n\n### Response:hi hi"
     assert [turn.text[turn.start :] for turn in (first, second)] == ["hi", "hi hi"]
-
-
-def test_messages_and_alpaca_rows_mean_the_same(tmp_path: Path) -> None:
-    rows = [row | {"input": ""} for row in alpaca_rows(30)]
-    write_jsonl(tmp_path / "nested.jsonl", ({"data": row} for row in rows))
-    messages = [as_messages(Conversation((Exchange(r["instruction"], r["output"]),))) for r in rows]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    write_jsonl(tmp_path / "talk.jsonl", messages)
-    sets = []
-    for name in ("rows", "talk", "nested"):
-        config = data_config(
-            tmp_path,
-            dir=str(tmp_path / name),
-            kind="instruct",
-            sequence_len=200,
-            sources=[{"files": f"{name}.jsonl"}],
-        )
-        run(config)
-        sets.append(TokenDataset(config.dir / "train"))
-    assert len({one.fingerprint for one in sets}) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import unicodedata
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from emo.data_prep.contamination import Finder, collect
 from emo.data_prep.near import signatures
 from emo.data_prep.plan import Plan
-from emo.data_prep.templates import Chat, Conversation, Exchange
 from tests.helpers.corpus import data_config, run, sentence, write_jsonl
 from tests.helpers.scripts import TEXTS
 
@@ -134,26 +132,3 @@ def test_near_duplicates_among_instructions_go(tmp_path: Path) -> None:
         rows.append(asked(form, "", context, question.upper() + "!", "Yes"))
         rows.append(asked(form, "Be brief.", context, question.upper() + "!", " yes"))
     assert rejected(tmp_path, rows) == {"near_duplicate": 4}
-
-
-def test_chats_compare_what_user_and_assistant_say(tmp_path: Path) -> None:
-    rng = random.Random(8)
-    tool, question, answer = passage(rng), passage(rng, 30), passage(rng, 60)
-
-    def chat(system: str, user: str, said: str, result: str) -> Chat:
-        call = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-        }
-        talk = [{"role": "system", "content": system}, {"role": "user", "content": user}, call]
-        talk += [{"role": "tool", "content": result}, {"role": "assistant", "content": said}]
-        return Chat(json.dumps(talk))
-
-    rows = [chat("", question, answer, ""), chat(passage(rng), question, answer, tool)]
-    rows += [chat("", question, passage(rng, 60), ""), chat("", passage(rng, 30), answer, "")]
-    plain = Conversation((Exchange(question, answer),), passage(rng))
-    first, second, *others = signatures(rows, "instruct")
-    assert (first == second).all()
-    assert all((first == other).mean(axis=1).min() < 0.2 for other in others)
-    assert (signatures([plain], "instruct")[0, 0] == first[0]).all()

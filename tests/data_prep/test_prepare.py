@@ -243,34 +243,6 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     assert set(rows_of(other, 1)) != {text for text, side in sides[0].items() if side}
 
 
-def test_near_duplicates_go_and_different_texts_stay(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    originals = [
-        " ".join(f"{rng.choice('abcdefgh')}{rng.randint(0, 99)}" for _ in range(200)) for _ in range(200)
-    ]
-    rows, near, far = list(originals), [], []
-    for text in originals[:60]:
-        words = text.split()
-        words[rng.randrange(200)] = "changed"  # 5 of 196 shingles: similarity about 0.95
-        near.append(" ".join(words))
-    for text in originals[60:120]:
-        words = text.split()
-        for at in range(0, 200, 10):
-            words[at] = "other"  # half of the shingles: similarity about 0.33
-        far.append(" ".join(words))
-    for text in originals[120:]:
-        words = text.split()
-        for at in range(10, 200, 28):
-            words[at] = "mid"  # similarity about 0.7: agrees in a band now and then, yet differs
-        far.append(" ".join(words))
-    rows += near + far + originals[:5] + [originals[7].upper()]
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in rows))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], dedup="near")
-    run(config)
-    assert rows_of(config) == originals + far
-    assert rejected(config) == {"duplicate": 5, "near_duplicate": 61}
-
-
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents(tmp_path)
     recipe = tmp_path / "recipe.yaml"
@@ -288,3 +260,24 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for bad in ("2/2", "x", "1", "-1/2"):
         with pytest.raises(SystemExit):
             main(["prepare", str(recipe), f"--shard={bad}"])
+
+
+def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
+    """Of every job, again when all is there, and with nothing to say as well."""
+    talk = [{"from": "gpt", "value": "x"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}, {"conversations": talk}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = data_config(
+        tmp_path, kind="instruct", sequence_len=150, overlong="drop", sources=[{"files": "a.jsonl"}]
+    )
+    first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
+    for line in (first, second, again):
+        assert "6 rows (" in line and "5 duplicate" in line and "1 empty response" in line
+        assert "1 message before the first prompt or after the last response" in line
+        assert "examples are longer than 150 tokens" in line
+    assert second == again != first
+    write_jsonl(tmp_path / "b.jsonl", alpaca_rows(9))
+    config = data_config(
+        tmp_path, dir=str(tmp_path / "b"), kind="instruct", sequence_len=512, sources=[{"files": "b.jsonl"}]
+    )
+    assert run(config)[-1] == f"{config.dir}: cut or dropped: nothing"

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,7 @@ from emo.data_prep.encode import RowEncoder
 from emo.data_prep.reencode import PlainEncoder, ShardCheck, _same_within
 from emo.data_prep.tokenizer import read_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from emo.data_prep.words import TextEncoder, encoder
+from emo.data_prep.words import encoder
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 CHATML = (
@@ -123,25 +122,6 @@ def test_verify_notices_what_was_sealed_wrong(
 
     monkeypatch.setattr(RowEncoder, "encode", shifted)
     monkeypatch.setattr(ShardCheck, "compare", lambda *_: None)
-    run(config)
-    assert verify(config.dir)[1]
-
-
-def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here and by verify: words that get the ids of their bytes, as where a vocabulary is read wrongly."""
-    config = data_config(files, sources=[{"files": "b.jsonl"}])
-    tokenizer = read_tokenizer(tiny_tokenizer())[0]
-
-    def spelled(self: TextEncoder, word: str) -> bytes:
-        pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
-        return np.array(pieces, self.dtype).tobytes()
-
-    monkeypatch.setattr("emo.data_prep.planning.words_agree", lambda *_: True)
-    monkeypatch.setattr(TextEncoder, "_word", spelled)
-    with pytest.raises(UserError) as error:
-        run(config)
-    assert error.value.code == "not-as-tokenized"
-    monkeypatch.setattr("emo.data_prep.reencode.ShardCheck.compare", lambda *_: None)
     run(config)
     assert verify(config.dir)[1]
 

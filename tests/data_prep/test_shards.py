@@ -19,14 +19,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import (
-    alpaca_rows,
-    data_config,
-    run,
-    texts,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from emo.data_prep import words
-from emo.data_prep.plan import Plan
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.data_prep.words import TextEncoder, encoder, word_rule
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import texts, tiny_tokenizer
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
 HARD = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x1f", "\x85", "\xa0", "\u2003", "\u2028", "\u3000"]
@@ -191,41 +190,3 @@ def test_sentencepiece_without_bytes_is_encoded_whole(tmp_path: Path, prefix: bo
     hard = ["日\n本 語\n\né", "river \t\n x", "é é", "a\u00a0\u2003b", *texts(20)]
     found = [np.frombuffer(ids, np.uint16).tolist() for ids in ours.encode(hard)]
     assert found == [original.encode(text) for text in hard]
-
-
-@pytest.mark.parametrize("kind", ["text", "instruct"])
-def test_prepare_compares_both_ways_on_real_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """A proof with a gap is found out, said, and not used."""
-    if kind == "text":
-        write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(500)))
-    else:
-        write_jsonl(tmp_path / "a.jsonl", alpaca_rows(500))
-    common = {
-        "kind": kind,
-        "sequence_len": 256,
-        "sources": [{"files": "a.jsonl"}],
-        "validation_fraction": 0.1,
-    }
-    right = data_config(tmp_path, dir=str(tmp_path / "right"), **common)
-    run(right)
-    monkeypatch.setattr(words, "word_rule", lambda tree: (r"[^e]*e|[^e]+", " "))
-    wrong = data_config(tmp_path, dir=str(tmp_path / "wrong"), **common)
-    run(wrong)
-    assert Plan.load(right.dir / "plan.parquet").summary["by_words"]
-    assert not Plan.load(wrong.dir / "plan.parquet").summary["by_words"]
-    assert train_set(wrong).fingerprint == train_set(right).fingerprint
-
-
-def test_a_tokenizer_that_cannot_be_cut_gets_whole_texts(tmp_path: Path) -> None:
-    joining = with_merge("e", "▁")
-    joining.save(str(tmp_path / "tokenizer.json"))
-    ours = TextEncoder(tmp_path, np.dtype(np.uint16))
-    assert ours.words is None
-    given_texts = [*texts(20), "", " a  b ", "one river"]
-    for going_on in (False, True):
-        bare = encoder(tmp_path, continuing=going_on)
-        found = [np.frombuffer(ids, np.uint16).tolist() for ids in ours.encode(given_texts, going_on)]
-        assert found == [one.ids for one in bare.encode_batch(given_texts)]
-    assert any(joining.token_to_id("e▁") in one.ids for one in bare.encode_batch(given_texts))
