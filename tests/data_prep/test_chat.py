@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
@@ -234,23 +234,3 @@ def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
         for found in (load_tokenizer(source), load_tokenizer(tmp_path / f"saved-{name}")):
             assert found.chat_template == CHATML
         assert AutoTokenizer.from_pretrained(tmp_path / f"saved-{name}").chat_template == CHATML
-
-
-def test_a_space_that_special_tokens_bring_is_there(tmp_path: Path) -> None:
-    """Some tokenizers put one after each special token: context is encoded as if it stood in the whole."""
-    backend = Tokenizer.from_file(str(tiny_tokenizer() / "tokenizer.json"))
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<|a|>", "<|z|>")]
-    )
-    source = tmp_path / "source"
-    source.mkdir()
-    backend.save(str(source / "tokenizer.json"))
-    template = "{% for m in messages %}<|a|>{{ m.role }}\n{{ m.content }}<|z|>\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|a|>assistant\n{% endif %}"
-    config = {"eos_token": "<|z|>", "unk_token": "<unk>", "chat_template": template}
-    (source / "tokenizer_config.json").write_text(json.dumps(config))
-    saved = tmp_path / "saved"
-    save_tokenizer(source, None, saved)
-    ids, _ = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
-    text = render(PLAIN, read_template(saved, "t")).text
-    assert ids == backend.encode(text, add_special_tokens=False).ids

@@ -18,7 +18,6 @@ from tests.helpers.corpus import (
     data_config,
     run,
     segments,
-    texts,
     tiny_tokenizer,
     train_set,
     write_jsonl,
@@ -235,27 +234,29 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}</s>"
         "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    rows = [marked({"weight": i % 2}, {"weight": (i + 1) % 2}) for i in range(40)]
-    for i, row in enumerate(rows):
-        for message in row["messages"]:
-            message["content"] += f" {texts(1, seed=i)[0]}"
-    found = {}
-    for name, weight in (("marked", None), ("all", 1)):
-        for row in rows:
+    found = []
+    for name in ("marked", "all"):
+        rows = [
+            marked(*({"weight": (i + j) % 2 if name == "marked" else 1} for j in (0, 1))) for i in range(40)
+        ]
+        for i, row in enumerate(rows):
             for message in row["messages"]:
-                if weight is not None and message["role"] == "assistant":
-                    message["weight"] = weight
+                message["content"] += f" {i}"
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
-        more = {"kind": "instruct", "template": template, "sequence_len": 400, "dedup": "none", "shards": 1}
-        more |= {"tokenizer": str(tmp_path / "tokenizer"), "dir": str(tmp_path / name)}
-        config = data_config(tmp_path, sources=[{"files": f"{name}.jsonl"}], **more)
+        more = {
+            "kind": "instruct",
+            "template": template,
+            "sequence_len": 400,
+            "shards": 1,
+            "tokenizer": "tokenizer",
+        }
+        config = data_config(tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.jsonl"}], **more)
         run(config)
-        found[name] = segments(train_set(config))
+        found.append(segments(train_set(config)))
         assert not verify(config.dir)[1]
-    assert [ids for ids, _ in found["marked"]] == [ids for ids, _ in found["all"]]
-    for (_, some), (_, every) in zip(found["marked"], found["all"], strict=True):
-        learned = [label for label in some if label != -100]
-        assert 0 < len(learned) < sum(label != -100 for label in every)
+    assert [ids for ids, _ in found[0]] == [ids for ids, _ in found[1]]
+    for (_, some), (_, every) in zip(*found, strict=True):
+        assert 0 < sum(label != -100 for label in some) < sum(label != -100 for label in every)
         assert all(a in (b, -100) for a, b in zip(some, every, strict=True))
 
 

@@ -104,26 +104,6 @@ def rows_by_domain(data: TokenDataset) -> dict[str, list[list[int]]]:
     return {name: [ids[i] for i in np.flatnonzero(data.domain == at)] for at, name in enumerate(data.domains)}
 
 
-@pytest.mark.parametrize("kind", ["text", "instruct"])
-def test_a_domain_is_packed_as_if_it_were_alone(tmp_path: Path, kind: str) -> None:
-    config = mixed(tmp_path, kind, shards=1, validation=[])
-    run(config)
-    data = train_set(config)
-    assert data.domains == ("news", "default", "law") and data.domain.dtype == np.uint16
-    found = rows_by_domain(data)
-    for counts in data.manifest.domains:
-        own = [source for source in MIXED if source.get("domain", "default") == counts.name]
-        alone = mixed(tmp_path, kind, shards=1, validation=[], sources=own, dir=str(tmp_path / counts.name))
-        run(alone)
-        manifest = train_set(alone).manifest
-        assert list(rows_by_domain(train_set(alone)).values()) == [found[counts.name]]
-        assert counts.model_dump() == manifest.domains[0].model_dump()
-        assert (counts.rows, counts.tokens, counts.documents) == (
-            *(manifest.rows, manifest.tokens),
-            sum(one["train"] for one in manifest.sources),
-        )
-
-
 def token_sources(root: Path, domains: int) -> list[dict[str, Any]]:
     """Token ids whose hundreds say the domain; each domain has two files, which do not lie together."""
     rng, sources = np.random.default_rng(0), []

@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.inputs import open_text
 from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from emo.data_prep.words import encoder
+from emo.data_prep.tokenizer import tokenizer_facts
 from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
 
 WORDS = st.sampled_from(
@@ -149,29 +147,6 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
         labels = np.append(np.where(mask, ids, -100)[1:], -100)
         expected.append((ids.tolist(), labels.tolist()))
     assert sorted(found) == sorted(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "models/stories260K"])
-def test_real_alpaca_rows_render_again(shared_data: Path, tmp_path: Path, name: str) -> None:
-    """Real rows: the output is what is supervised, and the prompt has the ids that generation gives it."""
-    load_tokenizer(shared_data / name).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    with open_text(shared_data / "instruct/alpaca_gpt4/train.jsonl.zst") as stream:
-        rows = [json.loads(line) for line in stream.read().splitlines()[:400]]
-    dialogues = [Conversation((Exchange(r["instruction"], r["output"], r["input"]),)) for r in rows]
-    encoded = make_encoder(tmp_path).conversations(dialogues)
-    bare = encoder(tmp_path)
-    ends = np.cumsum(encoded.lengths)
-    for dialogue, end, length, spans in zip(dialogues, ends, encoded.lengths, encoded.spans, strict=True):
-        ids = encoded.ids[end - length : end].tolist()
-        ((text, start),) = render(dialogue, "alpaca")
-        ((begin, stop),) = spans.tolist()
-        assert ids[0] == tokenizer.bos_token_id
-        assert ids[1:begin] == bare.encode(text[:start]).ids
-        assert tokenizer.decode(ids[1:-1]) == text
-        assert tokenizer.decode(ids[1:begin]) == text[:start]
-        assert stop == length and ids[-1] == tokenizer.eos_token_id
 
 
 def test_alpaca_text_is_the_published_one() -> None:

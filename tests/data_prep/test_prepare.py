@@ -103,25 +103,23 @@ def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
 
 
 def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
-    made = [text.replace("\n", " ") for text in texts(300)]
+    made = texts(300)
     rows = [{"id": i, "text": text} for i, text in enumerate(made)]
-    jsonl = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    (tmp_path / "a.jsonl").write_bytes(jsonl)
+    jsonl = write_jsonl(tmp_path / "a.jsonl", rows).read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl))
     half = jsonl.index(b"\n", len(jsonl) // 2) + 1
-    frames = zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:])
-    (tmp_path / "c.jsonl.zst").write_bytes(frames)
+    (tmp_path / "c.jsonl.zst").write_bytes(
+        zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:])
+    )
     (tmp_path / "d.json").write_text(json.dumps(rows))
     (tmp_path / "e.json").write_text(json.dumps({"version": 1, "data": rows}, indent=1))
     (tmp_path / "f.json").write_bytes(jsonl)
-    table = pa.table({"id": [row["id"] for row in rows], "text": made})
-    pyarrow.parquet.write_table(table, tmp_path / "g.parquet", row_group_size=70)
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet", row_group_size=70)
     (tmp_path / "h.txt").write_text("\n".join(made))
     (tmp_path / "i.txt").write_text("\n\n".join(made))
-    (tmp_path / "j").mkdir()
     for i in range(3):
         write_jsonl(tmp_path / f"j/{i}.jsonl", rows[i * 100 : i * 100 + 100])
-    names = [
+    names = (
         "a.jsonl",
         "b.jsonl.gz",
         "c.jsonl.zst",
@@ -130,16 +128,15 @@ def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
         "f.json",
         "g.parquet",
         "h.txt",
-        "j/*.jsonl",
-    ]
-    sources = [{"files": name} for name in names] + [{"files": "i.txt", "format": "paragraphs"}]
-    found = []
-    for number, source in enumerate(sources):
-        config = data_config(tmp_path, dir=str(tmp_path / f"out{number}"), sources=[source])
+        "j/*",
+    )
+    prints = set()
+    for source in [*({"files": name} for name in names), {"files": "i.txt", "format": "paragraphs"}]:
+        config = data_config(tmp_path, dir=str(tmp_path / f"out{source['files'][0]}"), sources=[source])
         run(config)
         assert rows_of(config) == made
-        found.append(train_set(config).fingerprint)
-    assert len(set(found)) == 1
+        prints.add(train_set(config).fingerprint)
+    assert len(prints) == 1
 
 
 ARTICLES = [f"Title {i} = x" if i == 3 else f"Title {i}" for i in range(40)]
@@ -263,9 +260,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
-    """Of every job, again when all is there, and with nothing to say as well."""
-    talk = [{"from": "gpt", "value": "x"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}, {"conversations": talk}]
+    """Of every job, and again when all is there."""
+    rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}]
     write_jsonl(tmp_path / "a.jsonl", rows)
     config = data_config(
         tmp_path, kind="instruct", sequence_len=150, overlong="drop", sources=[{"files": "a.jsonl"}]
@@ -273,11 +269,4 @@ def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
     first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
     for line in (first, second, again):
         assert "6 rows (" in line and "5 duplicate" in line and "1 empty response" in line
-        assert "1 message before the first prompt or after the last response" in line
-        assert "examples are longer than 150 tokens" in line
     assert second == again != first
-    write_jsonl(tmp_path / "b.jsonl", alpaca_rows(9))
-    config = data_config(
-        tmp_path, dir=str(tmp_path / "b"), kind="instruct", sequence_len=512, sources=[{"files": "b.jsonl"}]
-    )
-    assert run(config)[-1] == f"{config.dir}: cut or dropped: nothing"

@@ -1,9 +1,10 @@
-"""The format: what training reads, what `datasets` reads, what `verify` catches, what `inspect` shows."""
+"""The format: what training reads, what `datasets` reads, scores beside it, what `verify` catches."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from emo.common.errors import UserError
+from emo.common.files import Hashes
 from emo.data_prep import inspect as look
+from emo.data_prep import scores
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import content_fingerprint, manifest_text, read_manifest
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
@@ -112,10 +117,10 @@ def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequ
     chosen = np.random.default_rng(0).permutation(len(data))
     batch = data.batch(chosen)
     assert {name: (array.dtype, array.shape) for name, array in batch.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (np.dtype(np.int64), (len(rows), config.block))
+        ("input_ids", "labels", "position_ids"), (np.dtype(np.int64), (len(rows), config.sequence_len))
     )
     for i, row in enumerate(chosen):
-        expected = plain_batch(rows[row], config.block)
+        expected = plain_batch(rows[row], config.sequence_len)
         found = tuple(batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids"))
         assert found == expected
         assert data.valid[row] == rows[row]["valid"] == sum(label != -100 for label in expected[1])
@@ -172,3 +177,93 @@ def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig)
         assert "### Instruction:" in rest and rest.count("<s>") == rest.count("### Response:")
     outputs = {row["output"] for row in alpaca_rows(60)}
     assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
+
+
+MODEL = {"path": "somewhere", "weights": "0" * 64}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TokenDataset:
+    """Two shards of packed documents."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(60)])
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}])
+    run(config)
+    return train_set(config)
+
+
+def written(data: TokenDataset, name: str = "ref") -> None:
+    """A number for every token that says which one it is."""
+    scores.begin(data, name, MODEL)
+    for shard, info in enumerate(data.manifest.shards):
+        scores.write_shard(scores.shard_file(data, name, shard), -np.arange(info.tokens) - 1e6 * shard)
+    assert scores.seal(data, name, MODEL)
+
+
+def test_a_score_stands_where_its_label_stands(data: TokenDataset) -> None:
+    """Every label of every row gets the number of the very token in its shard."""
+    written(data)
+    found = Scores(data, "ref")
+    for shard in range(2):
+        at = 0
+        for row in data.rows_of(shard):
+            batch, stored = data.batch(np.array([row])), found.batch(np.array([row]))[0]
+            n = data.tokens_of(int(row))
+            assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
+            assert not stored[n - 1 :].any()
+            labels = batch["labels"][0]
+            assert all(labels[i] in (-100, batch["input_ids"][0][i + 1]) for i in range(n - 1))
+            at += n
+
+
+def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
+    def refused(name: str = "ref") -> None:
+        with pytest.raises(UserError):
+            Scores(data, name)
+
+    refused()
+    scores.begin(data, "ref", MODEL)
+    assert not scores.seal(data, "ref", MODEL)
+    refused()
+    written(data)
+    refused("reff")
+    refused("../ref")
+    path = scores.shard_file(data, "ref", 1)
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    refused()
+    path.write_bytes(content[:-4] + b"\0\0\0\0")
+    assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == 1
+    assert not scores.seal(data, "ref", MODEL)
+    path.write_bytes(content)
+    assert not list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))
+    about = scores.directory(data, "ref") / scores.ABOUT
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"data": "other"}))
+    refused()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
+def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> None:
+    scores.begin(data, "ref", MODEL)
+    path = scores.shard_file(data, "ref", 0)
+    with pytest.raises(UserError):
+        scores.write_shard(path, np.array([-1.0, bad]))
+    assert not path.exists()
+
+
+def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:
+    scores.begin(data, "ref", MODEL)
+    scores.begin(data, "ref", MODEL)
+    with pytest.raises(UserError):
+        scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
+    (data.directory / "scores" / "ref" / "mine.txt").write_text("keep me")
+    scores.clear(data, "ref")
+    scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
+    assert (data.directory / "scores" / "ref" / "mine.txt").is_file()
+
+
+def test_preparing_again_takes_them_away(data: TokenDataset, tmp_path: Path) -> None:
+    """They belong to the old shards."""
+    written(data)
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}], seed=9)
+    run(config, force=True)
+    assert not (config.dir / "train" / "scores").exists()

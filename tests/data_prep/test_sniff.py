@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,20 +37,10 @@ def shown(files: Path | str, tokenizer: Path | None = None, colours: bool = Fals
     return sink.getvalue(), recipe
 
 
-def chats(count: int, **names: str) -> list[dict[str, Any]]:
-    role, content, column = (
-        names.get("role", "role"),
-        names.get("content", "content"),
-        names.get("column", "messages"),
-    )
+def chats(count: int) -> list[dict[str, Any]]:
+    pairs = (("user", "ask"), ("assistant", "say")) * 2
     return [
-        {
-            column: [
-                {role: who, content: f"{text} {i}"}
-                for who, text in (("user", "ask"), ("assistant", "say")) * 2
-            ]
-        }
-        for i in range(count)
+        {"messages": [{"role": who, "content": f"{text} {i}"} for who, text in pairs]} for i in range(count)
     ]
 
 
@@ -75,10 +64,6 @@ FILES: dict[str, tuple[Any, list[str]]] = {
         lambda p: p.write_text(json.dumps([{"conversations": TALK}] * 2 + chats(60))),
         ["template: chat"],
     ),
-    "other.jsonl": (
-        lambda p: write_jsonl(p, chats(60, role="who", content="said", column="talk")),
-        ["messages: talk", "role: who", "content: said", "template: chat"],
-    ),
     "text.jsonl.zst": (
         lambda p: p.write_bytes(
             zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
@@ -91,10 +76,6 @@ FILES: dict[str, tuple[Any, list[str]]] = {
     ),
     "lines.txt": (lambda p: p.write_text("\n".join(texts(90))), ["lines.txt\n"]),
     "book [1].txt": (lambda p: p.write_text(paragraphs(90)), ["format: paragraphs"]),
-    "odd.jsonl": (
-        lambda p: p.write_text("".join(json.dumps(row) + "\n" for row in alpaca_rows(60)) + '{"x": 1}\n'),
-        ["strict: false"],
-    ),
 }
 
 
@@ -169,15 +150,3 @@ def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)
         assert train_set(config).manifest.documents == 40
-
-
-def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path: Path) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(tiny_tokenizer(), place)
-    (place / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(400)))
-    _, recipe = shown(tmp_path / "a.jsonl", place)
-    assert "  sequence_len: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
-    assert "  validation_fraction: 0.05\n" in recipe
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
-    assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]
