@@ -38,7 +38,7 @@ class RemoteFile:
 
     def open(self, mode: Literal["rb"] = "rb", at_random: bool = False) -> IO[bytes]:
         """Return its bytes, in order: web servers may not know how to begin in the middle."""
-        in_order = _is_web(self._system) and not at_random
+        in_order = "https" in self._system.protocol and not at_random
         with _explained(self.address):
             file = self._system.open(self._path, mode, **({"block_size": 0} if in_order else {}))
         return io.BufferedReader(_Stream(file, self.address, seekable=not in_order), BUFFER)
@@ -106,7 +106,7 @@ def remote_files(pattern: str) -> list[RemoteFile]:
     except ValueError as error:
         why = one_line(error, 120)
         raise UserError(f"files: {pattern} is no address that fsspec knows ({why})") from None
-    web = _is_web(system)
+    web = "https" in system.protocol  # without lists of files, and read from the beginning
     with _explained(pattern):
         paths = [path] if not web and system.isfile(path) else []
         if not paths and any(sign in path for sign in ("*" if web else "*?[")):
@@ -125,11 +125,6 @@ def remote_files(pattern: str) -> list[RemoteFile]:
 def _state(info: dict[str, Any]) -> list[str]:
     """Return the size, the version and the times that a file system tells of a file."""
     return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
-
-
-def _is_web(system: Any) -> bool:
-    """Return whether files are on a web server: without lists of them, read from the beginning."""
-    return "https" in system.protocol
 
 
 @contextmanager

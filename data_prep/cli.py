@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
-    return outcome(lambda: COMMANDS[args.command](args) or ExitCode.DONE)
+    return outcome(lambda: _run(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,61 +62,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    config = load_data_config(args.recipe, args.overrides)
-    first_word(args.recipe)
-    from emo.data_prep.prepare import prepare
+def _run(args: argparse.Namespace) -> int:
+    """Run the command that was given; each imports what it needs once its first word is out."""
+    if args.command == "prepare":
+        config = load_data_config(args.recipe, args.overrides)
+        first_word(args.recipe)
+        from emo.data_prep.prepare import prepare
 
-    prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+        prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+    elif args.command == "inspect":
+        first_word(args.directory)
+        from rich.console import Console
+
+        from emo.data_prep.inspect import inspect
+        from emo.data_prep.verify import data_sets
+
+        for split in data_sets(args.directory):
+            inspect(split, args.samples, args.seed, Console())
+    elif args.command == "verify":
+        first_word(args.directory)
+        from emo.data_prep.verify import verify
+
+        right, faults = verify(args.directory)
+        for line in right:
+            _say(line)
+        for fault in faults[1:]:
+            print(printable(fault), file=sys.stderr)
+        if faults:
+            others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
+            raise UserError(faults[0] + others)
+    elif args.command == "sniff":
+        first_word(args.files)
+        from rich.console import Console
+
+        from emo.data_prep.sniff import sniff
+
+        sniff(args.files, args.tokenizer, Console())
+    else:
+        first_word(args.directory)
+        from emo.data_prep import world
+
+        world.write_tasks(args.directory, args.train, args.test)
+    return ExitCode.DONE
 
 
 def _say(line: str) -> None:
     """Print a line for the human; names of files and sources cannot act on the terminal."""
     print(printable(line), flush=True)
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from rich.console import Console
-
-    from emo.data_prep.inspect import inspect
-    from emo.data_prep.verify import data_sets
-
-    for split in data_sets(args.directory):
-        inspect(split, args.samples, args.seed, Console())
-
-
-def _sniff(args: argparse.Namespace) -> None:
-    first_word(args.files)
-    from rich.console import Console
-
-    from emo.data_prep.sniff import sniff
-
-    sniff(args.files, args.tokenizer, Console())
-
-
-def _verify(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from emo.data_prep.verify import verify
-
-    right, faults = verify(args.directory)
-    for line in right:
-        _say(line)
-    for fault in faults[1:]:
-        print(printable(fault), file=sys.stderr)
-    if faults:
-        others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
-        raise UserError(faults[0] + others)
-
-
-def _world(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from emo.data_prep import world
-
-    world.write_tasks(args.directory, args.train, args.test)
-
-
-COMMANDS = {"prepare": _prepare, "inspect": _inspect, "verify": _verify, "sniff": _sniff, "world": _world}
 
 
 def _job(text: str) -> tuple[int, int]:

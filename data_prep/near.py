@@ -29,6 +29,9 @@ SHINGLE = 5  # words
 TELLING = 10  # words
 WHOLE = 1 << 40  # words in a shingle that is a whole text
 BATCH = 1 << 12  # signatures that are held at once, half a KiB or one each
+# Factors, odd, and summands, uint64 [PERMUTATIONS, 2].
+_PERMUTED = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
+_PERMUTED[:, 0] |= np.uint64(1)
 
 
 def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
@@ -65,18 +68,10 @@ def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) ->
     minima = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
     if len(hashes):
         owners, begins = np.unique(text, return_index=True)
-        for number, (factor, summand) in enumerate(_permutations()):
+        for number, (factor, summand) in enumerate(_PERMUTED):
             values = ((hashes * factor + summand) >> np.uint64(32)).astype(np.uint32)
             minima[owners, number] = np.minimum.reduceat(values, begins)
     return minima
-
-
-@cache
-def _permutations() -> np.ndarray:
-    """Return factors, odd, and summands, uint64 [PERMUTATIONS, 2]."""
-    numbers = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
-    numbers[:, 0] |= np.uint64(1)
-    return numbers
 
 
 def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:

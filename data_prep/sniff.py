@@ -245,19 +245,17 @@ def _examples(
         else:
             ids = encoder.texts([row], look.input.name).ids
             encoded.append((ids, np.array([[0, len(ids)]], np.int64)))
-    return [_decoded(*encoded[number], decoder) for number in picked], [len(ids) for ids, _ in encoded]
-
-
-def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:
-    """Return ids as text; decoding from the beginning keeps spaces and split characters right."""
-    edges = sorted({0, len(ids), *spans.ravel().tolist()})
-    stretches, before = [], ""
-    for begin, end in pairwise(edges):
-        text = decoder.decode(ids[:end].tolist(), skip_special_tokens=False)
-        inside = bool(((spans[:, 0] <= begin) & (begin < spans[:, 1])).any())
-        stretches.append((text[len(before) :], inside))
-        before = text
-    return stretches
+    examples: list[list[Stretch]] = []
+    for ids, spans in (encoded[number] for number in picked):
+        examples.append([])
+        before = ""
+        for begin, end in pairwise(sorted({0, len(ids), *spans.ravel().tolist()})):
+            # Decoding from the beginning keeps spaces and split characters right.
+            text = decoder.decode(ids[:end].tolist(), skip_special_tokens=False)
+            inside = bool(((spans[:, 0] <= begin) & (begin < spans[:, 1])).any())
+            examples[-1].append((text[len(before) :], inside))
+            before = text
+    return examples, [len(ids) for ids, _ in encoded]
 
 
 def _coloured(stretches: list[Stretch], colours: bool) -> Text:

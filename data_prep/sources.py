@@ -245,17 +245,20 @@ class CsvInput(TableInput):
                 while True:
                     line = reader.line_num
                     try:
-                        row = _row(next(reader), names, quoted)
+                        fields = next(reader)
                     except StopIteration:
                         return
                     except csv.Error as error:
                         if reader.line_num != line + 1:  # it took in other rows
                             raise
-                        row = Rejected("wrong_type", f"line {line + 1}: {one_line(error)}")
-                    if row is not None:
-                        if number >= start:
-                            yield row
-                        number += 1
+                        row: Any = Rejected("wrong_type", f"line {line + 1}: {one_line(error)}")
+                    else:
+                        if not fields:  # a blank line
+                            continue
+                        row = _row(fields, names, quoted)
+                    if number >= start:
+                        yield row
+                    number += 1
             except csv.Error as error:
                 raise UserError(
                     f"{self.name}, after line {line}: not a row of a table ({one_line(error)}); is a quote "
@@ -280,10 +283,8 @@ class CsvInput(TableInput):
             yield line
 
 
-def _row(row: list[str], names: list[str], quoted: bool) -> dict[str, str] | Rejected | None:
-    """Return a row by its columns, or what is wrong with it; None for a blank line."""
-    if not row:
-        return None
+def _row(row: list[str], names: list[str], quoted: bool) -> dict[str, str] | Rejected:
+    """Return a row by its columns, or what is wrong with it."""
     if len(row) != len(names):
         problem = (
             f"{len(row)} fields under a header of {len(names)}; quote what holds delimiters or line breaks"

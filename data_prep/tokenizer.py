@@ -235,19 +235,16 @@ def chat_template(directory: Path) -> str | None:
 
 
 def _local(path: str | Path, revision: str | None) -> Path:
-    """Return the path of a local or hub tokenizer."""
-    return Path(path) if Path(path).exists() else _download(str(path), revision)
-
-
-def _download(hub: str, revision: str | None) -> Path:
-    """Return the tokenizer files of a hub model, from the cache or the network."""
+    """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
+    if Path(path).exists():
+        return Path(path)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub, revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
     except Exception as error:  # no id, offline, not found, gated: many classes, one meaning here
         raise UserError(
-            f"tokenizer {hub} is no directory, no .model file and no id that the hub gives "
+            f"tokenizer {path} is no directory, no .model file and no id that the hub gives "
             f"({one_line(error, 200)})"
         ) from None
 

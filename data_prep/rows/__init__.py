@@ -37,6 +37,7 @@ __all__ = ["CODE", "REASONS", "STRUCTURE", "UNREADABLE", "Payload", "Rejected", 
 
 HEAD = 64  # rows whose columns are reported
 
+_EMPTY = {"user": "empty_instruction", "assistant": "empty_response"}
 _CONTROL = bytes([*range(0x09), *range(0x0E, 0x20), 0x7F])
 _TITLE = rb"(?:\A|(?<=\n))[ \t]*\r?\n(?= ?= (?!=)[^\n]* = *\r?\n(?:%s))"
 _HEADING = re.compile(_TITLE % rb"[ \t]*\r?\n")
@@ -196,7 +197,19 @@ def _object(raw: Any) -> Any:
 def _judged(row: Row, spec: RowSpec) -> Judged:
     """Return a row with its content hash and characters. Raises RowError for content that is useless."""
     if isinstance(row, Conversation | Chat):
-        _refuse_silence(row)
+        if row.unsupervised and len(row.unsupervised) == row.answers:
+            raise RowError("no_loss", "every answer is marked as carrying no loss")
+        if isinstance(row, Conversation):
+            silent = ["user"] if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges) else []
+            silent += ["assistant"] if any(not e.response.strip() for e in row.exchanges) else []
+        else:
+            silent = [
+                message["role"]
+                for message in json.loads(row.messages)
+                if not (message.get("content") or "").strip() and not message.get("tool_calls")
+            ]
+        if (role := next((role for role in silent if role in _EMPTY), None)) is not None:
+            raise RowError(_EMPTY[role])
     elif not (row.ids if isinstance(row, TokenIds) else row.strip()):
         raise RowError("empty")
     text = plain_text(row)
@@ -227,21 +240,3 @@ def _judged(row: Row, spec: RowSpec) -> Judged:
         content = identity.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return Judged(row, int.from_bytes(digest, "little"), len(text))
-
-
-def _refuse_silence(row: Conversation | Chat) -> None:
-    """Raise RowError for a conversation without loss, or with a message that says nothing."""
-    if row.unsupervised and len(row.unsupervised) == row.answers:
-        raise RowError("no_loss", "every answer is marked as carrying no loss")
-    if isinstance(row, Conversation):
-        if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges):
-            raise RowError("empty_instruction")
-        if any(not e.response.strip() for e in row.exchanges):
-            raise RowError("empty_response")
-        return
-    for message in json.loads(row.messages):
-        if not (message.get("content") or "").strip() and not message.get("tool_calls"):
-            if message["role"] == "user":
-                raise RowError("empty_instruction")
-            if message["role"] == "assistant":
-                raise RowError("empty_response")
