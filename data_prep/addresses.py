@@ -87,11 +87,7 @@ class _Stream(io.RawIOBase):
 
 
 def remote_files(pattern: str) -> list[RemoteFile]:
-    """Return the files that an address names, or a pattern of addresses with * ? [ ], in order.
-
-    Raises UserError when there are none, or what reads such addresses is not installed; FailureError when
-    they cannot be reached.
-    """
+    """Return the files that an address names, or a pattern of addresses with * ? [ ], in order."""
     import fsspec
 
     protocol = re.split("::|://", pattern, maxsplit=1)[0]

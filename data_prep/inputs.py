@@ -77,10 +77,7 @@ class Input:
         raise NotImplementedError
 
     def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[Piece]:
-        """Yield all pieces, in order; of a `cuttable` input, those of the rows that begin in a stretch.
-
-        Raises UserError at the end if the file is not the same any more.
-        """
+        """Yield all pieces, in order; of a `cuttable` input, those of the rows that begin in a stretch."""
         yield from self._pieces(begin, end)
         self._require_same()
 
@@ -125,10 +122,7 @@ class Input:
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """Return what pins the content that was read: name, and hash or revision.
-
-        Raises UserError if the file is not the same as when the input was made.
-        """
+        """Return what pins the content that was read: name, and hash or revision."""
         pinned = {"name": self.name} | self._pinned()
         self._require_same()
         return pinned
@@ -294,10 +288,7 @@ def chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[bytes]:
 
 
 def read_text(path: Path) -> str:
-    """Return a whole file as text, unpacked: for those that are small by nature, as tasks and prefixes are.
-
-    Raises UserError when it cannot be unpacked, is not UTF-8, or unpacks to more than TEXT_LIMIT.
-    """
+    """Return a whole file as text, unpacked: of those that are small by nature, as tasks and prefixes are."""
     with open_text(path) as stream:
         content = b"".join(chunks(stream, str(path), TEXT_LIMIT + 1))
     if len(content) > TEXT_LIMIT:

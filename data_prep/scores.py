@@ -60,10 +60,7 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
 
 
 def write_shard(path: Path, scores: np.ndarray) -> None:
-    """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them.
-
-    Raises UserError for what is no log-probability.
-    """
+    """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
     if not np.isfinite(scores).all() or (scores > 0).any():
         raise UserError(f"{path} is not written: the model gives what is no log-probability")
     write_atomically(path, lambda sink: np.save(sink, scores.astype(np.float32)))
@@ -92,10 +89,7 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
 
 
 def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
-    """Take the directory for the scores of one model; any number of jobs may begin the same.
-
-    Raises UserError when it holds another model's, or those of other data.
-    """
+    """Take the directory for the scores of one model; any number of jobs may begin the same."""
     where = directory(data, name)
     where.mkdir(parents=True, exist_ok=True)
     whose = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
@@ -127,10 +121,7 @@ def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
 
 
 class Scores:
-    """The scores of a data set's rows, as training reads them.
-
-    Raises UserError when there are none of that name or they belong to other data; `faults` reads the files.
-    """
+    """The scores of a data set's rows, as training reads them."""
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data

@@ -43,10 +43,7 @@ JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
 
 
 def open_inputs(config: DataConfig) -> list[Input]:
-    """Return the inputs of the training sources, then of each validation set's.
-
-    Raises UserError for sources that are not there.
-    """
+    """Return the inputs of the training sources, then of each validation set's."""
     inputs = []
     for number, split in enumerate(config.splits[:1] if config.validation_fraction else config.splits):
         for opened in (opened for source in config.sources_of(split) for opened in _inputs(source, config)):

@@ -145,10 +145,7 @@ def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
 
 
 def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
-    """Return a note for the user about a tokenizer that cannot say where a text ends, or None.
-
-    Raises UserError when the data are instructions, whose responses must be seen to end.
-    """
+    """Return a note for the user about a tokenizer that cannot say where a text ends, or None."""
     if facts.eos_id is not None:
         return None
     lacks = f"tokenizer {name} has no end-of-sequence token"

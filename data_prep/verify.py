@@ -155,10 +155,7 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] 
 
 
 def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
-    """Return the saved tokenizer.
-
-    Raises UserError unless it, and a local one that it was made from, are those that were planned with.
-    """
+    """Return the saved tokenizer."""
     planned = TokenizerFacts(**plan.summary["tokenizer"])
     directories = [config.dir / TOKENIZER]
     if config.tokenizer is not None and (config.root / config.tokenizer).exists():

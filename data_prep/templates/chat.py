@@ -74,10 +74,7 @@ def read_template(directory: Path, name: str) -> ChatTemplate:
 
 
 def check_template(template: ChatTemplate) -> list[str]:
-    """Notes for the user: about a date, and about a turn that ends with another token than EOS.
-
-    Raises UserError when it cannot write a question and its answer, whatever the data.
-    """
+    """Notes for the user: about a date, and about a turn that ends with another token than EOS."""
     try:
         rendered = render(Chat(json.dumps(PROBE)), template)
     except RefusedError as error:
